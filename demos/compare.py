@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from hf_smartspec import SmartSpecConfig, enabled
 from hf_smartspec.commands.common.models import left_padded
 from hf_smartspec.commands.common.timing import synchronize
-from hf_smartspec.prepare.resolve import suffix_trees
+from hf_smartspec.prepare.presets import suffix_trees
 
 
 @dataclass(frozen=True)

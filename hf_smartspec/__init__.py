@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .online.distillation import OnlineDistillation
     from .prepare.config import SmartSpecConfig
     from .prepare.decode import SpeculativeDecoderOnlyOutput, SpeculativeEncoderDecoderOutput, decode
-    from .prepare.resolve import suffix_trees
+    from .prepare.presets import suffix_trees
     from .sampling.noise import SeededGumbelLogitsProcessor
     from .serving.engine import Engine
     from .serving.outputs import EngineOutput
@@ -106,7 +106,7 @@ _PLACES = {
     "online.distillation": ["OnlineDistillation"],
     "prepare.config": ["SmartSpecConfig"],
     "prepare.decode": ["SpeculativeDecoderOnlyOutput", "SpeculativeEncoderDecoderOutput", "decode"],
-    "prepare.resolve": ["suffix_trees"],
+    "prepare.presets": ["suffix_trees"],
     "sampling.noise": ["SeededGumbelLogitsProcessor"],
     "serving.engine": ["Engine"],
     "serving.outputs": ["EngineOutput"],

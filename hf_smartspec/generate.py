@@ -11,10 +11,9 @@ from typing import Any, NamedTuple, TypeVar, overload
 from transformers import GenerationMixin
 
 from .prepare import entry
-from .prepare.defaults import Default, EnabledCall
-from .prepare.entry import generating_model
+from .prepare.checks import check_assistant
+from .prepare.entry import Default, EnabledCall, generating_model
 from .prepare.model_state import ModelStatistics
-from .prepare.resolve import check_assistant
 from .serving.transformers_batching import entries
 from .target_model.cache import kept_memory
 from .target_model.written import forget

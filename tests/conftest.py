@@ -169,7 +169,7 @@ def _known_lengths(request, monkeypatch):
 
     if request.node.get_closest_marker("adaptive"):
         cost = UnmovedCost(alpha=0.0, gamma=1e-5, delta=1e-2)
-        monkeypatch.setattr("hf_smartspec.prepare.policy.load_or_profile", lambda model: cost)
+        monkeypatch.setattr("hf_smartspec.prepare.call.load_or_profile", lambda model: cost)
     else:
         monkeypatch.setattr(
             SmartSpecConfig, "policy_for", lambda config, source: config.policy or config.fixed_policy_for(source)

@@ -1,12 +1,11 @@
-"""Check the arguments of a `generate` call before any work starts, and run a decoding method with them."""
+"""Check the arguments of a `generate` call before any work starts."""
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from transformers import (
     GenerationConfig,
     GenerationMixin,
@@ -16,86 +15,13 @@ from transformers import (
 )
 from transformers.generation import StopStringCriteria
 
-from ..log import get_logger
 from ..target_model.compat import is_synchronized
 from ..validate import check_seed
-from .call import PreparedCall, prepare_call
 from .checks import check_mask, check_settings, check_source_options, check_token_ids
 from .config import SmartSpecConfig
-from .encoders import watch_encoder
-from .resolve import Assistant, Drafters, resolve
-
-logger = get_logger(__name__)
+from .sources import Assistant
 
 PARAMETERS = list(inspect.signature(GenerationMixin.generate).parameters)[1:]
-
-
-class CheckedArguments(NamedTuple):
-    """
-    Checked keyword arguments of `generate`, with which an assistant can draft.
-
-    Args:
-        kwargs (`dict`): Arguments for transformers' `generate`.
-        assistant: The assistant with its options: a `SmartSpecConfig`, or an `Assistant` that is already resolved.
-        seed (`int` or sequence of `int`, *optional*): One seed for sampling, or one per row.
-    """
-
-    kwargs: dict[str, Any]
-    assistant: SmartSpecConfig | Assistant
-    seed: int | Sequence[int] | None = None
-
-    def run(
-        self,
-        model: PreTrainedModel,
-        method: Callable[[PreparedCall], Any],
-        original: Callable,
-        resolved: Assistant,
-        gives_way: bool = False,
-        to_read: Mapping[str, torch.Tensor] | None = None,
-    ) -> Any:
-        """
-        Let `original`, transformers' own `generate`, prepare the call, and return the result of `method` for it.
-
-        Args:
-            gives_way (`bool`): Whether a call that the assistant cannot serve is decoded without it instead of raising.
-            to_read (mapping, *optional*): Inputs of the model's encoder, where the encoder runs later.
-        """
-        streamer = self.kwargs.get("streamer")  # transformers drops it on the way to a callable `custom_generate`
-
-        def custom_generate(model: Any, input_ids: torch.LongTensor, **prepared: Any) -> Any:
-            try:
-                call = prepare_call(
-                    model, input_ids, assistant=resolved, seed=self.seed, streamer=streamer, encoder_arguments=seen,
-                    **prepared,
-                )  # fmt: skip
-            except (TypeError, ValueError) as error:
-                if not gives_way or self.seed is not None:  # transformers' own loop takes no seed
-                    raise
-                logger.info(f"This call is left to transformers: {error}")
-                return model._sample(input_ids, streamer=streamer, **prepared)
-            return method(call)
-
-        with watch_encoder(model) as seen:
-            seen.update(to_read or {})
-            return original(**self.kwargs | {"custom_generate": custom_generate})
-
-
-def run_with(
-    method: Callable[[PreparedCall], Any],
-    model: PreTrainedModel,
-    original: Callable,
-    kwargs: dict[str, Any],
-    assistant: Any,
-    seed: Any,
-    drafters: Drafters | None = None,
-    to_read: Mapping[str, torch.Tensor] | None = None,
-) -> Any:
-    """
-    Check the arguments of a `generate` call and run `method` with them: see `CheckedArguments`, and `resolve` for
-    `drafters`.
-    """
-    arguments = check_arguments(model, kwargs, assistant, seed)
-    return arguments.run(model, method, original, resolve(arguments.assistant, model, drafters), to_read=to_read)
 
 
 def by_name(generate: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -117,9 +43,12 @@ def by_name(generate: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str
     return kwargs | named
 
 
-def check_arguments(model: PreTrainedModel, kwargs: dict[str, Any], assistant: Any, seed: Any) -> CheckedArguments:
+def check_arguments(
+    model: PreTrainedModel, kwargs: dict[str, Any], assistant: Any, seed: Any
+) -> tuple[dict[str, Any], SmartSpecConfig | Assistant]:
     """
-    Check the arguments and return them as an assistant can serve them, before anything is computed.
+    Check all that can be checked before anything is computed, and return the arguments for transformers' `generate`,
+    and the assistant with the options among them.
 
     Raises:
         ValueError, TypeError: for arguments that contradict `assistant` or that it cannot serve.
@@ -127,7 +56,7 @@ def check_arguments(model: PreTrainedModel, kwargs: dict[str, Any], assistant: A
     kwargs = dict(kwargs)
     assistant = _with_tokenizers(_with_num_nodes(assistant, kwargs), kwargs)
     settings = _checked_settings(model, kwargs, seed)
-    return CheckedArguments(_with_stop_strings(model, kwargs, settings.stop_strings), assistant, seed)
+    return _with_stop_strings(model, kwargs, settings.stop_strings), assistant
 
 
 def _with_num_nodes(assistant: Any, kwargs: dict[str, Any]) -> SmartSpecConfig | Assistant:
@@ -171,7 +100,7 @@ def _checked_settings(model: PreTrainedModel, kwargs: dict[str, Any], seed: Any)
     if seed is not None:
         check_seed(seed)
     check_source_options(kwargs)
-    for name in ("inputs", "input_ids"):
+    for name in ("inputs", "input_ids", "decoder_input_ids"):
         if kwargs.get(name) is not None:
             check_token_ids(model, kwargs[name], name)
     if not model.config.is_encoder_decoder:

@@ -1,7 +1,8 @@
-"""Turn the arguments that `generate` has prepared into a call of the decoding loop."""
+"""Turn the arguments that `generate` has prepared into a call of the decoding loop, with its length policy."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -17,22 +18,23 @@ from ..decoding.call import DecodingCall, ModelForward, ModelLimits, Request
 from ..decoding.committed import check_source
 from ..decoding.trace import RequestTrace
 from ..decoding.verify import METHODS
+from ..goodput import CostModel, LengthPolicy
 from ..sampling.noise import row_seed
 from ..sampling.processors import TokenPicker
 from ..target_model.cache.kept_memory import borrow_memory
 from ..target_model.compat import CACHE, is_stateful, num_positions, renewal_length, run_encoder
+from ..target_model.cost.profiling import doubt_profile, load_or_profile
 from ..target_model.encoded import EncodedForward, masks_encoder
 from ..target_model.forward.packed import PackedForward
 from ..target_model.forward.ranks import broadcast_from_rank0, is_sharded
 from ..target_model.forward.rowwise import RowwiseForward
 from ..target_model.written import packed_forward
-from ..validate import check_seed
-from .checks import check_mask, check_settings, check_token_ids
+from .checks import check_mask_shape
 from .encoders import check_encoder_arguments, encoder_inputs, known_arguments
 from .media import read_media, without_empty_media
-from .model_state import warn_once
-from .resolve import Assistant, resolve
+from .model_state import state_of, warn_once
 from .route import Route, route_of
+from .sources import Assistant
 
 
 def model_limits(model: PreTrainedModel) -> ModelLimits:
@@ -89,37 +91,35 @@ def prepare_call(
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
-    assistant: Any,
+    assistant: Assistant,
     seed: int | Sequence[int] | None = None,
     streamer: BaseStreamer | None = None,
-    synced_gpus: bool = False,
     encoder_arguments: dict[str, Any] | None = None,
     **model_kwargs: Any,
 ) -> PreparedCall:
     """
-    Check the arguments of a decoding method and return them as one value. `assistant` is as in `resolve`;
-    `encoder_arguments` come from `watch_encoder`.
+    Return the arguments that `generate` passes to a decoding method as one value, after the checks that need the
+    prepared batch. Those before have been made (`check_arguments`). `encoder_arguments` come from `watch_encoder`.
 
     Raises:
         ValueError, TypeError: for arguments that cannot be served; they name the argument and the remedy.
     """
-    resolved = resolve(assistant, model)
-    check_settings(generation_config, synced_gpus)
-    check_token_ids(model, input_ids)
     if not model.config.is_encoder_decoder:
         # Beside a cache or `inputs_embeds`, `input_ids` need not hold the whole text.
         is_whole = _is_empty(model, model_kwargs.get(CACHE)) and model_kwargs.get("inputs_embeds") is None
-        check_mask(model_kwargs.get("attention_mask"), input_ids.shape if is_whole else None)
-    seeds = row_seeds(seed, len(input_ids), generation_config.do_sample)
+        if is_whole:
+            check_mask_shape(model_kwargs.get("attention_mask"), input_ids.shape)
     if generation_config.max_time is not None and is_sharded(model):
         raise ValueError("`max_time` would end at another token in each of the processes that hold the model.")
+    tags = assistant.config.tags_of(len(input_ids), generation_config.num_return_sequences or 1)
+    arguments = known_arguments(model, encoder_arguments or {}, len(input_ids))
+    check_encoder_arguments(assistant.source, arguments)
+    # Last, since a call that is refused and left to transformers must not have drawn a random number.
+    seeds = row_seeds(seed, len(input_ids), generation_config.do_sample)
     if seed is None and generation_config.do_sample:  # drawn at random in each process
         seeds = broadcast_from_rank0(model, lambda: seeds)
-    tags = resolved.config.tags_of(len(input_ids), generation_config.num_return_sequences or 1)
-    arguments = known_arguments(model, encoder_arguments or {}, len(input_ids))
-    check_encoder_arguments(resolved.source, arguments)
     return PreparedCall(
-        model, input_ids, logits_processor, stopping_criteria, generation_config, resolved, seeds, tags, streamer,
+        model, input_ids, logits_processor, stopping_criteria, generation_config, assistant, seeds, tags, streamer,
         model_kwargs, arguments,
     )  # fmt: skip
 
@@ -176,8 +176,6 @@ def decoding_call(prepared: PreparedCall, forward: ModelForward | None = None) -
 
 
 def row_seeds(seed: int | Sequence[int] | None, batch_size: int, do_sample: bool) -> list[int | None]:
-    if seed is not None:
-        check_seed(seed)
     if isinstance(seed, Sequence) and len(seed) != batch_size:
         raise ValueError(f"`seed` must be one integer or one per row: got {len(seed)} for {batch_size} rows.")
     if not do_sample:
@@ -242,3 +240,40 @@ def _encode(forward: EncodedForward, requests: list[Request], prepared: Prepared
     keep = bool(prepared.generation_config.return_dict_in_generate)
     for request, row in zip(requests, forward.encode(kwargs["encoder_outputs"], mask, keep=keep)):
         request.row = row
+
+
+def cost_of(model: PreTrainedModel) -> CostModel | None:
+    """Return the cost model of the model's forward; None, with a warning, if it cannot be measured (no memory, say)."""
+    try:
+        return load_or_profile(model)
+    except (ValueError, RuntimeError) as error:
+        warn_once(
+            model,
+            f"The speed of {type(model).__name__} cannot be measured, so drafts have their sources' usual size, "
+            f"whether that pays or not: {error!r}",
+        )
+        return None
+
+
+@contextmanager
+def policy_of(model: PreTrainedModel, assistant: Assistant, forward: ModelForward) -> Iterator[LengthPolicy]:
+    """
+    Yield the length policy of a call: the caller's own, else the goodput auction, which measures the model's speed at
+    its first use on this machine. Models that run row by row get drafts of the source's default size: the cost of a
+    row does not depend on the other rows there.
+    """
+    config, source = assistant
+    fixed = config.policy_for(source)
+    if fixed is not None:
+        yield fixed
+        return
+    if not isinstance(forward, PackedForward):
+        yield config.fixed_policy_for(source)
+        return
+    cost = cost_of(model)
+    if cost is None:
+        yield config.fixed_policy_for(source)
+        return
+    with state_of(model).policy(source.name, cost) as policy:
+        yield policy
+    doubt_profile(model, cost)  # if this call's steps took other times than predicted

@@ -1,12 +1,23 @@
 """Checks of a call's arguments: they raise before any work starts, and their messages name the remedy."""
 
+import difflib
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation import GenerationMode
+from transformers.generation import CandidateGenerator, GenerationMode
 
+from ..candidates import RoutedCandidates
+from ..candidates.heads.learned import LearnedDrafter
+from ..candidates.heads.mtp import MTP
+from .config import SmartSpecConfig
+from .presets import EARLY_EXIT, PRESET_NAMES, early_exit_layers, is_preset
+
+_DRAFTERS = (PreTrainedModel, CandidateGenerator, LearnedDrafter)
 _SERVED = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.ASSISTED_GENERATION)
 
 # The argument that selects each of the other modes.
@@ -93,24 +104,85 @@ def check_token_ids(model: PreTrainedModel, ids: Any, name: str = "input_ids") -
             )
 
 
-def check_mask(mask: Any, shape: Sequence[int] | None = None) -> None:
-    """
-    Check that `attention_mask` is a tensor of shape [batch, length].
-
-    Args:
-        shape (sequence of `int`, *optional*): Shape of the prompts, which the mask must have.
-
-    Raises:
-        TypeError: for anything but a tensor of two dimensions.
-        ValueError: for another shape.
-    """
-    if mask is None:
-        return
-    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+def check_mask(mask: Any) -> None:
+    """Raise `TypeError` if `attention_mask` is given and is no tensor of two dimensions."""
+    if mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() != 2):
         got = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
         raise TypeError(f"`attention_mask` must be a torch.Tensor of shape [batch, length], got {got}.")
-    if shape is not None and mask.shape != tuple(shape):
+
+
+def check_mask_shape(mask: torch.Tensor | None, shape: Sequence[int]) -> None:
+    """
+    Raise `ValueError` if a prepared `attention_mask` is not of the shape of the prompts. Masks as the caller passes
+    them may differ in shape: transformers drops those of ones only.
+    """
+    if mask is not None and mask.shape != tuple(shape):
         raise ValueError(
             f"`attention_mask` of shape {list(mask.shape)} does not fit `input_ids` of shape {list(shape)}: "
             "it needs one entry per token."
         )
+
+
+def check_assistant(assistant: Any) -> None:
+    """
+    Check that this may be an `assistant` of some target, before anything is loaded.
+
+    Raises:
+        ValueError: for a name that is neither a preset nor a model.
+        TypeError: for anything that cannot draft.
+    """
+    if isinstance(assistant, SmartSpecConfig):
+        assistant = assistant.assistant
+    if isinstance(assistant, list | tuple):
+        if not assistant:
+            raise ValueError("`assistant` must name at least one source, got an empty list.")
+        for item in assistant:
+            check_assistant(item)
+    elif isinstance(assistant, RoutedCandidates):
+        for item in assistant.drafters.values():
+            check_assistant(item)
+    elif isinstance(assistant, str) and assistant.startswith(EARLY_EXIT):
+        early_exit_layers(assistant)
+    elif isinstance(assistant, str):
+        if not is_preset(assistant) and not _may_be_model(assistant):
+            raise ValueError(_unknown(assistant))
+    elif not isinstance(assistant, _DRAFTERS) and not hasattr(assistant, "get_base_model"):
+        raise TypeError(
+            f"`assistant` must be a preset name {PRESET_NAMES}, a draft PreTrainedModel, learned heads, the folder or "
+            "hub id of either, a candidate generator, a list of these or a SmartSpecConfig, got "
+            f"{type(assistant).__name__}."
+        )
+
+
+def _unknown(name: str) -> str:
+    """Return the error message for a name that is neither a preset nor a model."""
+    if "/" in name or os.sep in name:
+        there = "is a file, no folder of a model" if os.path.exists(os.path.expanduser(name)) else "does not exist"
+        return f"`assistant={name!r}`: the path {there}."
+    presets = {preset.partition(":")[0]: preset for preset in PRESET_NAMES}
+    near = [presets[stem] for stem in difflib.get_close_matches(name.partition(":")[0], presets, n=1)]
+    meant = f": did you mean {near[0]!r}? Known" if near else "; known"
+    return (
+        f"Unknown `assistant` preset {name!r}{meant} are {PRESET_NAMES}. A draft model is named by its folder or its "
+        "hub id ('owner/name')."
+    )
+
+
+def _may_be_model(name: str) -> bool:
+    """
+    Return whether `name` may be a drafter that is loaded: the target's MTP layers, a folder, a hub id, or an old hub id
+    without an owner if it has been downloaded.
+    """
+    if name == MTP:
+        return True
+    name = os.path.expanduser(name)
+    if os.path.isabs(name) or name.startswith(".") or name.count("/") != 1:
+        return os.path.isdir(name) or ("/" not in name and bool(name) and _is_downloaded(name))
+    return True
+
+
+def _is_downloaded(name: str) -> bool:
+    try:
+        return isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except HFValidationError:  # not a valid id
+        return False

@@ -6,30 +6,13 @@ from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
-from transformers.generation import CandidateGenerator
 
 from ..candidates import TreeCandidateGenerator
-from ..candidates.heads.mtp import MTP
 from ..decoding.learning import Learning
 from ..decoding.verify import METHODS
 from ..goodput.policy import FixedLength, LengthPolicy
 from ..validate import is_integer
-
-DATASTORE, TUNED = "datastore:", "tuned:"  # prefixes of a path
-EARLY_EXIT = "early_exit:"  # prefix of a number of layers
-PRESET_NAMES = ["auto", "none", "prompt_lookup", "suffix", MTP, f"{DATASTORE}PATH", f"{EARLY_EXIT}N", f"{TUNED}PATH"]
-
-
-def is_preset(assistant: Any) -> bool:
-    """Return whether `assistant` is the name of a source, and not of a drafter that has to be loaded."""
-    if not isinstance(assistant, str) or assistant == MTP:
-        return False
-    return assistant in PRESET_NAMES or assistant.startswith((DATASTORE, TUNED))
-
-
-def is_source(assistant: Any) -> bool:
-    """Return whether `assistant` is a source with its own options, and not a draft model."""
-    return is_preset(assistant) or isinstance(assistant, CandidateGenerator)
+from .presets import is_source
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Decode one prepared `generate` call: choose a way to serve it, run the decoding loop, make the output."""
+"""Decode one `generate` call: prepare it, choose a way to serve it, run the decoding loop, make the output."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +23,6 @@ from transformers.generation import (
 from ..decoding.call import DecodingCall, Request
 from ..decoding.loop import DecodingLoop
 from ..decoding.statistics import GenerationStatistics
-from ..decoding.trace import TracedRequest
 from ..drafts.tree import DraftTree
 from ..goodput import GoodputAuction, LengthPolicy
 from ..log import get_logger
@@ -36,10 +35,12 @@ from ..target_model.forward.rotary import forget_lengths
 from ..target_model.forward.rowwise import RowwiseForward
 from ..target_model.layout.rows import RowInput
 from ..target_model.support.wrappers import row_mixing
-from .call import PreparedCall, decoding_call, model_limits, prepare_call
+from ..validate import check_seed
+from .call import PreparedCall, decoding_call, model_limits, policy_of, prepare_call
+from .checks import check_settings, check_token_ids
 from .model_state import record, state_of, warn_once
 from .plain import decode_plainly
-from .policy import policy_of
+from .sources import Assistant, resolve
 
 logger = get_logger(__name__)
 
@@ -87,18 +88,43 @@ def decode(
     Raises:
         ValueError, TypeError: for arguments that cannot be served; they name the argument and the remedy.
     """
-    synced_gpus = is_synchronized(model) if synced_gpus is None else synced_gpus
-    return decode_prepared(
-        prepare_call(
-            model, input_ids, logits_processor, stopping_criteria, generation_config, assistant, seed, streamer,
-            synced_gpus, **model_kwargs,
-        )
+    check_settings(generation_config, is_synchronized(model) if synced_gpus is None else synced_gpus)
+    check_token_ids(model, input_ids)
+    if seed is not None:
+        check_seed(seed)
+    return decode_checked(
+        model, input_ids, resolve(assistant, model), seed, streamer, logits_processor=logits_processor,
+        stopping_criteria=stopping_criteria, generation_config=generation_config, **model_kwargs,
     )  # fmt: skip
 
 
-def decode_prepared(prepared: PreparedCall) -> torch.Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
-    """Decode a call whose arguments are checked; as `decode` does."""
-    model, config = prepared.model, prepared.generation_config
+def decode_checked(
+    model: PreTrainedModel,
+    input_ids: torch.LongTensor,
+    assistant: Assistant,
+    seed: int | Sequence[int] | None = None,
+    streamer: BaseStreamer | None = None,
+    encoder_arguments: dict[str, Any] | None = None,
+    gives_way: bool = False,
+    **arguments: Any,
+) -> torch.Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
+    """
+    Decoding method of calls whose arguments were checked before `generate` prepared them; as `decode`.
+
+    Args:
+        encoder_arguments (`dict`, *optional*): Arguments of the encoder's forward, from `watch_encoder`.
+        gives_way (`bool`): Whether a call that the assistant cannot serve is decoded without it instead of raising.
+    """
+    try:
+        prepared = prepare_call(
+            model, input_ids, assistant=assistant, seed=seed, streamer=streamer, encoder_arguments=encoder_arguments,
+            **arguments,
+        )  # fmt: skip
+    except (TypeError, ValueError) as error:
+        if not gives_way or seed is not None:  # transformers' own loop takes no seed
+            raise
+        logger.info(f"This call is left to transformers: {error}")
+        return model._sample(input_ids, streamer=streamer, **arguments)  # type: ignore[operator]
     if prepared.route.way == "plain":
         warn_once(model, f"Decoding without speculation: {prepared.route.reason}.")
         return decode_undrafted(prepared)
@@ -110,29 +136,20 @@ def decode_prepared(prepared: PreparedCall) -> torch.Tensor | GenerateDecoderOnl
             f"{type(model).__name__} {mixing}: tokens depend on what they are batched with, in plain decoding too, "
             "and outputs may differ from it.",
         )
-    given_cache: Any = prepared.model_kwargs.get(CACHE)
-    gives_back = getattr(given_cache, "_is_user_defined", False)
     call = decoding_call(prepared)
-    call.keeps_cache = config.return_dict_in_generate or gives_back
-    with torch.no_grad(), policy_of(model, prepared.assistant, call.forward) as policy:
+    call.keeps_cache = prepared.generation_config.return_dict_in_generate or _callers_cache(prepared) is not None
+    with torch.no_grad(), policy_of(model, assistant, call.forward) as policy:
         loop = DecodingLoop(policy, model_limits(model), ranks=ranks_of(model), alarm=state_of(model).alarm)
         loop.run(call)
         if call.keeps_cache:
             _complete_rows(call)
-        traces = [request.trace.traced() for request in call.requests if request.trace is not None]
-        _report(prepared, loop.statistics, policy, traces or None)
-    if prepared.streamer is not None:
-        prepared.streamer.end()
-    assert call.batch.num_generated is not None, "a row has not stopped"
-    sequences = call.batch.padded_batch(call.batch.num_generated)
-    cache: Any = _export_cache(call, sequences.shape[1] - 1, given_cache) if call.keeps_cache else None
+        _report(prepared, call, loop.statistics, policy)
+    if streamer is not None:
+        streamer.end()
+    output = _output(prepared, call, loop.statistics)
     if isinstance(call.forward, PackedForward):  # not after an error, which may leave work under way on it
         release_memory(call.forward)
-    if not call.keeps_cache:
-        return sequences
-    if gives_back and cache is not given_cache:
-        given_cache.layers, cache = cache.layers, given_cache
-    return _output(model, call, loop.statistics, sequences, cache, config)
+    return output
 
 
 def decode_undrafted(prepared: PreparedCall) -> torch.Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
@@ -143,11 +160,16 @@ def decode_undrafted(prepared: PreparedCall) -> torch.Tensor | GenerateDecoderOn
     return output if isinstance(output, torch.Tensor) else _with_statistics(prepared.model, output, statistics)
 
 
-def _report(
-    prepared: PreparedCall, statistics: GenerationStatistics, policy: LengthPolicy, traces: list[TracedRequest] | None
-) -> None:
-    """Store the call's statistics with the model, and log them."""
-    record(prepared.model, statistics, traces)
+def _callers_cache(prepared: PreparedCall) -> Any:
+    """Return the cache that the caller has passed, to which keys and values are added; None if there is none."""
+    cache: Any = prepared.model_kwargs.get(CACHE)
+    return cache if getattr(cache, "_is_user_defined", False) else None
+
+
+def _report(prepared: PreparedCall, call: DecodingCall, statistics: GenerationStatistics, policy: LengthPolicy) -> None:
+    """Store the call's statistics and traces with the model, and log them."""
+    traces = [request.trace.traced() for request in call.requests if request.trace is not None]
+    record(prepared.model, statistics, traces or None)
     predicted = ""
     if isinstance(policy, GoodputAuction):
         predicted = f", predicted to be {policy.speedup:.2f} times as fast as plain decoding"
@@ -215,17 +237,21 @@ def _export_cache(call: DecodingCall, total_length: int, prepared: Any) -> Any:
 
 
 def _output(
-    model: PreTrainedModel,
-    call: DecodingCall,
-    statistics: GenerationStatistics,
-    sequences: torch.Tensor,
-    cache: Any,
-    generation_config: GenerationConfig,
+    prepared: PreparedCall, call: DecodingCall, statistics: GenerationStatistics
 ) -> torch.Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
-    if not generation_config.return_dict_in_generate:
+    """Return what `generate` returns, after keys and values were added to the caller's cache, if there is one."""
+    model, batch = prepared.model, call.batch
+    assert batch.num_generated is not None, "a row has not stopped"
+    sequences = batch.padded_batch(batch.num_generated)
+    if not call.keeps_cache:
         return sequences
-    batch = call.batch
-    steps = range(batch.num_generated or 0)
+    cache: Any = _export_cache(call, sequences.shape[1] - 1, prepared.model_kwargs.get(CACHE))
+    given = _callers_cache(prepared)
+    if given is not None and cache is not given:
+        given.layers, cache = cache.layers, given
+    if not prepared.generation_config.return_dict_in_generate:
+        return sequences
+    steps = range(batch.num_generated)
     fields: dict[str, Any] = {
         "sequences": sequences,
         "scores": tuple(batch.column_of("scores", step) for step in steps) if batch.records_scores else None,

@@ -1,13 +1,29 @@
-"""Check that a draft model can draft for a target."""
+"""Draft models: whether one can draft for a target, and how its vocabulary relates to the target's."""
 
-from transformers import PreTrainedModel
+from typing import NamedTuple
+
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..candidates.models.encoded import reads_encoder
 from ..candidates.models.translated.translation import Translation
 from ..candidates.models.vocabulary import SharedVocabulary
+from ..log import get_logger
 from ..target_model.compat import is_stateful
-from ..target_model.support.capabilities import can_pack, rowwise_obstacle
-from .vocabularies import Tokenizers, vocabulary_between
+from ..target_model.encoded import encoder_size
+from ..target_model.support.capabilities import can_pack, packing_obstacle, rowwise_obstacle
+from .model_state import state_of
+
+logger = get_logger(__name__)
+
+_PADDING = 0.01  # of the larger vocabulary: Qwen2.5's sizes differ by 0.1 %, Pythia's by 0.8 %
+_ALIKE = 0.99  # of the smaller tokenizer's ids: some were reserved, and named later
+
+
+class Tokenizers(NamedTuple):
+    """The target's and the draft model's tokenizers, where the caller has given them."""
+
+    target: PreTrainedTokenizerBase | None = None
+    draft: PreTrainedTokenizerBase | None = None
 
 
 def check_draft_model(
@@ -41,9 +57,6 @@ def _encoder_obstacle(
     draft: PreTrainedModel, target: PreTrainedModel, vocabulary: SharedVocabulary | Translation | None
 ) -> str | None:
     """Return why a draft model cannot use the inputs or outputs of the target's encoder; None if it can."""
-    from ..target_model.encoded import encoder_size
-    from ..target_model.support.capabilities import packing_obstacle
-
     if isinstance(vocabulary, Translation):
         return "it reads other tokens than the target's encoder"
     if not draft.config.is_encoder_decoder:
@@ -61,3 +74,75 @@ def _encoder_obstacle(
 
 def _mel_bins(model: PreTrainedModel) -> int | None:
     return getattr(model.config, "num_mel_bins", None)
+
+
+def vocabulary_between(
+    draft: PreTrainedModel, target: PreTrainedModel, given: Tokenizers | None = None
+) -> SharedVocabulary | Translation | None:
+    """
+    Return how a draft model's vocabulary relates to its target's: None if both are the same, a `SharedVocabulary` if
+    one of the two has more tokens, and a `Translation` if their tokenizers differ.
+
+    Sizes alone do not decide: models with the same tokenizer pad embeddings to different multiples, or have a few more
+    tokens. So tokenizers are compared: those that are given or, where sizes differ, those stored beside the models on
+    this machine. Without tokenizers, vocabularies whose sizes differ by at most one percent are taken to be the same.
+
+    Raises:
+        ValueError: if the vocabularies may differ and a tokenizer is missing.
+    """
+    given = Tokenizers() if given is None else given
+    sizes = SharedVocabulary(_size(draft), _size(target))
+    if sizes.draft_size == sizes.target_size and given.draft is None:
+        return None
+    found = state_of(target).vocabulary_of(draft, (sizes, *given), lambda: _compare(draft, target, sizes, given))
+    if isinstance(found, str):
+        raise ValueError(
+            f"The draft model has a vocabulary of {sizes.draft_size} tokens and the target one of {sizes.target_size}, "
+            f"{found}. Pass both tokenizers, `tokenizer=` and `assistant_tokenizer=`, or use "
+            "`assistant='prompt_lookup'`, which needs none."
+        )
+    return None if sizes.draft_size == sizes.target_size and found == sizes else found
+
+
+def _size(model: PreTrainedModel) -> int:
+    return model.config.get_text_config(decoder=True).vocab_size
+
+
+def _compare(
+    draft: PreTrainedModel, target: PreTrainedModel, sizes: SharedVocabulary, given: Tokenizers
+) -> SharedVocabulary | Translation | str:
+    """
+    Return `sizes` if ids below both sizes mean the same tokens, else a translation; or the part of an error message
+    that says which tokenizer is missing.
+    """
+    of_draft = _tokenizer_beside(draft) if given.draft is None else given.draft
+    of_target = _tokenizer_beside(target) if given.target is None else given.target
+    if of_draft is not None and of_target is not None:
+        if _share_ids(of_draft.get_vocab(), of_target.get_vocab()):
+            return sizes
+        translation = Translation(of_target, of_draft, sizes.target_size, sizes.draft_size)
+        logger.info(f"Draft and target have two tokenizers, with {translation.num_shared} tokens in common.")
+        return translation
+    if given.draft is not None:
+        return "and the target's tokenizer is not stored beside it"
+    if max(sizes) - min(sizes) <= _PADDING * max(sizes):
+        logger.info(f"Vocabularies of {sizes.draft_size} and {sizes.target_size} tokens are taken to be one, padded.")
+        return sizes
+    return f"which is more than padding (at most {_PADDING:.0%}), and one of them has no tokenizer stored beside it"
+
+
+def _tokenizer_beside(model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer stored beside the model on this machine, or None."""
+    try:
+        name = model.name_or_path
+        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+    except Exception:  # many kinds: no such folder, no tokenizer in it, one that needs its own code
+        return None
+    # Without files, transformers may make up an empty tokenizer from the model's type.
+    return tokenizer if 2 * len(tokenizer) > _size(model) else None
+
+
+def _share_ids(first: dict[str, int], second: dict[str, int]) -> bool:
+    """Return whether (nearly) all tokens of the smaller vocabulary have the same ids in the larger one."""
+    small, large = sorted((first, second), key=len)
+    return sum(large.get(token) == number for token, number in small.items()) >= _ALIKE * len(small)

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import AsyncGenerator, Hashable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
-from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -20,14 +19,12 @@ from ..decoding.statistics import GenerationStatistics
 from ..decoding.trace import RequestTrace
 from ..goodput import CostModel, GoodputAuction
 from ..goodput.report import LoggedPolicy, SpeculationReport
-from ..prepare.arguments import run_with
-from ..prepare.call import PreparedCall
+from ..prepare.arguments import check_arguments
+from ..prepare.call import PreparedCall, cost_of, prepare_call
 from ..prepare.config import SmartSpecConfig
-from ..prepare.defaults import assistant_of, without_assistant
 from ..prepare.encoders import placeholder_outputs
-from ..prepare.entry import generating_model
-from ..prepare.policy import cost_of
-from ..prepare.resolve import Drafters, resolve, tagged
+from ..prepare.entry import assistant_of, generating_model, without_assistant
+from ..prepare.sources import Drafters, resolve, tagged
 from ..target_model.compat import num_positions
 from ..target_model.cost.profiling import doubt_profile
 from ..target_model.forward.ranks import engine_ranks
@@ -253,9 +250,17 @@ class Engine:
         kwargs = {"tokenizer": self.tokenizer, **kwargs, **to_read}
         if self.model.config.is_encoder_decoder:
             kwargs |= placeholder_outputs(self.model, ids)
-        original, kept = MethodType(GenerationMixin.generate, self.model), without_assistant(kwargs)
         choice = tagged(self._choice(assistant, kwargs.get("generation_config")), tag)
-        return run_with(self._captured, self.model, original, kept, choice, seed, self._drafters, to_read)
+        arguments, config = check_arguments(self.model, without_assistant(kwargs), choice, seed)
+        resolved = resolve(config, self.model, self._drafters)
+
+        def custom_generate(model: PreTrainedModel, input_ids: torch.LongTensor, **prepared: Any) -> DecodingCall:
+            streamer = arguments.get("streamer")  # transformers drops it on the way to a callable
+            own = {"assistant": resolved, "seed": seed, "streamer": streamer, "encoder_arguments": to_read}
+            return self._captured(prepare_call(model, input_ids, **own, **prepared))
+
+        call: Any = GenerationMixin.generate(self.model, **arguments | {"custom_generate": custom_generate})
+        return call
 
     def _choice(self, assistant: Any, config: Any) -> Any:
         """What drafts for a request: what itself or its `generation_config` names, or the engine's own."""

@@ -114,7 +114,7 @@ def test_drafts_are_left_as_they_were(demo, folder, prompts):
 def test_nothing_is_remembered_from_turn_to_turn(demo, folder):
     from compare import Method, ready_for
     from hf_smartspec.commands.common.models import load_model
-    from hf_smartspec.prepare.resolve import suffix_trees
+    from hf_smartspec.prepare.presets import suffix_trees
 
     model, auto = load_model(str(folder / "target")), Method("ours, auto", {"assistant": "auto"})
     with ready_for(model, auto):

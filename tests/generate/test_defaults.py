@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 import hf_smartspec
 from hf_smartspec import SmartSpecConfig
-from hf_smartspec.prepare.config import PRESET_NAMES
+from hf_smartspec.prepare.presets import PRESET_NAMES
 
 from .helpers import VOCAB_SIZE, Spy, draft_source, noisy_copy, prompts, tiny_llama
 
@@ -226,7 +226,7 @@ def test_what_only_turns_out_later_is_decoded_plainly(model, spy, monkeypatch):
         raise ValueError("turned out")
 
     hf_smartspec.enable(model, spy)
-    monkeypatch.setattr("hf_smartspec.prepare.call.check_settings", fails)
+    monkeypatch.setattr("hf_smartspec.prepare.call.check_encoder_arguments", fails)
     check_drafts_nothing(model, spy, do_sample=True)
     with pytest.raises(ValueError, match="turned out"):
         model.generate(**INPUTS, **ARGUMENTS, assistant=spy)

@@ -11,7 +11,7 @@ import hf_smartspec
 from hf_smartspec import SmartSpecConfig, SuffixTreeCandidates
 from hf_smartspec.candidates import Datastore, DatastoreCandidates
 from hf_smartspec.goodput import GoodputAuction
-from hf_smartspec.prepare.resolve import suffix_trees
+from hf_smartspec.prepare.presets import suffix_trees
 
 from ..costs import UnmovedCost
 from .helpers import EOS, VOCAB_SIZE, tiny_llama

@@ -15,7 +15,9 @@ from hf_smartspec.candidates import (
     StagedCandidates,
 )
 from hf_smartspec.candidates.combined.tuned import TunedSource, TunedSources
-from hf_smartspec.prepare.resolve import resolve, suffix_trees
+from hf_smartspec.prepare import sources
+from hf_smartspec.prepare.presets import suffix_trees
+from hf_smartspec.prepare.sources import resolve
 
 from .helpers import VOCAB_SIZE, noisy_copy, tiny_llama
 
@@ -127,11 +129,9 @@ def test_missing_files_are_named(model, tmp_path):
 
 
 def test_sources_are_resolved_once_per_call(model, monkeypatch):
-    from hf_smartspec.prepare import resolve
-
     built = []
     monkeypatch.setattr(
-        resolve, "StagedCandidates", lambda *args, **kwargs: built.append(1) or StagedCandidates(*args, **kwargs)
+        sources, "StagedCandidates", lambda *args, **kwargs: built.append(1) or StagedCandidates(*args, **kwargs)
     )
     draft = noisy_copy(model)
     output = model.generate(**INPUTS, assistant=SmartSpecConfig(["prompt_lookup", draft], width=2))

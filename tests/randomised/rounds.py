@@ -13,7 +13,7 @@ import torch
 
 import hf_smartspec
 from hf_smartspec import SmartSpecConfig
-from hf_smartspec.prepare import vocabularies
+from hf_smartspec.prepare import draft_models
 
 from .drafters import Drafters
 from .engines import serve
@@ -32,7 +32,7 @@ def play(seed: int, kinds: Sequence[str] = tuple(KINDS)) -> Outcome:
     log.addHandler(complaints)
     try:
         # Of vocabularies of a hundred tokens, more than a hundredth may be padding.
-        with mock.patch.object(vocabularies, "_PADDING", 0.2):
+        with mock.patch.object(draft_models, "_PADDING", 0.2):
             drafters = Drafters(kinds, architecture, rng, outcome)
             (serve if rng.random() < 0.7 else _call)(architecture, drafters, rng, outcome)
     except Exception as error:

@@ -96,7 +96,7 @@ def test_models_that_cannot_be_measured_are_served_all_the_same(model, monkeypat
     def fails(model):
         raise torch.OutOfMemoryError("no room for 16 rows")
 
-    monkeypatch.setattr("hf_smartspec.prepare.policy.load_or_profile", fails)
+    monkeypatch.setattr("hf_smartspec.prepare.call.load_or_profile", fails)
     source = DraftModelCandidates(noisy_copy(model), num_nodes=3)
     assert speculate(model, source).drafted_tokens > 0
     with Engine(model, source) as engine:

@@ -17,7 +17,7 @@ from hf_smartspec.commands.common.progress import track
 from hf_smartspec.commands.common.setup import missing_arguments, num_parameters
 from hf_smartspec.online.distillation import OnlineDistillation
 from hf_smartspec.prepare.config import SmartSpecConfig
-from hf_smartspec.prepare.resolve import resolve
+from hf_smartspec.prepare.sources import resolve
 
 from ...kit.session import Case, Section, new_session, print_head
 from ...kit.tables import Row

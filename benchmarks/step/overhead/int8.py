@@ -18,7 +18,7 @@ from hf_smartspec.commands.common.recordings import Fields, read_requests
 from hf_smartspec.commands.common.timing import side_by_side
 from hf_smartspec.cpu.quantized import quantize
 from hf_smartspec.generate import enabled
-from hf_smartspec.prepare.resolve import suffix_trees
+from hf_smartspec.prepare.presets import suffix_trees
 
 from ...kit.session import Case, Section
 from ...kit.tables import Column, Row

@@ -10,7 +10,7 @@ from ...candidates import DraftModelCandidates, PromptLookupCandidates, SuffixTr
 from ...candidates.heads.kinds import load, source_of
 from ...candidates.heads.learned import LearnedDrafter
 from ...goodput import Calibrator
-from ...prepare.resolve import resolve
+from ...prepare.sources import resolve
 from .arguments import UsageError
 from .models import load_draft, name_of
 from .names import is_model, parts_of, shown

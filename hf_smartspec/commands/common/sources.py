@@ -12,7 +12,7 @@ from ...candidates import (
     TreeCandidateGenerator,
 )
 from ...drafts.tree import DraftTree
-from ...prepare.resolve import resolve
+from ...prepare.sources import resolve
 from .arguments import UsageError
 from .names import SOURCES
 

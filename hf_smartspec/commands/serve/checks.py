@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from packaging.version import Version
 
-from ...prepare.resolve import check_assistant
+from ...prepare.checks import check_assistant
 from ...target_model.private import TRANSFORMERS
 from ..common.arguments import UsageError
 from ..common.demo import demo_folder

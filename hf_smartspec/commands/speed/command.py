@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...prepare.resolve import resolve
+from ...prepare.sources import resolve
 from ..common.arguments import UsageError, command_of
 from ..common.console import make_console
 from ..common.data_sets import DataSet, answered

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ...decoding.statistics import GenerationStatistics
 from ...generate import enabled
 from ...prepare.config import SmartSpecConfig
-from ...prepare.resolve import resolve
+from ...prepare.sources import resolve
 from ..common.data_sets import DataSet, remember
 from ..common.equality import Difference, find_differences
 from ..common.models import left_padded

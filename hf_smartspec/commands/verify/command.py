@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ...prepare.resolve import check_assistant
+from ...prepare.checks import check_assistant
 from ..common.arguments import UsageError
 from ..common.console import make_console
 from ..common.drafters import DrafterFiles

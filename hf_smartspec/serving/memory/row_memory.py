@@ -11,7 +11,7 @@ from ...prepare.call import PreparedCall, decoding_call
 from ...prepare.config import SmartSpecConfig
 from ...prepare.media import media_kwargs, without_empty_media
 from ...prepare.model_state import warn_once
-from ...prepare.resolve import resolve
+from ...prepare.sources import resolve
 from ...target_model.cache.footprint import Footprint, caches_in, num_bytes
 from ...target_model.compat import is_stateful
 from ...target_model.forward.rowwise import ModelRow, RowwiseForward

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ...candidates.text.suffix.source import SuffixTreeCandidates
-from ...prepare.resolve import Assistant
+from ...prepare.sources import Assistant
 from ..engine import Engine
 from ..memory.base import RequestMemory
 from ..memory.budget import Budget

@@ -13,7 +13,7 @@ from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokeniz
 
 from ...prepare.call import model_limits
 from ...prepare.config import SmartSpecConfig
-from ...prepare.resolve import Assistant
+from ...prepare.sources import Assistant
 from ..outputs import EngineOutput
 from .answers import Answer
 from .engine import ServedEngine

@@ -10,7 +10,7 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from ...log import get_logger
 from ...prepare.call import row_seeds
-from ...prepare.defaults import Choice, EnabledCall, choose, serving
+from ...prepare.entry import Choice, EnabledCall, choose, without_defaults
 from .manager import SpeculativeBatchingManager
 
 logger = get_logger(__name__)
@@ -104,7 +104,7 @@ def forget(model: PreTrainedModel) -> None:
 
 
 def _plain(call: EnabledCall) -> Any:
-    with serving():  # a default of all models' has had its turn
+    with without_defaults():  # a default of all models' has had its turn
         return call.plain()
 
 

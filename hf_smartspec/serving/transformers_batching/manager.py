@@ -14,7 +14,7 @@ from ...decoding.call import DRAFT_ROOM
 from ...decoding.statistics import GenerationStatistics
 from ...log import get_logger
 from ...prepare.call import model_limits
-from ...prepare.defaults import Choice, serving
+from ...prepare.entry import Choice, without_defaults
 from ...prepare.model_state import record
 from ...prepare.route import way_of
 from ...sampling.noise import row_seed
@@ -103,7 +103,7 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         self._seed = self.continuous_batching_config.seed if seed is None else seed
         if self._seed is not None:
             check_seed(self._seed)
-        with serving():
+        with without_defaults():
             self.engine.check(self._arguments(1, 1, None, {}))
 
     def drafts_with(self, assistant: Any) -> bool:
@@ -216,7 +216,7 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
             raise ValueError(f"`request_id` must be new, got {name!r}, which is in use.")
         try:
             arguments = self._arguments(len(input_ids), max_new_tokens, eos_token_id, kwargs)
-            with serving():  # `generate` prepares it, and has no default of its own here
+            with without_defaults():  # `generate` prepares it, and has no default of its own here
                 self.engine.add_request(
                     input_ids, name, streaming=streaming, record_timestamps=record_timestamps, seed=seed, **arguments
                 )

@@ -15,7 +15,7 @@ from hf_smartspec.commands.load.policies import Policies, is_fixed
 from hf_smartspec.commands.load.runs import Exploration, new_requests, simulate, simulate_logged, with_draft_model
 from hf_smartspec.goodput import CostModel, DraftCost, FixedLength, NoSpeculation
 from hf_smartspec.goodput.papers.policies import BatchLookupTable
-from hf_smartspec.prepare.resolve import resolve
+from hf_smartspec.prepare.sources import resolve
 from hf_smartspec.simulator import LoadResult, SimulatedEngine, TableCandidates, with_acceptance
 from hf_smartspec.simulator.oracle import DraftOracle
 from tests.generate.helpers import noisy_copy, tiny_llama

@@ -9,7 +9,7 @@ from hf_smartspec.candidates.heads import files
 from hf_smartspec.candidates.heads.files import config_of
 from hf_smartspec.candidates.heads.kinds import KINDS, load, source_of
 from hf_smartspec.goodput import Calibrator
-from hf_smartspec.prepare.resolve import resolve
+from hf_smartspec.prepare.sources import resolve
 from hf_smartspec.training.eagle import new_heads
 
 from ...models import new_model, shared_model

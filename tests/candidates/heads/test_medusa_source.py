@@ -9,7 +9,7 @@ import torch
 import hf_smartspec
 from hf_smartspec import Committed, Engine, MedusaCandidates, MedusaHeads, SmartSpecConfig
 from hf_smartspec.goodput import Calibrator
-from hf_smartspec.prepare.resolve import Drafters, resolve
+from hf_smartspec.prepare.sources import Drafters, resolve
 
 from ...generate.helpers import prompts, tiny_llama
 from ...models import VOCAB_SIZE, new_model

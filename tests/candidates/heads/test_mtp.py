@@ -9,7 +9,7 @@ import hf_smartspec
 from hf_smartspec import Engine, MtpLayers, SmartSpecConfig
 from hf_smartspec.candidates.heads.feature_source import FeatureCandidates
 from hf_smartspec.candidates.models import growing
-from hf_smartspec.prepare.resolve import Drafters, resolve
+from hf_smartspec.prepare.sources import Drafters, resolve
 
 from ...covering import exhaustive
 from ...generate.helpers import prompts

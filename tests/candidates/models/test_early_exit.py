@@ -12,7 +12,7 @@ from hf_smartspec import EarlyExitCandidates, Engine, PromptLookupCandidates, Ro
 from hf_smartspec.candidates import FusedCandidates
 from hf_smartspec.candidates.models import growing
 from hf_smartspec.candidates.request import SourceRequest
-from hf_smartspec.prepare.resolve import Drafters, resolve
+from hf_smartspec.prepare.sources import Drafters, resolve
 from hf_smartspec.target_model.cache.slot_cache import SlotCache
 from hf_smartspec.target_model.drafters import early_exit
 from hf_smartspec.target_model.forward.packed import PackedForward

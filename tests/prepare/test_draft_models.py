@@ -8,9 +8,9 @@ from hf_smartspec import DraftModelCandidates
 from hf_smartspec.candidates.models.translated.source import TranslatedDraftCandidates
 from hf_smartspec.candidates.models.translated.translation import Translation
 from hf_smartspec.candidates.models.vocabulary import SharedVocabulary
-from hf_smartspec.prepare import vocabularies
-from hf_smartspec.prepare.resolve import resolve
-from hf_smartspec.prepare.vocabularies import Tokenizers, vocabulary_between
+from hf_smartspec.prepare import draft_models
+from hf_smartspec.prepare.draft_models import Tokenizers, vocabulary_between
+from hf_smartspec.prepare.sources import resolve
 
 from ..generate.helpers import tiny_llama
 
@@ -98,8 +98,8 @@ def test_a_draft_that_was_made_for_the_targets_own_tokens_is_refused(tmp_path):
 
 def test_tokenizers_are_read_once_as_long_as_sizes_stay(tmp_path, monkeypatch):
     draft, target = pair(tmp_path, (300, 512), (WORDS, WORDS))
-    read, find = [], vocabularies._tokenizer_beside
-    monkeypatch.setattr(vocabularies, "_tokenizer_beside", lambda model: read.append(model) or find(model))
+    read, find = [], draft_models._tokenizer_beside
+    monkeypatch.setattr(draft_models, "_tokenizer_beside", lambda model: read.append(model) or find(model))
     for _ in range(3):
         vocabulary_between(draft, target)
     assert read == [draft, target]

@@ -1,16 +1,12 @@
 """Resolve `assistant=`: a name, a model or a list becomes the source that drafts."""
 
-import difflib
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from threading import Lock
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
 from transformers import PreTrainedModel
 from transformers.generation import CandidateGenerator
 
@@ -20,33 +16,28 @@ from ..candidates import (
     DraftModelCandidates,
     EarlyExitCandidates,
     FusedCandidates,
-    PromptLookupCandidates,
     RoutedCandidates,
     StagedCandidates,
     SuffixTreeCandidates,
     TreeCandidateGenerator,
     WrappedCandidates,
 )
-from ..candidates.base import NoCandidates
 from ..candidates.combined.members import MemberCandidates
-from ..candidates.combined.tuned import TunedSource, TunedSources
 from ..candidates.heads.kinds import source_of
 from ..candidates.heads.learned import LearnedDrafter
-from ..candidates.heads.mtp import MTP
 from ..candidates.models.translated.source import TranslatedDraftCandidates
 from ..candidates.models.translated.translation import Translation
 from ..candidates.models.vocabulary import SharedVocabulary
 from ..goodput import Calibrator
 from ..target_model.forward.ranks import is_sharded
 from ..target_model.private import warn_of_release
-from .config import DATASTORE, EARLY_EXIT, PRESET_NAMES, TUNED, SmartSpecConfig, is_preset, is_source
-from .draft_models import check_draft_model
+from .checks import check_assistant
+from .config import SmartSpecConfig
+from .draft_models import Tokenizers, check_draft_model
 from .model_state import state_of
-from .vocabularies import Tokenizers
+from .presets import EARLY_EXIT, early_exit_layers, expand, find_named, is_source, is_tuned
 
-PRESETS = {"prompt_lookup": PromptLookupCandidates, "none": NoCandidates}
 _NOT_OF_SOURCES: dict[str, Any] = {"width": None, "tokenizer": None, "assistant_tokenizer": None}
-_DRAFTERS = (PreTrainedModel, CandidateGenerator, LearnedDrafter)
 
 
 class Assistant(NamedTuple):
@@ -162,82 +153,17 @@ def _with_tag_checked(assistant: Assistant) -> Assistant:
     return assistant
 
 
-def check_assistant(assistant: Any) -> None:
-    """
-    Check that this may be an `assistant` of some target, before anything is loaded.
-
-    Raises:
-        ValueError: for a name that is neither a preset nor a model.
-        TypeError: for anything that cannot draft.
-    """
-    if isinstance(assistant, SmartSpecConfig):
-        assistant = assistant.assistant
-    if isinstance(assistant, list | tuple):
-        if not assistant:
-            raise ValueError("`assistant` must name at least one source, got an empty list.")
-        for item in assistant:
-            check_assistant(item)
-    elif isinstance(assistant, RoutedCandidates):
-        for item in assistant.drafters.values():
-            check_assistant(item)
-    elif isinstance(assistant, str) and assistant.startswith(EARLY_EXIT):
-        _num_layers(assistant)
-    elif isinstance(assistant, str):
-        if not is_preset(assistant) and not _may_be_model(assistant):
-            raise ValueError(_unknown(assistant))
-    elif not isinstance(assistant, _DRAFTERS) and not hasattr(assistant, "get_base_model"):
-        raise TypeError(
-            f"`assistant` must be a preset name {PRESET_NAMES}, a draft PreTrainedModel, learned heads, the folder or "
-            "hub id of either, a candidate generator, a list of these or a SmartSpecConfig, got "
-            f"{type(assistant).__name__}."
-        )
-
-
-def _unknown(name: str) -> str:
-    """Return the error message for a name that is neither a preset nor a model."""
-    if "/" in name or os.sep in name:
-        there = "is a file, no folder of a model" if os.path.exists(os.path.expanduser(name)) else "does not exist"
-        return f"`assistant={name!r}`: the path {there}."
-    presets = {preset.partition(":")[0]: preset for preset in PRESET_NAMES}
-    near = [presets[stem] for stem in difflib.get_close_matches(name.partition(":")[0], presets, n=1)]
-    meant = f": did you mean {near[0]!r}? Known" if near else "; known"
-    return (
-        f"Unknown `assistant` preset {name!r}{meant} are {PRESET_NAMES}. A draft model is named by its folder or its "
-        "hub id ('owner/name')."
-    )
-
-
-def _may_be_model(name: str) -> bool:
-    """
-    Return whether `name` may be a drafter that is loaded: the target's MTP layers, a folder, a hub id, or an old hub id
-    without an owner if it has been downloaded.
-    """
-    if name == MTP:
-        return True
-    name = os.path.expanduser(name)
-    if os.path.isabs(name) or name.startswith(".") or name.count("/") != 1:
-        return os.path.isdir(name) or ("/" not in name and bool(name) and _is_downloaded(name))
-    return True
-
-
-def _is_downloaded(name: str) -> bool:
-    try:
-        return isinstance(try_to_load_from_cache(name, "config.json"), str)
-    except HFValidationError:  # not a valid id
-        return False
-
-
 def _as_source(config: SmartSpecConfig, target: PreTrainedModel, drafters: Drafters) -> TreeCandidateGenerator:
     assistant = config.assistant
     check_assistant(assistant)
-    if _is_tuned(assistant):
+    if is_tuned(assistant):
         return _fused(replace(config, assistant=[assistant]), target, drafters)
     samples = config.verification == "rejection"
     width = 1 if samples else config.width
     if isinstance(assistant, str) and assistant.startswith(EARLY_EXIT):
-        return drafters.of_layers(target, _num_layers(assistant), width, samples)
+        return drafters.of_layers(target, early_exit_layers(assistant), width, samples)
     if isinstance(assistant, str):
-        assistant = _named(assistant, target)
+        assistant = find_named(assistant, target)
     if isinstance(assistant, SuffixTreeCandidates):
         assistant.warm_up()  # compiles, once per installation: here rather than in the middle of decoding
     if isinstance(assistant, DatastoreCandidates):
@@ -261,13 +187,6 @@ def _as_source(config: SmartSpecConfig, target: PreTrainedModel, drafters: Draft
         num_layers = getattr(target.config.get_text_config(decoder=True), "num_hidden_layers", None)
         return WrappedCandidates(assistant, target.device, num_layers)
     return _fused(config, target, drafters)
-
-
-def _num_layers(name: str) -> int:
-    number = name.removeprefix(EARLY_EXIT)
-    if not number.isdecimal():
-        raise ValueError(f"`assistant={name!r}` must name a number of layers, such as '{EARLY_EXIT}4'.")
-    return int(number)
 
 
 def _fit(source: TreeCandidateGenerator, target: PreTrainedModel) -> None:
@@ -310,7 +229,7 @@ def _fused(config: SmartSpecConfig, target: PreTrainedModel, drafters: Drafters)
     Return a list of assistants as one source: sources that do not run a forward per level are merged, draft models and
     sources that need hidden states become further stages, in their order.
     """
-    items, discounts, options = _expanded(config.assistant, target)
+    items, discounts, options = expand(config.assistant, target)
     configs = [
         replace(config, assistant=item, references=(), tag=None, **(_NOT_OF_SOURCES if is_source(item) else {}))
         for item in items
@@ -344,71 +263,6 @@ def _check_apart(stages: Sequence[TreeCandidateGenerator]) -> None:
 def _is_costly(source: TreeCandidateGenerator) -> bool:
     # Acceptance is learnt for each routed drafter by itself: these are not merged with other sources.
     return source.is_autoregressive or bool(source.needs) or isinstance(source, RoutedCandidates)
-
-
-def _expanded(
-    assistants: Sequence[Any], target: PreTrainedModel
-) -> tuple[list[Any], list[float | Sequence[float]], dict[str, Any]]:
-    """Return the assistants, with each tuned file replaced by its sources, their discounts, and options of fusing."""
-    items: list[Any] = []
-    discounts: list[float | Sequence[float]] = []
-    options: dict[str, Any] = {}
-    for item in assistants:
-        if not _is_tuned(item):
-            items.append(item)
-            discounts.append(1.0)
-            continue
-        path = item.removeprefix(TUNED)
-        tuned = TunedSources.load(path)
-        try:
-            items += [_tuned_source(source, path, target) for source in tuned.sources]
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{path} does not fit: {error} Tune anew.") from error
-        options = dict(tuned.fused)
-        discounts += options.pop("discounts", [1.0] * len(tuned.sources))
-    return items, discounts, options
-
-
-def _is_tuned(assistant: Any) -> bool:
-    return isinstance(assistant, str) and assistant.startswith(TUNED)
-
-
-def _tuned_source(source: TunedSource, path: str, target: PreTrainedModel) -> TreeCandidateGenerator:
-    options = dict(source.options)
-    if source.name == "datastore" and "datastore" in options:
-        return _datastore(options.pop("datastore"), **options)
-    if source.name != "suffix":
-        return source.build()
-    return state_of(target).suffix_trees(os.path.realpath(path), **options)
-
-
-def _named(name: str, target: PreTrainedModel) -> Any:
-    if name in ("auto", "suffix"):
-        return suffix_trees(target)
-    if name.startswith(DATASTORE):
-        return _datastore(name.removeprefix(DATASTORE))
-    if name in PRESETS:
-        return PRESETS[name]()
-    return state_of(target).drafter(os.path.expanduser(name), target)
-
-
-def suffix_trees(model: PreTrainedModel) -> SuffixTreeCandidates:
-    """
-    Return the suffix trees of `assistant="auto"` and `"suffix"`: one object per model, which keeps the outputs of all
-    calls within its bound on memory. `suffix_trees(model).remove_namespace("")` deletes these outputs.
-    """
-    return state_of(model).suffix_trees()
-
-
-def _datastore(path: str, **options: Any) -> DatastoreCandidates:
-    modified = os.stat(path).st_mtime_ns if os.path.exists(path) else 0
-    return DatastoreCandidates(_opened_datastore(path, modified), **options)
-
-
-@lru_cache(maxsize=4)
-def _opened_datastore(path: str, modified: int) -> Datastore:
-    """Open and check the file, once until it is modified."""
-    return Datastore.open(path)
 
 
 def check_datastore(datastore: Datastore, target: PreTrainedModel) -> None:

@@ -1,0 +1,118 @@
+"""Presets: names that `assistant=` may have, and the sources that they stand for."""
+
+import os
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.generation import CandidateGenerator
+
+from ..candidates import (
+    Datastore,
+    DatastoreCandidates,
+    PromptLookupCandidates,
+    SuffixTreeCandidates,
+    TreeCandidateGenerator,
+)
+from ..candidates.base import NoCandidates
+from ..candidates.combined.tuned import TunedSource, TunedSources
+from ..candidates.heads.mtp import MTP
+from .model_state import state_of
+
+DATASTORE, TUNED = "datastore:", "tuned:"  # prefixes of a path
+EARLY_EXIT = "early_exit:"  # prefix of a number of layers
+PRESET_NAMES = ["auto", "none", "prompt_lookup", "suffix", MTP, f"{DATASTORE}PATH", f"{EARLY_EXIT}N", f"{TUNED}PATH"]
+PRESETS = {"prompt_lookup": PromptLookupCandidates, "none": NoCandidates}
+
+
+def is_preset(assistant: Any) -> bool:
+    """Return whether `assistant` is the name of a source, and not of a drafter that has to be loaded."""
+    if not isinstance(assistant, str) or assistant == MTP:
+        return False
+    return assistant in PRESET_NAMES or assistant.startswith((DATASTORE, TUNED))
+
+
+def is_source(assistant: Any) -> bool:
+    """Return whether `assistant` is a source with its own options, and not a draft model."""
+    return is_preset(assistant) or isinstance(assistant, CandidateGenerator)
+
+
+def early_exit_layers(name: str) -> int:
+    """
+    Return the N of "early_exit:N".
+
+    Raises:
+        ValueError: if it is no number.
+    """
+    number = name.removeprefix(EARLY_EXIT)
+    if not number.isdecimal():
+        raise ValueError(f"`assistant={name!r}` must name a number of layers, such as '{EARLY_EXIT}4'.")
+    return int(number)
+
+
+def expand(
+    assistants: Sequence[Any], target: PreTrainedModel
+) -> tuple[list[Any], list[float | Sequence[float]], dict[str, Any]]:
+    """Return the assistants, with each tuned file replaced by its sources, their discounts, and options of fusing."""
+    items: list[Any] = []
+    discounts: list[float | Sequence[float]] = []
+    options: dict[str, Any] = {}
+    for item in assistants:
+        if not is_tuned(item):
+            items.append(item)
+            discounts.append(1.0)
+            continue
+        path = item.removeprefix(TUNED)
+        tuned = TunedSources.load(path)
+        try:
+            items += [_tuned_source(source, path, target) for source in tuned.sources]
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path} does not fit: {error} Tune anew.") from error
+        options = dict(tuned.fused)
+        discounts += options.pop("discounts", [1.0] * len(tuned.sources))
+    return items, discounts, options
+
+
+def is_tuned(assistant: Any) -> bool:
+    """Return whether `assistant` names a file of tuned sources."""
+    return isinstance(assistant, str) and assistant.startswith(TUNED)
+
+
+def _tuned_source(source: TunedSource, path: str, target: PreTrainedModel) -> TreeCandidateGenerator:
+    options = dict(source.options)
+    if source.name == "datastore" and "datastore" in options:
+        return _datastore(options.pop("datastore"), **options)
+    if source.name != "suffix":
+        return source.build()
+    return state_of(target).suffix_trees(os.path.realpath(path), **options)
+
+
+def find_named(name: str, target: PreTrainedModel) -> Any:
+    """Return the source of a preset, or the drafter of the target that is loaded from a folder or hub id."""
+    if name in ("auto", "suffix"):
+        return suffix_trees(target)
+    if name.startswith(DATASTORE):
+        return _datastore(name.removeprefix(DATASTORE))
+    if name in PRESETS:
+        return PRESETS[name]()
+    return state_of(target).drafter(os.path.expanduser(name), target)
+
+
+def suffix_trees(model: PreTrainedModel) -> SuffixTreeCandidates:
+    """
+    Return the suffix trees of `assistant="auto"` and `"suffix"`: one object per model, which keeps the outputs of all
+    calls within its bound on memory. `suffix_trees(model).remove_namespace("")` deletes these outputs.
+    """
+    return state_of(model).suffix_trees()
+
+
+def _datastore(path: str, **options: Any) -> DatastoreCandidates:
+    modified = os.stat(path).st_mtime_ns if os.path.exists(path) else 0
+    return DatastoreCandidates(_opened_datastore(path, modified), **options)
+
+
+@lru_cache(maxsize=4)
+def _opened_datastore(path: str, modified: int) -> Datastore:
+    """Open and check the file, once until it is modified."""
+    return Datastore.open(path)
