@@ -10,13 +10,12 @@ from typing import Any, NamedTuple, TypeVar, overload
 
 from transformers import GenerationMixin
 
+from .decoding.statistics import ModelStatistics
 from .prepare import entry
 from .prepare.checks import check_assistant
 from .prepare.entry import Default, EnabledCall, generating_model
-from .prepare.model_state import ModelStatistics
 from .serving.transformers_batching import entries
-from .target_model.cache import kept_memory
-from .target_model.written import forget
+from .target_model.model_state import forget
 
 ModelT = TypeVar("ModelT")
 
@@ -131,15 +130,14 @@ def _enable_all(assistant: Any) -> None:
 
 def disable(model: Any = None) -> Any:
     """
-    Undo `enable`, without effect on models that are not enabled, and return the model. State that is kept with the
-    model is deleted, and the cache of keys and values that is kept for its next call freed; weights that were laid side
-    by side in memory stay so.
+    Undo `enable`, without effect on models that are not enabled, and return the model. All that is remembered about
+    the model is deleted (`ModelState`): texts and estimates of drafters, loaded drafters, and the memory of keys and
+    values that is kept for the next call. Weights that were laid side by side in memory stay so.
     """
     if model is not None:
         target: Any = generating_model(model)
+        entries.destroy_manager(target)
         forget(target)
-        kept_memory.forget(target)
-        entries.forget(target)
     return _take_back(model)
 
 

@@ -16,9 +16,9 @@ from hf_smartspec.candidates.heads.feature_source import FeatureCandidates
 from hf_smartspec.decoding import loop, verify
 from hf_smartspec.decoding.loop import DecodingLoop
 from hf_smartspec.sampling import noise
-from hf_smartspec.target_model.cache import kept_memory
 from hf_smartspec.target_model.forward.packed import PackedForward
 from hf_smartspec.target_model.graphs import recorder
+from hf_smartspec.target_model.model_state import state_of
 from hf_smartspec.target_model.written.decoder import WrittenDecoder
 from hf_smartspec.target_model.written.plan import make_plan
 from hf_smartspec.target_model.written.trial import check
@@ -76,10 +76,10 @@ def recorders(on_device, monkeypatch):
 
     monkeypatch.setitem(recorder._RECORDERS, DEVICE, make)
     for model in on_device:
-        kept_memory.forget(model)  # and what other tests have recorded
+        state_of(model).memory = None  # and what other tests have recorded
     yield made
     for model in on_device:
-        kept_memory.forget(model)
+        state_of(model).memory = None
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ import torch
 from hf_smartspec import DraftModelCandidates, SmartSpecConfig
 from hf_smartspec.drafts.price import LevelPrice
 from hf_smartspec.goodput.policy import FixedLength
-from hf_smartspec.target_model.cache import kept_memory
 from hf_smartspec.target_model.graphs import recorder
+from hf_smartspec.target_model.model_state import state_of
 
 from .accelerator import DEVICE, Recorder
 from .accelerator_cases import LENGTHS, OPTIONS, SOURCES, TREE, generate, tokens_of
@@ -103,10 +103,10 @@ def recorders(on_device, accelerator, monkeypatch):
     made: list[SeriesRecorder] = []
     monkeypatch.setitem(recorder._RECORDERS, DEVICE, lambda device: made.append(SeriesRecorder(device)) or made[-1])
     for model in on_device:
-        kept_memory.forget(model)
+        state_of(model).memory = None
     yield made
     for model in on_device:
-        kept_memory.forget(model)
+        state_of(model).memory = None
 
 
 def drafted(models, trees, source, name, lengths=LENGTHS):

@@ -5,10 +5,12 @@ from math import comb
 from threading import Lock
 
 import numpy as np
+from transformers import PreTrainedModel
 
 from ..drafts.tree import DraftTree
 from ..log import get_logger
 from ..sampling.processors import TokenPicker
+from ..target_model.model_state import state_of
 
 logger = get_logger(__name__)
 
@@ -63,6 +65,15 @@ class AcceptanceAlarm:
                 "target or another tokenizer, its weights are damaged or untrained, or it reads other layers of the "
                 "target than it was trained on."
             )
+
+
+def alarm_of(model: PreTrainedModel) -> AcceptanceAlarm:
+    """Return the alarm of a target, for all loops that run it."""
+    state = state_of(model)
+    with state.lock:
+        if state.alarm is None:
+            state.alarm = AcceptanceAlarm()
+        return state.alarm
 
 
 def is_near_zero(num_drafts: int, num_hits: int) -> bool:

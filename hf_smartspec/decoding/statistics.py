@@ -1,7 +1,12 @@
 """The statistics that are reported everywhere under the same names, and the clock that fills them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+
+from transformers import PreTrainedModel
+
+from ..target_model.model_state import state_of
+from .trace import TracedRequest
 
 PHASES = ("seconds_draft", "seconds_select", "seconds_forward", "seconds_verify", "seconds_observe")  # of a step
 
@@ -56,6 +61,30 @@ class GenerationStatistics:
     def as_dict(self) -> dict[str, float]:
         names = [item.name for item in fields(self)] + ["acceptance_rate", "mean_accepted_length", "goodput"]
         return {name: getattr(self, name) for name in names}
+
+
+@dataclass
+class ModelStatistics:
+    """
+    Statistics of speculation on a model: of the last call (`last`), and of all `num_calls` since it was enabled
+    (`total`). `last_traces` has a `TracedRequest` for each row of the last call, if that drafted and was traced
+    (`SmartSpecConfig(trace=True)`).
+    """
+
+    last: GenerationStatistics = field(default_factory=GenerationStatistics)
+    total: GenerationStatistics = field(default_factory=GenerationStatistics)
+    num_calls: int = 0
+    last_traces: list[TracedRequest] | None = None
+
+
+def record_call(
+    model: PreTrainedModel, statistics: GenerationStatistics, traces: list[TracedRequest] | None = None
+) -> None:
+    """Add a call to `model.smartspec_statistics`."""
+    with state_of(model).lock:
+        known = vars(model).setdefault("smartspec_statistics", ModelStatistics())
+        known.last, known.total = statistics, known.total + statistics
+        known.num_calls, known.last_traces = known.num_calls + 1, traces
 
 
 class Timed:

@@ -18,7 +18,7 @@ from ..decoding.call import DecodingCall, ModelForward, ModelLimits, Request
 from ..decoding.committed import check_source
 from ..decoding.trace import RequestTrace
 from ..decoding.verify import METHODS
-from ..goodput import CostModel, LengthPolicy
+from ..goodput import CostModel, GoodputAuction, LengthPolicy
 from ..sampling.noise import row_seed
 from ..sampling.processors import TokenPicker
 from ..target_model.cache.kept_memory import borrow_memory
@@ -28,11 +28,11 @@ from ..target_model.encoded import EncodedForward, masks_encoder
 from ..target_model.forward.packed import PackedForward
 from ..target_model.forward.ranks import broadcast_from_rank0, is_sharded
 from ..target_model.forward.rowwise import RowwiseForward
+from ..target_model.model_state import state_of, warn_once
 from ..target_model.written import packed_forward
 from .checks import check_mask_shape
 from .encoders import check_encoder_arguments, encoder_inputs, known_arguments
 from .media import read_media, without_empty_media
-from .model_state import state_of, warn_once
 from .route import Route, route_of
 from .sources import Assistant
 
@@ -274,6 +274,24 @@ def policy_of(model: PreTrainedModel, assistant: Assistant, forward: ModelForwar
     if cost is None:
         yield config.fixed_policy_for(source)
         return
-    with state_of(model).policy(source.name, cost) as policy:
+    with borrow_policy(model, source.name, cost) as policy:
         yield policy
     doubt_profile(model, cost)  # if this call's steps took other times than predicted
+
+
+@contextmanager
+def borrow_policy(model: PreTrainedModel, source: str, cost: CostModel) -> Iterator[GoodputAuction]:
+    """
+    Yield the model's policy for the source of this name, with its estimates from earlier calls. No other call uses it
+    meanwhile, since a policy serves one loop at a time.
+    """
+    state = state_of(model)
+    with state.lock:
+        idle = state.policies.setdefault(source, [])
+        idle[:] = (policy for policy in idle if policy.cost is cost)  # the model may have been moved or cast
+        policy = idle.pop() if idle else GoodputAuction(cost)
+    try:
+        yield policy
+    finally:
+        with state.lock:
+            idle.append(policy)

@@ -20,9 +20,10 @@ from transformers.generation import (
     GenerateEncoderDecoderOutput,
 )
 
+from ..decoding.alarm import alarm_of
 from ..decoding.call import DecodingCall, Request
 from ..decoding.loop import DecodingLoop
-from ..decoding.statistics import GenerationStatistics
+from ..decoding.statistics import GenerationStatistics, record_call
 from ..drafts.tree import DraftTree
 from ..goodput import GoodputAuction, LengthPolicy
 from ..log import get_logger
@@ -34,11 +35,11 @@ from ..target_model.forward.ranks import ranks_of
 from ..target_model.forward.rotary import forget_lengths
 from ..target_model.forward.rowwise import RowwiseForward
 from ..target_model.layout.rows import RowInput
+from ..target_model.model_state import warn_once
 from ..target_model.support.wrappers import row_mixing
 from ..validate import check_seed
 from .call import PreparedCall, decoding_call, model_limits, policy_of, prepare_call
 from .checks import check_settings, check_token_ids
-from .model_state import record, state_of, warn_once
 from .plain import decode_plainly
 from .sources import Assistant, resolve
 
@@ -139,7 +140,7 @@ def decode_checked(
     call = decoding_call(prepared)
     call.keeps_cache = prepared.generation_config.return_dict_in_generate or _callers_cache(prepared) is not None
     with torch.no_grad(), policy_of(model, assistant, call.forward) as policy:
-        loop = DecodingLoop(policy, model_limits(model), ranks=ranks_of(model), alarm=state_of(model).alarm)
+        loop = DecodingLoop(policy, model_limits(model), ranks=ranks_of(model), alarm=alarm_of(model))
         loop.run(call)
         if call.keeps_cache:
             _complete_rows(call)
@@ -156,7 +157,7 @@ def decode_undrafted(prepared: PreparedCall) -> torch.Tensor | GenerateDecoderOn
     """Decode with transformers' own loop; the same seed gives the same tokens as with speculation."""
     forget_lengths(prepared.model)
     output, statistics = decode_plainly(prepared)
-    record(prepared.model, statistics)
+    record_call(prepared.model, statistics)
     return output if isinstance(output, torch.Tensor) else _with_statistics(prepared.model, output, statistics)
 
 
@@ -169,7 +170,7 @@ def _callers_cache(prepared: PreparedCall) -> Any:
 def _report(prepared: PreparedCall, call: DecodingCall, statistics: GenerationStatistics, policy: LengthPolicy) -> None:
     """Store the call's statistics and traces with the model, and log them."""
     traces = [request.trace.traced() for request in call.requests if request.trace is not None]
-    record(prepared.model, statistics, traces or None)
+    record_call(prepared.model, statistics, traces or None)
     predicted = ""
     if isinstance(policy, GoodputAuction):
         predicted = f", predicted to be {policy.speedup:.2f} times as fast as plain decoding"

@@ -1,17 +1,31 @@
-"""Draft models: whether one can draft for a target, and how its vocabulary relates to the target's."""
+"""Draft models: load one, check that it can draft for a target, and compare its vocabulary with the target's."""
 
-from typing import NamedTuple
+import os
+from typing import Any, NamedTuple
 
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
+from ..candidates.heads.files import FLOATS, check_finite
+from ..candidates.heads.kinds import load
+from ..candidates.heads.learned import LearnedDrafter
 from ..candidates.models.encoded import reads_encoder
 from ..candidates.models.translated.translation import Translation
 from ..candidates.models.vocabulary import SharedVocabulary
 from ..log import get_logger
 from ..target_model.compat import is_stateful
 from ..target_model.encoded import encoder_size
+from ..target_model.model_state import state_of
 from ..target_model.support.capabilities import can_pack, packing_obstacle, rowwise_obstacle
-from .model_state import state_of
 
 logger = get_logger(__name__)
 
@@ -19,11 +33,77 @@ _PADDING = 0.01  # of the larger vocabulary: Qwen2.5's sizes differ by 0.1 %, Py
 _ALIKE = 0.99  # of the smaller tokenizer's ids: some were reserved, and named later
 
 
+Drafter = PreTrainedModel | LearnedDrafter
+
+
 class Tokenizers(NamedTuple):
     """The target's and the draft model's tokenizers, where the caller has given them."""
 
     target: PreTrainedTokenizerBase | None = None
     draft: PreTrainedTokenizerBase | None = None
+
+
+def load_drafter(name: str, target: PreTrainedModel) -> Drafter:
+    """
+    Return a draft model, or a learned drafter of the target, by its folder or hub id. It is loaded once, and again if
+    the target's dtype or device changes.
+
+    Raises:
+        ValueError: if it cannot be loaded.
+    """
+    state = state_of(target)
+    with state.loading:
+        found: Drafter | None = state.drafters.get(name)
+        if found is None or (found.dtype, found.device) != (target.dtype, _device_of(found, target)):
+            state.drafters[name] = found = _load(name, target)
+        return found
+
+
+def _device_of(drafter: Drafter, target: PreTrainedModel) -> torch.device:
+    """Return the drafter's device: of the target's head, which may differ from its first layers', if it is learned."""
+    output: Any = target.get_output_embeddings() if isinstance(drafter, LearnedDrafter) else None
+    return target.device if output is None else output.weight.device
+
+
+def _load(name: str, target: PreTrainedModel) -> Drafter:
+    if (learned := load(name, target)) is not None:
+        return learned
+    try:
+        draft: Any = load_whole(_class_of(name, target), name, dtype=target.dtype)
+    except Exception as error:  # many kinds: no such repository, no network, no weights, unreadable ones
+        found = "is a folder, but holds" if os.path.isdir(name) else "is neither a preset nor a folder that exists, and"
+        raise ValueError(f"`assistant={name!r}` {found} no draft model that can be loaded: {error}") from error
+    return draft.to(target.device).eval()
+
+
+def load_whole(kind: Any, name: str, **options: Any) -> PreTrainedModel:
+    """
+    Return `kind.from_pretrained(name, **options)`, a draft model, after a check of its weights. transformers
+    initializes missing weights at random and loads NaN: hardly any draft of such a model is accepted.
+
+    Raises:
+        ValueError: if weights are missing that are not tied to others, or if one is NaN or infinite. Quantized weights
+            and weights on the meta device are not checked.
+    """
+    draft, info = kind.from_pretrained(name, output_loading_info=True, **options)
+    missing = sorted(info["missing_keys"])
+    if missing:
+        more = f" and {len(missing) - 3} others" if len(missing) > 3 else ""
+        raise ValueError(
+            f"its files lack weights of {type(draft).__name__}, which would be random: {', '.join(missing[:3])}{more}"
+        )
+    model: PreTrainedModel = draft
+    for key, parameter in model.named_parameters():
+        if type(parameter) is nn.Parameter and parameter.dtype in FLOATS and not parameter.is_meta:
+            check_finite(key, parameter.detach())
+    return model
+
+
+def _class_of(name: str, target: PreTrainedModel) -> Any:
+    """Return the auto class that loads a draft model, with an encoder if both the draft and the target have one."""
+    if not target.config.is_encoder_decoder or not AutoConfig.from_pretrained(name).is_encoder_decoder:
+        return AutoModelForCausalLM
+    return AutoModelForSeq2SeqLM if target.main_input_name == "input_ids" else AutoModelForSpeechSeq2Seq
 
 
 def check_draft_model(
@@ -94,7 +174,11 @@ def vocabulary_between(
     sizes = SharedVocabulary(_size(draft), _size(target))
     if sizes.draft_size == sizes.target_size and given.draft is None:
         return None
-    found = state_of(target).vocabulary_of(draft, (sizes, *given), lambda: _compare(draft, target, sizes, given))
+    state, key = state_of(target), (sizes, *given)
+    with state.loading:
+        if draft not in state.vocabularies or state.vocabularies[draft][0] != key:
+            state.vocabularies[draft] = key, _compare(draft, target, sizes, given)
+        found = state.vocabularies[draft][1]
     if isinstance(found, str):
         raise ValueError(
             f"The draft model has a vocabulary of {sizes.draft_size} tokens and the target one of {sizes.target_size}, "

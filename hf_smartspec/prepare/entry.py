@@ -12,12 +12,12 @@ from transformers import GenerationMixin, Pipeline, PreTrainedModel
 
 from ..log import get_logger
 from ..target_model.compat import delegates_generate
+from ..target_model.model_state import warn_once
 from .arguments import by_name, check_arguments
 from .call import prepare_call
 from .checks import check_assistant
 from .decode import decode_checked, decode_undrafted
 from .encoders import watch_encoder
-from .model_state import warn_once
 from .sources import resolve
 
 logger = get_logger(__name__)

@@ -18,7 +18,8 @@ from ..candidates import (
 from ..candidates.base import NoCandidates
 from ..candidates.combined.tuned import TunedSource, TunedSources
 from ..candidates.heads.mtp import MTP
-from .model_state import state_of
+from ..target_model.model_state import state_of
+from .draft_models import load_drafter
 
 DATASTORE, TUNED = "datastore:", "tuned:"  # prefixes of a path
 EARLY_EXIT = "early_exit:"  # prefix of a number of layers
@@ -85,7 +86,7 @@ def _tuned_source(source: TunedSource, path: str, target: PreTrainedModel) -> Tr
         return _datastore(options.pop("datastore"), **options)
     if source.name != "suffix":
         return source.build()
-    return state_of(target).suffix_trees(os.path.realpath(path), **options)
+    return _suffix_trees(target, os.path.realpath(path), **options)
 
 
 def find_named(name: str, target: PreTrainedModel) -> Any:
@@ -96,7 +97,7 @@ def find_named(name: str, target: PreTrainedModel) -> Any:
         return _datastore(name.removeprefix(DATASTORE))
     if name in PRESETS:
         return PRESETS[name]()
-    return state_of(target).drafter(os.path.expanduser(name), target)
+    return load_drafter(os.path.expanduser(name), target)
 
 
 def suffix_trees(model: PreTrainedModel) -> SuffixTreeCandidates:
@@ -104,7 +105,16 @@ def suffix_trees(model: PreTrainedModel) -> SuffixTreeCandidates:
     Return the suffix trees of `assistant="auto"` and `"suffix"`: one object per model, which keeps the outputs of all
     calls within its bound on memory. `suffix_trees(model).remove_namespace("")` deletes these outputs.
     """
-    return state_of(model).suffix_trees()
+    return _suffix_trees(model, "")
+
+
+def _suffix_trees(model: PreTrainedModel, path: str, **options: Any) -> SuffixTreeCandidates:
+    """Return the suffix trees of a tuned file, new ones if its options have changed; of the presets if path is ""."""
+    state = state_of(model)
+    with state.lock:
+        if path not in state.suffix_trees or state.suffix_trees[path][0] != options:
+            state.suffix_trees[path] = options, SuffixTreeCandidates(**options)
+        return state.suffix_trees[path][1]
 
 
 def _datastore(path: str, **options: Any) -> DatastoreCandidates:

@@ -30,11 +30,11 @@ from ..candidates.models.translated.translation import Translation
 from ..candidates.models.vocabulary import SharedVocabulary
 from ..goodput import Calibrator
 from ..target_model.forward.ranks import is_sharded
+from ..target_model.model_state import state_of
 from ..target_model.private import warn_of_release
 from .checks import check_assistant
 from .config import SmartSpecConfig
 from .draft_models import Tokenizers, check_draft_model
-from .model_state import state_of
 from .presets import EARLY_EXIT, early_exit_layers, expand, find_named, is_source, is_tuned
 
 _NOT_OF_SOURCES: dict[str, Any] = {"width": None, "tokenizer": None, "assistant_tokenizer": None}

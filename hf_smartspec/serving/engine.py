@@ -255,9 +255,9 @@ class Engine:
         resolved = resolve(config, self.model, self._drafters)
 
         def custom_generate(model: PreTrainedModel, input_ids: torch.LongTensor, **prepared: Any) -> DecodingCall:
-            streamer = arguments.get("streamer")  # transformers drops it on the way to a callable
-            own = {"assistant": resolved, "seed": seed, "streamer": streamer, "encoder_arguments": to_read}
-            return self._captured(prepare_call(model, input_ids, **own, **prepared))
+            options: dict[str, Any] = {"assistant": resolved, "seed": seed, "encoder_arguments": to_read}
+            options["streamer"] = arguments.get("streamer")  # which transformers drops on the way to a callable
+            return self._captured(prepare_call(model, input_ids, **options, **prepared))
 
         call: Any = GenerationMixin.generate(self.model, **arguments | {"custom_generate": custom_generate})
         return call

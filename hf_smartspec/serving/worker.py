@@ -11,12 +11,12 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedModel
 
+from ..decoding.alarm import alarm_of
 from ..decoding.call import DecodingCall
 from ..decoding.loop import DecodingLoop
 from ..goodput.policy import LengthPolicy
 from ..log import get_logger
 from ..prepare.call import model_limits
-from ..prepare.model_state import state_of
 from ..target_model.compat import RequestStatus
 from ..target_model.forward.ranks import Ranks
 from .memory.base import RequestMemory
@@ -64,7 +64,7 @@ class EngineRunner:
             on_failure=self._on_failure,
             release=memory.keeper,
             ranks=ranks,
-            alarm=state_of(model).alarm,
+            alarm=alarm_of(model),
         )
         self._ranks = ranks
         self._tickets: dict[DecodingCall, Ticket] = {}  # that wait or run

@@ -13,7 +13,7 @@ from hf_smartspec.candidates import (
     StagedCandidates,
     SuffixTreeCandidates,
 )
-from hf_smartspec.prepare.model_state import state_of
+from hf_smartspec.target_model.model_state import state_of
 
 from ..generate.helpers import noisy_copy, prompts, tiny_llama
 
@@ -45,7 +45,7 @@ def test_lists_learn_apart(model):
     drafts = noisy_copy(model, seed=1), noisy_copy(model, seed=2)
     for assistant in (["prompt_lookup", drafts[0]], ["prompt_lookup", drafts[1]], ["prompt_lookup", drafts[0]]):
         model.generate(**prompts([5, 6]), max_new_tokens=8, assistant=assistant)
-    policies = state_of(model)._idle
+    policies = state_of(model).policies
     assert len(policies) == 2 and all(len(found) == 1 for found in policies.values())
     (names, others) = ({cost.source for cost in found[0].records} for found in policies.values())
     assert names & others == {"PromptLookupCandidates"} and names - others and others - names

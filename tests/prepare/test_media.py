@@ -11,7 +11,7 @@ from hf_smartspec.prepare.media import without_empty_media
 from hf_smartspec.prepare.route import Route, route_of
 from hf_smartspec.target_model.compat import CACHE
 from hf_smartspec.target_model.forward.packed import PackedForward
-from hf_smartspec.target_model.support import capabilities as support
+from hf_smartspec.target_model.model_state import state_of
 
 from ..generate.helpers import Oracle, Spy
 from .multimodal import CONFIGS, IMAGE, build, image_batch, text_batch
@@ -128,7 +128,8 @@ def test_prompts_that_are_read_both_ways_are_left_to_plain_decoding(routes):
 @pytest.mark.parametrize("lengths", [(7, 12, 10, 4), (9,), (6, 6)])
 def test_text_row_by_row(name, lengths, routes, monkeypatch):
     """Four rows and four planes of positions must not be mistaken for one another."""
-    monkeypatch.setitem(support._found, model := build(name), {(PackedForward, False): "its trees are left unpacked"})
+    model = build(name)
+    monkeypatch.setitem(state_of(model).obstacles, (PackedForward, False), "its trees are left unpacked")
     check(model, text_batch(lengths))
     assert {route.way for route in routes} == {"rowwise"}
 

@@ -8,6 +8,7 @@ from transformers import GenerationMixin
 import hf_smartspec
 from hf_smartspec import Engine
 from hf_smartspec.target_model import private
+from hf_smartspec.target_model.model_state import state_of
 from hf_smartspec.target_model.private import logger, private_function, private_value, release_warning
 from hf_smartspec.target_model.support import capabilities as support
 
@@ -54,7 +55,7 @@ def test_calls_on_a_newer_release_warn_once_and_try_models_out(newer, caplog):
             assert torch.equal(output.sequences, expected) and output.statistics.accepted_tokens > 0
     (message,) = release_warnings(caplog)
     assert "5.99.1 is newer than 5.24" in message and "smartspec verify" in message
-    assert support._found[model] == {(support.PackedForward, False): None, (support.PackedForward, True): None}
+    assert state_of(model).obstacles == {(support.PackedForward, False): None, (support.PackedForward, True): None}
 
 
 def test_engines_on_a_newer_release_warn_too(newer, caplog):

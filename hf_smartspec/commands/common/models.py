@@ -21,8 +21,7 @@ from transformers import (
 )
 
 from ...cpu.quantized import quantize
-from ...prepare.draft_models import check_draft_model
-from ...prepare.model_state import load_whole
+from ...prepare.draft_models import check_draft_model, load_whole
 from .arguments import UsageError
 
 _GGUF = ".gguf"

@@ -3,8 +3,8 @@
 from transformers import PreTrainedModel
 
 from ...prepare.encoders import pads_outputs
-from ...prepare.model_state import warn_once
 from ...prepare.route import way_of
+from ...target_model.model_state import warn_once
 from .base import RequestMemory
 from .budget import Budget
 from .encoded_memory import EncodedMemory

@@ -10,12 +10,12 @@ from ...decoding.call import DecodingCall, Request
 from ...prepare.call import PreparedCall, decoding_call
 from ...prepare.config import SmartSpecConfig
 from ...prepare.media import media_kwargs, without_empty_media
-from ...prepare.model_state import warn_once
 from ...prepare.sources import resolve
 from ...target_model.cache.footprint import Footprint, caches_in, num_bytes
 from ...target_model.compat import is_stateful
 from ...target_model.forward.rowwise import ModelRow, RowwiseForward
 from ...target_model.forward.stepwise import StepwiseForward
+from ...target_model.model_state import warn_once
 from ...target_model.support.wrappers import has_adapters_by_row
 from ..outputs import Ticket
 from ..scheduler import ByteScheduler

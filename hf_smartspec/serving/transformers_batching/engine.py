@@ -10,8 +10,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from ...decoding.call import DRAFT_ROOM, DecodingCall
 from ...goodput import CostModel, GoodputAuction
-from ...prepare.call import PreparedCall
-from ...prepare.model_state import state_of
+from ...prepare.call import PreparedCall, borrow_policy
 from ..engine import Engine
 from ..memory.base import RequestMemory
 from ..memory.kv_memory import EngineMemory
@@ -55,7 +54,7 @@ class ManagedEngine(Engine):
         return DeliveredResults(self.deliveries)
 
     def _new_auction(self, cost: CostModel) -> GoodputAuction:
-        return self._borrowed.enter_context(state_of(self.model).policy(self._assistant.source.name, cost))
+        return self._borrowed.enter_context(borrow_policy(self.model, self._assistant.source.name, cost))
 
     @property
     def max_tokens(self) -> int | None:

@@ -11,11 +11,10 @@ from transformers import GenerationMixin, PreTrainedModel
 from ...log import get_logger
 from ...prepare.call import row_seeds
 from ...prepare.entry import Choice, EnabledCall, choose, without_defaults
+from ...target_model.model_state import state_of
 from .manager import SpeculativeBatchingManager
 
 logger = get_logger(__name__)
-
-_CACHED = "_smartspec_cached_manager"  # a manager that was kept for the next session
 
 _GENERATE_BATCH = inspect.signature(GenerationMixin.generate_batch)
 _INIT = inspect.signature(GenerationMixin.init_continuous_batching)
@@ -92,13 +91,15 @@ def init_continuous_batching(call: EnabledCall) -> Any:
 
 def destroy_cached_manager(call: EnabledCall) -> None:
     """Ours goes too."""
-    forget(call.model)
+    destroy_manager(call.model)
     call.plain()
 
 
-def forget(model: PreTrainedModel) -> None:
-    """Ends a manager that was kept for a next session, and frees its memory."""
-    manager = vars(model).pop(_CACHED, None)
+def destroy_manager(model: PreTrainedModel) -> None:
+    """Stop a manager that is kept for the next session, and free its memory."""
+    state = state_of(model)
+    with state.lock:
+        manager, state.manager = state.manager, None
     if manager is not None:
         manager.destroy()
 
@@ -133,11 +134,11 @@ def _asking(asked: _Asked | None) -> Iterator[None]:
 
 def _manager(model: PreTrainedModel, asked: _Asked, config: Any, options: Any, hints: Any) -> Any:
     """A new manager, or that which was kept from an earlier session with the same assistant."""
-    known = vars(model).get(_CACHED)
+    known = state_of(model).manager
     if known is not None and known.drafts_with(asked.choice.assistant):
         manager = known
     else:
-        forget(model)
-        manager = SpeculativeBatchingManager(model, asked.choice, options, hints, _CACHED)
+        destroy_manager(model)
+        manager = SpeculativeBatchingManager(model, asked.choice, options, hints, is_cached=True)
     manager.begin(config, asked.seed, asked.settings)
     return manager

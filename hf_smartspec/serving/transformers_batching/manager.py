@@ -11,15 +11,15 @@ import torch
 from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, GenerationConfig, PreTrainedModel
 
 from ...decoding.call import DRAFT_ROOM
-from ...decoding.statistics import GenerationStatistics
+from ...decoding.statistics import GenerationStatistics, record_call
 from ...log import get_logger
 from ...prepare.call import model_limits
 from ...prepare.entry import Choice, without_defaults
-from ...prepare.model_state import record
 from ...prepare.route import way_of
 from ...sampling.noise import row_seed
 from ...target_model.compat import GenerationOutput, RequestStatus
 from ...target_model.forward.ranks import broadcast_from_rank0
+from ...target_model.model_state import state_of
 from ...validate import check_seed
 from .engine import ManagedEngine, Processor
 from .settings import engine_options, num_cached_tokens, request_arguments
@@ -38,7 +38,7 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         choice (`Choice`): What drafts; a default does not go with forwards that requests do not share.
         options (`ContinuousBatchingConfig`, *optional*): Of memory and batches.
         hints (`WorkloadHints`, *optional*): How many requests there will be.
-        cached_as (`str`): The model's attribute for a manager that is kept.
+        is_cached (`bool`): Whether `stop` may keep the manager with the model, for the next session.
 
     Raises:
         ValueError, TypeError: for models that an engine does not serve, and assistants that cannot draft.
@@ -55,13 +55,13 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         choice: Choice,
         options: ContinuousBatchingConfig | None = None,
         hints: Any = None,
-        cached_as: str = "",
+        is_cached: bool = False,
     ):
         if getattr(model, "_device_mesh", None) is not None:
             raise ValueError(
                 "Weights that are spread over processes cannot be served with an `assistant`: leave it out."
             )
-        self.model, self.assistant, self._cached_as = model, choice.assistant, cached_as
+        self.model, self.assistant, self._is_cached = model, choice.assistant, is_cached
         self.continuous_batching_config = options or ContinuousBatchingConfig()
         was_training = model.training
         model.eval()
@@ -316,8 +316,8 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         self._closer.start()
         if block:
             self.join(start, timeout)
-        if keep_for_next_session and self._cached_as:
-            vars(self.model)[self._cached_as] = self
+        if keep_for_next_session and self._is_cached:
+            state_of(self.model).manager = self
 
     def _close(self, drain: bool) -> None:
         self.engine.stop(drain=drain)
@@ -325,7 +325,7 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
             now = replace(self.engine.statistics)
             new, self._recorded = now - self._recorded, now
         if new.generated_tokens:
-            record(self.model, new)
+            record_call(self.model, new)
 
     def join(self, stop_trigger_time: float, timeout: float | None = None) -> None:
         if self._closer is None:
@@ -351,14 +351,6 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
                 yield
             finally:
                 self._local.num_pauses -= 1
-
-    # A copy of a model has no manager.
-
-    def __deepcopy__(self, memo: Any) -> None:
-        return None
-
-    def __reduce__(self) -> Any:
-        return type(None), ()
 
 
 class _ThreadStatus:

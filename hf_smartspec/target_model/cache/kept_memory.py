@@ -9,7 +9,6 @@ uses it gets memory of its own.
 
 from dataclasses import dataclass
 from threading import RLock
-from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
@@ -17,6 +16,7 @@ from transformers import PreTrainedModel
 from ...device import StagingBuffer
 from ..forward.packed import PackedForward
 from ..graphs import ForwardRecordings
+from ..model_state import state_of
 
 _GPU_SHARE, _MOST_ELSEWHERE = 16, 2**28
 
@@ -29,14 +29,14 @@ class _Kept:
     recordings: ForwardRecordings | None
 
 
-_kept: WeakKeyDictionary[PreTrainedModel, _Kept] = WeakKeyDictionary()
 _lock = RLock()  # reentrant, since freeing objects under the lock may call back into this module
 
 
 def borrow_memory(forward: PackedForward) -> None:
     """Pass the memory kept of its model, unless another call uses it, to a forward that has not run yet."""
+    state = state_of(forward.model)
     with _lock:
-        kept = _kept.pop(forward.model, None)
+        kept, state.memory = state.memory, None
     if kept is not None and kept.setting == _setting(forward.model):
         is_borrowed = forward.cache.borrow(kept.memories)
         forward.staging = kept.staging
@@ -51,21 +51,14 @@ def release_memory(forward: PackedForward) -> None:
     if 0 < size <= _most_bytes(forward.device):
         kept = _Kept(_setting(forward.model), memories, forward.staging, forward.recordings)
         with _lock:
-            other = _kept.get(forward.model)
-            if other is None or _bytes(other.memories) <= size:
-                _kept[forward.model] = kept
-
-
-def forget(model: PreTrainedModel) -> None:
-    """Free the memory kept of a model."""
-    with _lock:
-        _kept.pop(model, None)
+            state = state_of(forward.model)
+            if state.memory is None or _bytes(state.memory.memories) <= size:
+                state.memory = kept
 
 
 def kept_bytes(model: PreTrainedModel) -> int:
     """Return the bytes of keys and values kept for a model's next call; 0 while a call uses them."""
-    with _lock:
-        kept = _kept.get(model)
+    kept = state_of(model).memory
     return 0 if kept is None else _bytes(kept.memories)
 
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -23,6 +22,7 @@ from ...goodput.cost import CostModel
 from ...log import get_logger
 from ..forward.ranks import broadcast_from_rank0, is_sharded
 from ..graphs import records
+from ..model_state import state_of
 from ..written import written_decoder, written_decoders
 from .measuring import DESIGN, is_busy, measure
 
@@ -34,9 +34,7 @@ _COMPARED = 64  # tokens up to which two profiles are compared
 
 _Setting = tuple[torch.dtype, torch.device, int, str]  # may change between two calls; the last are CPU threads and mode
 
-_models: WeakKeyDictionary[PreTrainedModel, dict[_Setting, CostModel]] = WeakKeyDictionary()
 _doubted: set[Path] = set()  # profiles that this process has found wrong
-_judged: WeakKeyDictionary[PreTrainedModel, CostModel] = WeakKeyDictionary()  # the costs by which they were found wrong
 _lock = Lock()
 
 
@@ -71,7 +69,7 @@ def load_or_profile(model: PreTrainedModel, refresh: bool = False, progress: boo
     with written_decoders(written_decoder(model) is not None):
         setting = _setting_of(model)
         with _lock:
-            known = _models.setdefault(model, {})
+            known = state_of(model).costs
             if setting in known and not refresh:
                 return known[setting]
             cost = None if refresh else broadcast_from_rank0(model, lambda: _usable(model))
@@ -196,9 +194,10 @@ def doubt_profile(model: PreTrainedModel, cost: CostModel) -> None:
     if not cost.is_wrong or cost.is_provisional:
         return
     with _lock:
-        if _judged.get(model) is cost or _models.get(model, {}).get(_setting_of(model)) is not cost:
+        state = state_of(model)
+        if state.doubted_cost is cost or state.costs.get(_setting_of(model)) is not cost:
             return
-        _judged[model] = cost
+        state.doubted_cost = cost
         path = profile_path(model)  # takes milliseconds, so after the cheaper checks: this runs after every call
         if path in _doubted:
             return

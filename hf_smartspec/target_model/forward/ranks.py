@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -12,11 +11,10 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from ...drafts.tree import DraftTree
+from ..model_state import state_of
 
 _FOREVER = timedelta(days=365)  # an engine may be idle for long
 _FAILED = -1
-
-_known: WeakKeyDictionary[PreTrainedModel, "Ranks"] = WeakKeyDictionary()
 
 
 class RankFailedError(RuntimeError):
@@ -107,10 +105,10 @@ def ranks_of(model: PreTrainedModel) -> Ranks | None:
     """
     if not is_sharded(model):
         return None
-    found = _known.get(model)
-    if found is None:
-        found = _known[model] = Ranks(_members(model))
-    return found
+    state = state_of(model)
+    if state.ranks is None:
+        state.ranks = Ranks(_members(model))
+    return state.ranks
 
 
 def _members(model: PreTrainedModel) -> list[int]:

@@ -4,7 +4,6 @@ Capabilities of a model: whether trees can be packed in its forward, and whether
 
 from contextlib import suppress
 from threading import Lock
-from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
@@ -12,6 +11,7 @@ from transformers import PreTrainedModel
 from ..compat import TESTED_ENCODED_TYPES, TESTED_MODEL_TYPES, TESTED_ROWWISE_TYPES, drops_soft_caps, shared_value
 from ..forward.packed import PackedForward
 from ..forward.rowwise import RowwiseForward
+from ..model_state import state_of
 from ..private import TRANSFORMERS, is_newer
 from .probe import Probe, agrees_with_encoder
 from .twin import TWIN_REACH, borders, float32_copy, small_twin
@@ -23,8 +23,6 @@ _NEAR = 32  # tokens
 _COPIED = 2**28  # parameters of models in half precision that are copied to float32, 1 GiB, if they have no twin
 _SHORT = 6  # tokens after the prompts of short texts
 
-# Results of probes: why a model cannot be run in some way, alone or in padded batches; None where it can.
-_found: WeakKeyDictionary[PreTrainedModel, dict[tuple[Way, bool], str | None]] = WeakKeyDictionary()
 _lock = Lock()  # probes switch a model's training mode, and restore it
 
 
@@ -102,8 +100,9 @@ def _is_usual(model: PreTrainedModel) -> bool:
 
 
 def _probed(model: PreTrainedModel, way: Way, is_padded: bool) -> str | None:
+    """Return why a model cannot be run in some way, alone or in padded batches; None if it can. It is probed once."""
     with _lock:
-        found = _found.setdefault(model, {})
+        found = state_of(model).obstacles
         if (way, is_padded) not in found:
             found[way, is_padded] = _probe(model, way, is_padded)
         return found[way, is_padded]

@@ -16,6 +16,7 @@ from ..compat import is_checkpointing
 from ..encoded import EncodedForward
 from ..forward.packed import PackedForward
 from ..forward.ranks import is_sharded
+from ..model_state import state_of
 from .decoder import WrittenDecoder
 from .plan import UnknownStructureError, make_plan
 from .trial import check
@@ -25,14 +26,13 @@ logger = get_logger(__name__)
 
 _SWITCH = "HF_SMARTSPEC_WRITTEN"
 
-_ENTRY = "_smartspec_written"  # a model's attribute, since entries refer to the model and must not outlive it
 _lock = RLock()
 _is_on: ContextVar[bool | None] = ContextVar("smartspec_written", default=None)  # None: as set in the environment
 
 
 class _Entry:
     """
-    State of one model's written-out decoder; copies of the model begin without.
+    State of one model's written-out decoder.
 
     Args:
         model (`PreTrainedModel`): The model; no reference to it is kept.
@@ -59,12 +59,6 @@ class _Entry:
         if self.watch is not None:
             return self.watch.is_unchanged(thoroughly)
         return not thoroughly or self.setting == _setting(model)
-
-    def __deepcopy__(self, memo: dict) -> None:
-        return None
-
-    def __reduce__(self) -> tuple:
-        return type(None), ()
 
 
 @contextmanager
@@ -105,12 +99,13 @@ def written_decoder(model: PreTrainedModel, thoroughly: bool = False) -> Written
     """
     if not _is_switched_on() or is_sharded(model):  # transformers' own layers multiply split weights
         return None
-    entry = vars(model).get(_ENTRY)
+    state = state_of(model)
+    entry: _Entry | None = state.written
     if entry is None or not entry.holds(model, thoroughly):
         with _lock:
-            entry = vars(model).get(_ENTRY)  # another thread may have been faster
+            entry = state.written  # another thread may have been faster
             if entry is None or not entry.holds(model, thoroughly):
-                entry = vars(model)[_ENTRY] = _planned(model)
+                entry = state.written = _planned(model)
     if entry.watch is None:
         return None
     if entry.is_tried:
@@ -120,18 +115,13 @@ def written_decoder(model: PreTrainedModel, thoroughly: bool = False) -> Written
     if entry.is_put_off and not thoroughly:
         return None
     with _lock:  # a trial in another thread has hooks in the model until it ends
-        known: _Entry | None = vars(model).get(_ENTRY)
+        known: _Entry | None = state.written
         if known is not None and known is entry and entry.watch.is_bypassable(thoroughly):
-            known = vars(model)[_ENTRY] = _tried(model, known)
+            known = state.written = _tried(model, known)
     if known is None or known.watch is None or not known.is_tried:
         return None
     # This thread, which waited for the trial, may autocast, or the model may have been hooked meanwhile.
     return known.decoder if known.watch.is_bypassable(thoroughly) else None
-
-
-def forget(model: PreTrainedModel) -> None:
-    """Drop the state kept with a model. Weights that lie side by side stay so."""
-    vars(model).pop(_ENTRY, None)
 
 
 def _planned(model: PreTrainedModel) -> _Entry:

@@ -11,6 +11,7 @@ import hf_smartspec
 from hf_smartspec import DraftModelCandidates
 from hf_smartspec.serving.transformers_batching.manager import SpeculativeBatchingManager
 from hf_smartspec.target_model.compat import RequestStatus
+from hf_smartspec.target_model.model_state import state_of
 
 from ...generate.helpers import EOS, PAD, Spy, noisy_copy, prompts, set_special_tokens, tiny_llama
 from ...models import new_model
@@ -135,13 +136,13 @@ def test_changed_weights_are_noticed_by_a_manager_that_was_kept(model):
     config, options = GenerationConfig(**GREEDY), {"persistent_manager": True}
     with hf_smartspec.enabled(model, assistant="suffix"):
         first = tokens(model.generate_batch(PROMPTS, config, **options))
-        kept = model._smartspec_cached_manager
+        kept = state_of(model).manager
         assert model.init_continuous_batching() is kept
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
         second = tokens(model.generate_batch(PROMPTS, config, **options))
-        assert model._smartspec_cached_manager is kept
+        assert state_of(model).manager is kept
         assert first != second == completions(model, config, assistant="none")
         model.train()
         third = tokens(model.generate_batch(PROMPTS, GenerationConfig(**SAMPLED), seed=2, **options))

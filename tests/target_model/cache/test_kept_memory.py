@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import weakref
 from contextlib import contextmanager
 
 import numpy as np
@@ -14,6 +15,7 @@ from hf_smartspec import DraftModelCandidates, SmartSpecConfig
 from hf_smartspec.target_model.cache import kept_memory
 from hf_smartspec.target_model.compat import CACHE
 from hf_smartspec.target_model.forward.packed import PackedForward
+from hf_smartspec.target_model.model_state import state_of
 from hf_smartspec.target_model.written import packed_forward
 
 from ...generate.helpers import noisy_copy, prompts, tiny_llama
@@ -83,7 +85,7 @@ def test_nothing_is_left_of_what_was_there(model):
     weight.data.fill_(torch.nan)
     generate(model, lengths=(30, 30, 30), max_new_tokens=30)
     weight.data.copy_(before)
-    memories = kept_memory._kept[model].memories
+    memories = state_of(model).memory.memories
     assert len(memories) == 4 and all(torch.isfinite(memory).all() for memory in memories)
     assert generate(model, lengths=(3, 20, 9)).tolist() == plain(model, lengths=(3, 20, 9)).tolist()
 
@@ -124,41 +126,41 @@ def test_two_calls_at_once_have_memory_of_their_own(model, used, in_thread):
     with in_between(model, in_a_thread if in_thread else call) as outer:
         assert outer == plain(model).tolist() and inner == [plain(model, lengths=(6, 6), seed=1).tolist()]
     assert len(set(used[id(model)])) == 2
-    assert len(kept_memory._kept[model].memories) == 4
+    assert len(state_of(model).memory.memories) == 4
 
 
 def test_it_goes_with_the_model():
     model = hf_smartspec.enable(tiny_llama())
     generate(model)
     gc.collect()
-    assert model in kept_memory._kept
-    num_kept = len(kept_memory._kept)
+    kept = weakref.ref(state_of(model).memory)
+    assert kept() is not None
     del model
     gc.collect()
-    assert len(kept_memory._kept) == num_kept - 1
+    assert kept() is None
 
 
 def test_disabling_frees_it(model):
     generate(model)
     hf_smartspec.disable(model)
-    assert model not in kept_memory._kept
+    assert state_of(model).memory is None
 
 
 def test_other_dtypes_have_other_memory(model):
     generate(model)
     model.to(torch.float64)
     assert generate(model).tolist() == plain(model).tolist()
-    assert {memory.dtype for memory in kept_memory._kept[model].memories} == {torch.float64}
+    assert {memory.dtype for memory in state_of(model).memory.memories} == {torch.float64}
 
 
 def test_much_is_given_back(model, monkeypatch):
     generate(model)
-    size = sum(memory.nbytes for memory in kept_memory._kept[model].memories)
+    size = sum(memory.nbytes for memory in state_of(model).memory.memories)
     monkeypatch.setattr(kept_memory, "_MOST_ELSEWHERE", size)
     generate(model, lengths=(100,) * 4)
-    assert model not in kept_memory._kept
+    assert state_of(model).memory is None
     generate(model)
-    assert model in kept_memory._kept
+    assert state_of(model).memory is not None
 
 
 def test_a_call_that_fails_leaves_nothing(model):
@@ -168,7 +170,7 @@ def test_a_call_that_fails_leaves_nothing(model):
     generate(model)
     with pytest.raises(RuntimeError, match="somebody else"), in_between(model, fail):
         pass
-    assert model not in kept_memory._kept
+    assert state_of(model).memory is None
     assert generate(model).tolist() == plain(model).tolist()
 
 

@@ -22,6 +22,7 @@ from hf_smartspec.target_model.cost.profiling import (
     profile_path,
 )
 from hf_smartspec.target_model.forward.packed import PackedForward
+from hf_smartspec.target_model.model_state import ModelState
 from hf_smartspec.target_model.written import written_decoder, written_decoders
 
 from ...models import new_model, shared_model
@@ -127,9 +128,9 @@ def next_process(monkeypatch):
     """Has nothing in memory."""
 
     def begin():
-        monkeypatch.setattr(profiling, "_models", WeakKeyDictionary())
+        states = WeakKeyDictionary()
+        monkeypatch.setattr(profiling, "state_of", lambda model: states.setdefault(model, ModelState(model)))
         monkeypatch.setattr(profiling, "_doubted", set())
-        monkeypatch.setattr(profiling, "_judged", WeakKeyDictionary())
 
     begin()
     return begin

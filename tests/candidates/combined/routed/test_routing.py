@@ -18,7 +18,7 @@ from hf_smartspec import (
 )
 from hf_smartspec.candidates import FusedCandidates, StagedCandidates
 from hf_smartspec.candidates.request import SourceRequest
-from hf_smartspec.target_model.cache.kept_memory import forget
+from hf_smartspec.target_model.model_state import forget
 
 from ....generate.helpers import PAD, VOCAB_SIZE, noisy_copy, prompts, set_special_tokens, tiny_llama, tiny_tokenizer
 from ...heads.fitted import fitted_eagle, fitted_heads

@@ -1,4 +1,4 @@
-"""What is remembered of a model, for calls from several threads."""
+"""Draft models are loaded once for a target, with every weight, and nobody else waits for it."""
 
 import threading
 
@@ -7,8 +7,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from hf_smartspec.prepare import model_state
-from hf_smartspec.prepare.model_state import ModelState, load_whole
+from hf_smartspec import suffix_trees
+from hf_smartspec.prepare import draft_models
+from hf_smartspec.prepare.draft_models import Tokenizers, load_drafter, load_whole, vocabulary_between
+from hf_smartspec.target_model.model_state import warn_once
 
 from ..models import new_model
 
@@ -28,30 +30,31 @@ class Load:
 
 
 WAYS = {
-    "draft model": lambda state, model, load: state.drafter("folder", model),
-    "tokenizers": lambda state, model, load: state.vocabulary_of(model, (), load),
+    "draft model": ("_load", lambda model: load_drafter("folder", model)),
+    "tokenizers": ("_compare", lambda model: vocabulary_between(new_model("llama", vocab_size=96), model)),
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_nobody_else_waits_for_files_that_are_loaded(way, monkeypatch):
-    state, model, load, found = ModelState(), new_model("llama"), Load(), []
-    monkeypatch.setattr(model_state, "_load", load)
-    thread = threading.Thread(target=lambda: found.append(WAYS[way](state, model, load)))
+    model, load, found = new_model("llama"), Load(), []
+    name, call = WAYS[way]
+    monkeypatch.setattr(draft_models, name, load)
+    thread = threading.Thread(target=lambda: found.append(call(model)))
     thread.start()
     assert load.has_begun.wait(TIMEOUT)
-    assert state.is_new("a warning") and state.suffix_trees() is state.suffix_trees()
+    warn_once(model, "a warning")
+    assert suffix_trees(model) is suffix_trees(model)
     load.may_end.set()
     thread.join(TIMEOUT)
     assert found == [load]
 
 
-def test_who_asks_for_a_vocabulary_meanwhile_gets_what_is_found():
-    state, model, load, found = ModelState(), new_model("llama"), Load(), []
-    threads = [
-        threading.Thread(target=lambda find=find: found.append(state.vocabulary_of(model, (), find)))
-        for find in (load, lambda: "another")
-    ]
+def test_who_asks_for_a_vocabulary_meanwhile_gets_what_is_found(monkeypatch):
+    model, draft, load, found = new_model("llama"), new_model("llama", vocab_size=96), Load(), []
+    answers = iter([load, lambda *args: "the first thread's is not used", lambda *args: 3])
+    monkeypatch.setattr(draft_models, "_compare", lambda *args: next(answers)(*args))
+    threads = [threading.Thread(target=lambda: found.append(vocabulary_between(draft, model))) for _ in range(2)]
     threads[0].start()
     assert load.has_begun.wait(TIMEOUT)
     threads[1].start()
@@ -59,7 +62,8 @@ def test_who_asks_for_a_vocabulary_meanwhile_gets_what_is_found():
     for thread in threads:
         thread.join(TIMEOUT)
     assert found == [load, load]
-    assert state.vocabulary_of(model, ("other tokenizers",), lambda: "another") == "another"
+    next(answers)
+    assert vocabulary_between(draft, model, Tokenizers("another")) == 3
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
@@ -74,7 +78,7 @@ def test_weights_that_are_no_numbers_are_named(tmp_path, dtype, number):
     with pytest.raises(ValueError, match=message):
         load_whole(AutoModelForCausalLM, str(tmp_path), dtype=dtype)
     with pytest.raises(ValueError, match=rf"holds no draft model that can be loaded: {message}"):
-        ModelState().drafter(str(tmp_path), new_model("llama"))
+        load_drafter(str(tmp_path), new_model("llama"))
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
