@@ -1,4 +1,4 @@
-"""An alarm on acceptance: files of a drafter that are wrong show nowhere else, since outputs stay right."""
+"""Warnings about drafters with wrong files, which only acceptance shows, since outputs stay right."""
 
 from collections.abc import Sequence
 from math import comb
@@ -14,37 +14,37 @@ from ..target_model.model_state import state_of
 
 logger = get_logger(__name__)
 
-_LEAST = 0.05  # of the drafts of a drafter that fits begin with the right token, at least
-_DOUBT = 0.05  # that a drafter is reported which is just as good
-_MOST_HITS = 12  # right first tokens after which a drafter is above suspicion ...
-_MOST_DRAFTS = 500  # ... as it is after so many drafts
+_LEAST = 0.05  # the least share of drafts that begin with the right token, of a drafter that fits
+_DOUBT = 0.05  # probability of reporting a drafter that just fits
+_MOST_HITS = 12  # right first tokens after which a drafter is no longer watched ...
+_MOST_DRAFTS = 500  # ... and drafts after which it is not either
 _MOST_TEMPERATURE = 1.0
 
 
 class AcceptanceAlarm:
     """
-    Reports learned sources of a model whose first drafts hardly ever begin with the right token, once each. First
-    tokens are what is judged: deeper nodes count only where those before them were right. Loops in several threads may
-    share one, so that short calls add up.
+    Warns, once each, of a model's learned sources whose first drafts hardly ever begin with the right token. Deeper
+    nodes are not judged, since they depend on those before them. Loops in several threads may share an alarm, so that
+    short calls add up.
     """
 
     def __init__(self) -> None:
-        self._counts: dict[str, tuple[int, int]] = {}  # drafts, and right first tokens, of sources that are watched
-        self._settled: set[str] = set()  # names of sources that are not
+        self._counts: dict[str, tuple[int, int]] = {}  # numbers of drafts and of right first tokens
+        self._settled: set[str] = set()  # names of sources that are watched no longer
         self._lock = Lock()
 
     def watches(self, source: str) -> bool:
-        """Whether nothing is known of the source of this name yet."""
+        """Return whether the source of this name is still watched."""
         return source not in self._settled
 
     def observe(self, source: str, trees: Sequence[DraftTree], tokens: Sequence[np.ndarray]) -> None:
         """
-        Count what a source drafted in one step, whether it was verified or not.
+        Count a source's drafts of one step, verified or not, and warn if too few begin with the right token.
 
         Args:
             source (`str`): Its name.
-            trees (sequence of `DraftTree`), tokens (sequence of `np.ndarray`): The draft of each row, and what the row
-                committed; rows without either do not count.
+            trees (sequence of `DraftTree`), tokens (sequence of `np.ndarray`): The draft of each row and its committed
+                tokens; rows without either do not count.
         """
         judged = [(tree, line[0]) for tree, line in zip(trees, tokens) if len(tree.tokens) and len(line)]
         hits = sum(bool((tree.tokens[tree.parents < 0] == token).any()) for tree, token in judged)
@@ -78,8 +78,8 @@ def alarm_of(model: PreTrainedModel) -> AcceptanceAlarm:
 
 def is_near_zero(num_drafts: int, num_hits: int) -> bool:
     """
-    Whether so few hits are too unlikely (binomial, one-sided) for a source of which one draft in 20 is right at first:
-    none of 59, one of 93, two of 124.
+    Return whether so few hits are too unlikely (binomial, one-sided) for a source that drafts the right first token
+    once in 20 times: none of 59, one of 93, two of 124.
     """
     if num_hits >= _LEAST * num_drafts:
         return False
@@ -91,8 +91,8 @@ def is_near_zero(num_drafts: int, num_hits: int) -> bool:
 
 def leaves_drafts_a_chance(picker: TokenPicker) -> bool:
     """
-    Whether what a target picks can be foreseen: not at high temperatures, where good drafts fail too, nor where
-    processors of unknown kind may force tokens.
+    Return whether good drafts are accepted under these processors: not at high temperatures, nor where processors of
+    unknown kind may force tokens.
     """
     temperatures = [getattr(processor, "temperature", 0.0) for processor in picker.processors]
     return picker.is_known and all(value <= _MOST_TEMPERATURE for value in temperatures)

@@ -1,4 +1,4 @@
-"""The rows of one `generate` call as plain decoding sees them: a padded batch that grows by one column at a time."""
+"""Rows of one `generate` call as decoding without speculation has them: a padded batch, one column more per step."""
 
 from collections.abc import Sequence
 from typing import Generic, TypeVar
@@ -15,19 +15,21 @@ Row = TypeVar("Row", bound=RequestText, covariant=True)
 
 class DecodingBatch(Generic[Row]):
     """
-    Decides where rows stop and reports tokens in plain decoding's order, although rows advance at their own speed.
+    Rows of a call, each of which advances at its own speed. Decides where rows stop, and reports their tokens in the
+    order of plain decoding.
 
     Criteria that depend on nothing but one row's tokens (length, EOS, stop strings) are checked the moment a token is
     picked. All others, which may keep state, and the streamer are called for length t, t + 1, ... with all rows in
-    their original order, once every row has got that far: rows that are ahead are computed, not yet reported.
+    their original order, once every row has reached that length: the tokens of rows that are ahead are reported later.
 
     Args:
         requests (sequence of `RequestText`): All rows, in the caller's order.
         criteria (`StoppingCriteriaList`): As `generate` prepared it.
-        pad_token_id (`int`, *optional*): What finished rows are filled with.
+        pad_token_id (`int`, *optional*): Token that fills finished rows.
         streamer (`BaseStreamer`, *optional*): Gets one column `[batch_size]` at a time.
         records_scores, records_logits (`bool`): Whether `scores` and `logits` will be returned.
-        pads_stepwise (`bool`): Finished rows run on, on padding, one column at a time, because somebody watches.
+        pads_stepwise (`bool`): Whether finished rows keep running on padding, one column per step, since the scores
+            of padding are returned and depend on the other rows or on the length.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class DecodingBatch(Generic[Row]):
 
     @property
     def num_generated(self) -> int | None:
-        """Columns that plain decoding generates; None while some row has not stopped."""
+        """Number of columns that plain decoding generates; None while some row has not stopped."""
         end = 0
         for request in self.requests:
             if request.stopped_at is None:  # mostly the first one: this is asked for every row
@@ -74,7 +76,7 @@ class DecodingBatch(Generic[Row]):
         return end
 
     def is_active(self, request: RequestText) -> bool:
-        """Whether the row needs further tokens."""
+        """Return whether the row needs further tokens."""
         if request.stopped_at is None:
             return True
         if self.pads_finished and not self.pads_stepwise:
@@ -85,7 +87,7 @@ class DecodingBatch(Generic[Row]):
         return request.num_generated < end
 
     def is_padding(self, request: RequestText) -> bool:
-        """Whether the row has finished and runs on, on padding."""
+        """Return whether the row has finished and keeps running, on padding."""
         return self.pads_stepwise and request.stopped_at is not None
 
     @property
@@ -93,7 +95,7 @@ class DecodingBatch(Generic[Row]):
         return [request for request in self.requests if self.is_active(request)]
 
     def check_stop(self, request: RequestText) -> None:
-        """Stops the row if its newest token ends it by a criterion that looks at nothing but the row."""
+        """Stop the row if its newest token ends it by a criterion that depends on the row alone."""
         if request.stopped_at is None and (
             request.tokens[-1] in self._eos
             or request.num_remaining == 0
@@ -101,8 +103,8 @@ class DecodingBatch(Generic[Row]):
         ):
             request.stopped_at = request.num_generated
 
-    def goes_on_behind(self, request: RequestText, tokens: Sequence[int]) -> bool:
-        """Whether it is certain that no criterion of `check_stop` stops the row at one of these next tokens."""
+    def cannot_stop_within(self, request: RequestText, tokens: Sequence[int]) -> bool:
+        """Return whether it is certain that `check_stop` stops the row at none of these next tokens."""
         left = request.num_remaining
         return (
             request.stopped_at is None
@@ -112,15 +114,15 @@ class DecodingBatch(Generic[Row]):
         )
 
     def _meets_criterion(self, request: RequestText) -> bool:
-        ids = request.padded_ids()[None]  # on the CPU, so that no device is waited for at every token
+        ids = request.padded_ids()[None]  # on the CPU: no wait for a device at every token
         return any(bool(item(ids, None)) for item in self._row_criteria)
 
     def ends_text(self, request: RequestText) -> bool:
-        """Whether the row's last token is an end-of-sequence token."""
+        """Return whether the row's last token is an end-of-sequence token."""
         return request.tokens[request.num_valid - 1] in self._eos
 
     def padded_batch(self, num_generated: int) -> torch.Tensor:
-        """The batch after `num_generated` steps of plain decoding, `[batch_size, prompt_len + num_generated]`."""
+        """Return the batch after so many steps of plain decoding, `[batch_size, prompt_len + num_generated]`."""
         rows = []
         for request in self.requests:
             length = num_generated
@@ -131,7 +133,7 @@ class DecodingBatch(Generic[Row]):
         return torch.stack(rows).to(self.device)
 
     def report(self) -> None:
-        """Calls criteria and streamer for every column that all rows have reached."""
+        """Call criteria and streamer for every column that all rows have reached."""
         while self.reports and self.num_generated != self._num_reported:
             column = self._num_reported + 1
             if not all(self._has_column(request, column) for request in self.requests):
@@ -143,7 +145,7 @@ class DecodingBatch(Generic[Row]):
                 self.streamer.put(self._tokens_of(column))
 
     def _tokens_of(self, column: int) -> torch.Tensor:
-        """The last column of `padded_batch(column)`, on the CPU."""
+        """Return the last column of `padded_batch(column)`, on the CPU."""
         ends = [request.num_valid if self.pads_finished else request.num_generated for request in self.requests]
         tokens = [
             request.tokens[column - 1] if column <= end else self.pad_token_id
@@ -171,7 +173,7 @@ class DecodingBatch(Generic[Row]):
                     request.truncate(column)
 
     def column_of(self, name: str, column: int) -> torch.Tensor:
-        """One step's recorded `scores` or `raw_logits`, `[batch_size, vocab_size]`; zeros for rows without any."""
+        """Return one step's recorded `scores` or `raw_logits`, `[batch_size, vocab_size]`; zeros for rows without."""
         records = [getattr(request, name) for request in self.requests]
         template = next(record[column] for record in records if len(record) > column)
         lines = [record[column] if len(record) > column else torch.zeros_like(template) for record in records]
@@ -179,6 +181,6 @@ class DecodingBatch(Generic[Row]):
 
     @property
     def is_reported(self) -> bool:
-        """Whether everything was generated and reported that plain decoding would have."""
+        """True if all that plain decoding would generate was generated and reported."""
         end = self.num_generated
         return end is not None and not self.active and (not self.reports or self._num_reported >= end)

@@ -1,4 +1,4 @@
-"""One call on its way through the decoding loop: its rows, and what runs, picks and drafts for them."""
+"""One call in the decoding loop: its rows, their sources, and the forward and the picks of the target."""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -24,16 +24,16 @@ from .statistics import GenerationStatistics
 from .text import RequestText
 from .trace import RequestTrace
 
-DRAFT_ROOM = 16  # tokens that memory is reserved for behind a request's last one; see `DecodingCall.most_nodes`
+DRAFT_ROOM = 16  # tokens after a request's last one that memory is reserved for; see `DecodingCall.most_nodes`
 
 
 class ModelForward(Protocol):
-    """How the loop runs the target: `PackedForward`, or `RowwiseForward` for models it cannot serve."""
+    """Interface of forwards to the loop: `PackedForward`, or `RowwiseForward` for models that cannot be packed."""
 
     trees: bool  # whether draft trees can be verified, or chains only
 
     @property
-    def taps(self) -> HiddenStateTaps | None: ...  # None: hidden states and scores cannot be had
+    def taps(self) -> HiddenStateTaps | None: ...  # None where hidden states and scores cannot be recorded
 
     def add(self) -> CacheRow: ...
     def forward(self, inputs: Sequence[RowInput]) -> tuple[torch.Tensor, list[int]]: ...
@@ -55,48 +55,46 @@ class Verified(NamedTuple):
 
     @property
     def scores(self) -> torch.Tensor:
-        """The draft's own, `[1 + nodes, vocab_size]`."""
+        """The logits of the draft, `[1 + nodes, vocab_size]`."""
         return self.logits[self.first : self.first + len(self.tree) + 1]
 
 
 @dataclass(eq=False)
 class Request(RequestText):
-    """
-    One row of a call, with all that runs and drafts for it. Arguments are those of `RequestText`.
-    """
+    """One row of a call, with its sources and its row in the cache. Arguments are those of `RequestText`."""
 
-    call: "DecodingCall" = field(init=False, repr=False)  # that it belongs to, which sets it
-    line: SourceLine = field(init=False, repr=False)  # its call's, unless others were chosen for it
+    call: "DecodingCall" = field(init=False, repr=False)  # set by the call
+    line: SourceLine = field(init=False, repr=False)  # the call's, unless a source chose others for this request
     row: CacheRow | None = None
-    is_resumed: bool = False  # whether it has given way to others before, so that its row begins anew
-    is_drafting: bool = True  # False: all of its candidate sources failed and were dropped, or none was begun
+    is_resumed: bool = False  # whether it was suspended before, so that its row began anew
+    is_drafting: bool = True  # False: all of its sources failed and were dropped, or none was begun
     dropped: set[int] = field(default_factory=set)  # positions in the line whose source failed
     is_known_to_source: bool = False
     shares_with: Hashable | None = None  # the request whose keys and values its row began with
-    num_observed: int = 0  # generated tokens that the source was told of
+    num_observed: int = 0  # generated tokens that were passed to its sources
 
-    # Of the draft under verification, [1 + nodes, vocab_size], unless their arg max is all there is to picking.
+    # Logits of the draft under verification, [1 + nodes, vocab_size]; None where tokens are picked by their arg max.
     logits: torch.Tensor | None = None
 
-    # For sources with needs, until they are told: what was fed, and what was verified.
+    # For sources with needs, until these observe the step: states of the tokens that were fed, and the verified draft.
     fed: FedStates | None = None
     verified: Verified | None = None
 
-    trace: RequestTrace | None = None  # where somebody asked for it
+    trace: RequestTrace | None = None
 
     @cached_property
     def source_request(self) -> SourceRequest:
-        """The request as its sources get it."""
+        """The value that the request's sources get at its start."""
         return self.call.source_request_of(self)
 
     @property
     def is_active(self) -> bool:
-        """Whether it needs further tokens."""
+        """True while the request needs further tokens."""
         return self.call.batch.is_active(self)
 
     @property
-    def is_shown(self) -> bool:
-        """Whether anybody is to be shown more than its tokens."""
+    def wants_states(self) -> bool:
+        """True if a source or recorder needs more of the request than its tokens."""
         return self.line.needs_more and (self.is_drafting or bool(self.line.recorders.recorders))
 
     @property
@@ -112,10 +110,10 @@ class Request(RequestText):
         return self.logits
 
     def begin_verifying(self, tree: DraftTree, first: int, logits: torch.Tensor, picks: list[int]) -> None:
-        """Takes its lines of a forward's logits, which begin with the `first`, or of their arg max."""
+        """Begin to verify a draft, by its lines of a forward's logits, from `first` on, or by their arg max."""
         lines, call = slice(first, first + len(tree.tokens) + 1), self.call
         self.tree, self.cursor, self.path, self.picks = tree, -1, [], []
-        if self.is_shown:
+        if self.wants_states:
             self.verified = Verified(tree, logits, first)
         if call.picks_greedily:
             self.picks = picks[lines]
@@ -123,8 +121,8 @@ class Request(RequestText):
             self.logits = logits[lines]
 
     def uncached(self) -> np.ndarray:
-        """Committed tokens whose keys and values are not in the cache yet; at least one."""
-        # Written out, as `num_uncached` is: asked of every row at every step.
+        """Return the committed tokens whose keys and values are not in the cache yet; at least one."""
+        # Without calls of other properties, as in `num_uncached`, since it runs for every row at every step.
         prompt, first = self.prompt, self.cache_row.length - len(self.prompt)
         if first >= 0:
             return self._padded[self._start + first : self._start + len(self.tokens)]
@@ -136,11 +134,11 @@ class Request(RequestText):
 
 
 class Place(NamedTuple):
-    """Behind which node of a request's draft (-1: its last committed token) a token is picked, and its position."""
+    """A place of a draft: the node (-1: the last committed token) after which a token is picked, and its position."""
 
     request: Request
     node: int
-    position: int  # generated tokens before the one that is picked
+    position: int  # number of generated tokens before the picked one
 
     @classmethod
     def at_cursor(cls, request: Request) -> "Place":
@@ -148,7 +146,7 @@ class Place(NamedTuple):
 
     @classmethod
     def all_of(cls, request: Request) -> "list[Place]":
-        """Those of every node, of which some path will be the text."""
+        """Return the places after every node, and after the last committed token."""
         assert request.tree is not None, "the request has no draft under verification"
         depths = [0, *request.tree.depths.tolist()]
         return [cls(request, node - 1, request.num_generated + depth) for node, depth in enumerate(depths)]
@@ -163,17 +161,17 @@ class DecodingCall:
         forward (`ModelForward`): Runs the target model; calls may share one.
         batch (`DecodingBatch`): The rows and their ends.
         picker (`TokenPicker`): The target's logits processors.
-        pick (`Callable`): One of `verify.METHODS`: tokens `[places]` from places in drafts and processed scores.
+        pick (`Callable`): One of `verify.METHODS`: returns tokens `[places]` for places and processed scores.
         source (`TreeCandidateGenerator`): Proposes draft trees.
         max_nodes (`int`): Draft nodes per row and step, at most.
-        keeps_cache (`bool`): Whether finished rows' keys and values are still wanted at the end.
-        assignment (`dict`): What its rows draft from: `namespace`, `reads` and `references` of `SourceRequest`.
-        encoder_inputs (`EncoderInputs`, *optional*): What the target's encoder has read, where it has one.
+        keeps_cache (`bool`): Whether rows keep their keys and values after the call's end, for the caller.
+        assignment (`dict`): `namespace`, `reads` and `references` of the rows' `SourceRequest`.
+        encoder_inputs (`EncoderInputs`, *optional*): Inputs and outputs of the target's encoder, where it has one.
         renewal (`int`, *optional*): The model computes all keys and values anew when the padded batch outgrows this
             length.
-        learning (`Learning`, *optional*): Drafters that learn from it.
-        read (`Callable`, *optional*): Runs the encoder, where that has not run yet, as soon as the call begins.
-        has_own_forward (`bool`): Whether no other call runs in its forward, so that what fails there is its own.
+        learning (`Learning`, *optional*): Drafters that learn from the call.
+        read (`Callable`, *optional*): Runs the encoder when the call begins, where it has not run yet.
+        has_own_forward (`bool`): Whether no other call runs in its forward, so that only this call fails if it fails.
     """
 
     forward: ModelForward
@@ -192,12 +190,12 @@ class DecodingCall:
     statistics: GenerationStatistics = field(default_factory=GenerationStatistics)
 
     def __post_init__(self) -> None:
-        self.line = self.line_of(self.source.stages)  # of requests for which no other sources are chosen
+        self.line = self.line_of(self.source.stages)  # for requests without sources of their own
         for request in self.batch.requests:
             request.call, request.line = self, self.line
         self._unread = self.encoder_inputs  # without the outputs, where the encoder is run by `read`
         self._texts = None if self.encoder_inputs is None else self.encoder_inputs.texts()
-        # Without processors, noise or records, the arg max of every node at once is all there is to picking.
+        # Without processors, noise or records, tokens are picked by the arg max of all nodes at once.
         self.picks_greedily = (
             not self.picker.processors
             and not self.batch.records
@@ -205,20 +203,20 @@ class DecodingCall:
         )
         # Drafts of sources that learn are poor at first.
         self.is_judged = self.learning is None and leaves_drafts_a_chance(self.picker)
-        # Where processors look at scores alone, the tokens behind all nodes may be picked without knowing the text.
+        # Where processors read scores alone, the tokens after all nodes may be picked before the text is known.
         self.may_pick_ahead = self.picker.score_only and not self.batch.records
-        # Rows of calls that pick alike are picked for together.
+        # Tokens for rows of calls that pick alike are picked together.
         self.picks_like: Hashable = id(self)
         if self.picker.signature is not None and not self.batch.records:
             self.picks_like = self.pick, self.picker.signature
 
     @property
     def namespace(self) -> Hashable:
-        """The tenant whose request it is."""
+        """The call's tenant."""
         return self.assignment.get("namespace", "")
 
     def encoded_text(self, request: Request) -> np.ndarray | None:
-        """The tokens that the target's encoder has read; None where there are none."""
+        """Return the tokens that the target's encoder has read; None where there are none."""
         return None if self._texts is None else self._texts[request.index]
 
     def source_request_of(self, request: Request) -> SourceRequest:
@@ -243,19 +241,19 @@ class DecodingCall:
         )
 
     def line_of(self, sources: Sequence[TreeCandidateGenerator]) -> SourceLine:
-        """Sources in line, and what learns from the requests that they draft for."""
+        """Return a line of these sources, with the recorders that learn from their requests."""
         return SourceLine.of(sources, () if self.learning is None else self.learning.recorders(sources))
 
     def set_lengths(self, request: Request) -> None:
-        """Tells the request's row where it stands in the padded batch."""
+        """Store in the request's row its position in the padded batch."""
         row, prompt_len = request.cache_row, len(request.prompt)
         row.least_length = max(len(other.prompt) for other in self.requests)
         row.ahead = row.least_length - prompt_len
         row.renewal = None if self.renewal is None else self.renewal - (len(request.padded_prompt) - prompt_len)
 
     def read_encoder(self) -> EncoderInputs:
-        """Runs the target's encoder, for the first time or anew."""
-        assert self._unread is not None and self.read is not None, "there is nothing to read"
+        """Run the target's encoder, for the first time or again."""
+        assert self._unread is not None and self.read is not None, "the encoder has no inputs"
         inputs = self.read(self._unread)
         self._set_encoder_inputs(inputs)
         return inputs
@@ -273,11 +271,11 @@ class DecodingCall:
 
     @property
     def draft_room(self) -> int:
-        """Draft nodes that memory is reserved for behind a request's last token."""
+        """Number of draft nodes after a request's last token that memory is reserved for."""
         return min(self.max_nodes, DRAFT_ROOM)
 
     def most_nodes(self, num_remaining: int | None) -> int:
-        """Nodes of a draft in a row that needs so many further tokens: wide ones are for those that need many."""
+        """Return the largest draft of a row that needs so many further tokens: few nodes where few are needed."""
         if num_remaining is None or num_remaining >= self.max_nodes:
             return self.max_nodes
         return min(self.max_nodes, num_remaining + self.draft_room)
@@ -287,19 +285,19 @@ class DecodingCall:
         return self.batch.requests
 
     def waits_for_more(self, ready: Sequence[Request]) -> bool:
-        """Whether some row's logits are missing that its processors must see together with those of the ready rows."""
+        """Return whether processors need logits of further rows together with those of the ready rows."""
         return self.picker.needs_lockstep and not set(self.batch.active) <= set(ready)
 
 
 class ModelLimits(NamedTuple):
-    """Draft tokens lie below `vocab_size`; texts may outgrow `num_positions` (if there is a limit), drafts must not."""
+    """Bounds on drafts: tokens are below `vocab_size`, and positions below `num_positions`, if that is not None."""
 
     vocab_size: int
     num_positions: int | None
 
 
 def by_forward(requests: Iterable[Request]) -> dict[ModelForward, list[Request]]:
-    """The rows of each forward: mostly there is one."""
+    """Return the requests of each forward; mostly there is one forward."""
     requests = list(requests)
     forward = requests[0].call.forward if requests else None
     if forward is not None and all([request.call.forward is forward for request in requests]):
@@ -311,13 +309,13 @@ def by_forward(requests: Iterable[Request]) -> dict[ModelForward, list[Request]]
 
 
 def padded_context(requests: Iterable[Request]) -> int:
-    """N_context of a step in which each of these rows brings one token."""
+    """Return N_context of a step in which each of these rows feeds one token."""
     groups = by_forward(requests).items()
     return sum(forward.padded_context([request.cache_row for request in group]) for forward, group in groups)
 
 
 def alike(rows: Sequence[Request]) -> list[list[Request]]:
-    """The rows whose tokens are picked in the same way, together."""
+    """Return groups of rows whose tokens are picked in the same way."""
     groups: dict[Hashable, list[Request]] = {}
     for request in rows:
         groups.setdefault(request.call.picks_like, []).append(request)

@@ -32,7 +32,7 @@ def run_forward(
     forward: ModelForward, rows: Sequence[Request], inputs: Sequence[RowInput]
 ) -> tuple[torch.Tensor, list[int]]:
     """`forward.forward` of what rows bring; those whose sources need hidden states are left with theirs."""
-    asking = [request for request in rows if request.line.hidden_layers and request.is_shown]
+    asking = [request for request in rows if request.line.hidden_layers and request.wants_states]
     if not asking or forward.taps is None:
         return forward.forward(inputs)
     layers = frozenset[int]().union(*[request.line.hidden_layers for request in asking])

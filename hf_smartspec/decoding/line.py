@@ -1,4 +1,4 @@
-"""The sources that draft for a request, in line, and what they need to be told."""
+"""The sources that draft for a request, in order, and the data that they need."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,13 +13,15 @@ from .learning import GuardedRecorders, Recorder
 @dataclass(frozen=True, eq=False)
 class SourceLine:
     """
+    Sources in the order in which they draft.
+
     Args:
-        sources (tuple of `TreeCandidateGenerator`): In the order in which they are asked.
-        costs (tuple of `DraftCost`): Theirs.
-        watching (tuple of pairs): Position and source of those that see tokens alone.
-        hidden_layers (frozenset of `int`), needs_scores, needs_more (`bool`): What they need beside tokens.
+        sources (tuple of `TreeCandidateGenerator`): The sources.
+        costs (tuple of `DraftCost`): Their costs.
+        watching (tuple of pairs): Position and source of those that observe nothing but tokens.
+        hidden_layers (frozenset of `int`), needs_scores, needs_more (`bool`): What the others need beside tokens.
         num_likeliest (`int`): See `TreeCandidateGenerator`.
-        recorders (`GuardedRecorders`): What learns from the request.
+        recorders (`GuardedRecorders`): Recorders that learn from the request.
     """
 
     sources: tuple[TreeCandidateGenerator, ...]
@@ -48,18 +50,18 @@ class SourceLine:
 
     @cached_property
     def drafter(self) -> str | None:
-        """The name of the autoregressive source that drafts all by itself, if one does."""
+        """Name of the autoregressive source that drafts alone; None if there are several sources or none is such."""
         return self.costs[0].source if len(self.costs) == 1 and self.costs[0].is_autoregressive else None
 
 
 @lru_cache(maxsize=64)
 def _shared(costs: tuple[DraftCost, ...]) -> tuple[DraftCost, ...]:
-    """Equal costs as one object, mostly: that rows of several calls draft alike is then seen at a glance."""
+    """Return one object for equal costs, mostly, so that rows that draft alike are found by identity."""
     return costs
 
 
 def draft_cost(source: TreeCandidateGenerator) -> DraftCost:
-    """What is known of a source beforehand: seconds are measured as they come."""
+    """Return the cost of a source, as far as it is known before it has drafted: without seconds."""
     return DraftCost(
         is_autoregressive=source.is_autoregressive,
         width=source.width,

@@ -21,7 +21,7 @@ from .learning import Learning
 from .statistics import GenerationStatistics, Timed
 from .verify import accepted_paths, follow, pick_ahead, picks_ahead
 
-_TOP_LINES = 32  # of a step, of which sources are told what was likely: more would cost more than it teaches
+_TOP_LINES = 32  # lines of a step whose likeliest tokens sources get: more would cost more than sources learn
 
 
 class DecodingLoop:
@@ -29,17 +29,17 @@ class DecodingLoop:
     Decodes the rows of any number of calls, each at its own speed. Calls may join and leave between two steps.
 
     Args:
-        policy (`LengthPolicy`): Says how many nodes are drafted and verified.
-        limits (`ModelLimits`): What drafts must not exceed.
+        policy (`LengthPolicy`): Decides how many nodes are drafted and verified.
+        limits (`ModelLimits`): Bounds on drafts.
         max_prefill_tokens (`int`, *optional*): Prompt tokens per step; longer prompts are spread over steps in which
-            other rows decode. All at once where not given.
-        on_failure (`Callable`, *optional*): Gets a call and the error that it caused by itself; the call has then left
-            the loop. Without it, errors are raised.
-        release (`Callable`, *optional*): Gets the cache row of a finished request and the tokens that it holds, in
-            place of its removal.
-        clock (`Callable`): Seconds, by which the loop measures itself.
-        ranks (`Ranks`, *optional*): Who holds the model with this process.
-        alarm (`AcceptanceAlarm`, *optional*): Of the model, for all loops that run it.
+            other rows decode. By default, a prompt is run at once.
+        on_failure (`Callable`, *optional*): Gets a call and the error that the call's own code has raised, after the
+            call was removed. By default, the error is raised.
+        release (`Callable`, *optional*): Gets a finished request, whose cache row it keeps or removes. By default, the
+            row is removed.
+        clock (`Callable`): Clock of all statistics, in seconds.
+        ranks (`Ranks`, *optional*): The processes that hold the model together.
+        alarm (`AcceptanceAlarm`, *optional*): The model's alarm, shared by all loops that run it.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class DecodingLoop:
     ):
         self.policy = policy
         self.max_prefill_tokens, self.on_failure = max_prefill_tokens, on_failure
-        self._release, self.clock = release or _remove, clock
-        self._keeps_rows = release is not None  # and who does says when they are gone
+        self._release, self.clock = release or _remove_row, clock
+        self._keeps_rows = release is not None  # `release` then reports when a row is gone
         self.calls: list[DecodingCall] = []
         self.suspended: set[DecodingCall] = set()
         self.running: list[Request] = []  # rows that need further tokens
         self._is_compact = True
-        self._runs_on = False  # whether a device computes while the host does other things
+        self._runs_on = False  # whether the device may still compute when a forward has returned
         self._shows_more = False  # whether some source needs more than tokens
         self._learning: set[Learning] = set()
         self._num_waiting = 0
@@ -69,7 +69,7 @@ class DecodingLoop:
         self.drafting = Drafting(policy, limits, self.statistics, clock, ranks, alarm)
 
     def add(self, call: DecodingCall) -> None:
-        """A call joins; its rows that have no place in the cache yet get one."""
+        """Add a call, and cache rows for those of its requests that have none."""
         self.calls.append(call)
         self.drafting.learn()
         self.drafting.sources.choose(call)
@@ -84,7 +84,7 @@ class DecodingLoop:
         self._find_running()
 
     def _renew(self, request: Request) -> None:
-        """Sources that have learnt much since the latest request get another chance."""
+        """Give sources whose weights have changed a new chance, in spite of what they cost before."""
         for source, cost in zip(request.line.sources, request.line.costs):
             if number := source.origin.num_renewals:
                 self.policy.renew(cost.source, number)
@@ -95,9 +95,9 @@ class DecodingLoop:
         try:
             self.drafting.learn()
         finally:
-            self._let_go(call)
+            self._remove(call)
 
-    def _let_go(self, call: DecodingCall) -> None:
+    def _remove(self, call: DecodingCall) -> None:
         if call in self.suspended:
             self.suspended.remove(call)
         else:
@@ -115,8 +115,8 @@ class DecodingLoop:
 
     def suspend(self, call: DecodingCall) -> None:
         """
-        A call leaves for a while, between two steps. Its texts stay, and what sources and the policy know of them; its
-        rows' places in the cache are whoever's who suspends it.
+        Take out a call for a while, between two steps. Its texts stay, as does what sources and the policy have learnt
+        of them. The caller disposes of its cache rows.
         """
         self.drafting.learn()
         self.calls.remove(call)
@@ -127,7 +127,7 @@ class DecodingLoop:
         self._find_running()
 
     def resume(self, call: DecodingCall) -> None:
-        """A suspended call goes on. What its rows do not hold of their texts is run anew, as after new weights."""
+        """Continue a suspended call. The parts of its texts that its rows do not hold are run again."""
         self.suspended.remove(call)
         self.calls.append(call)
         for request in call.requests:
@@ -136,7 +136,7 @@ class DecodingLoop:
         self._find_running()
 
     def run(self, *calls: DecodingCall) -> None:
-        """Steps until these calls, and all that joined before, have ended."""
+        """Add calls, and step until all calls have ended."""
         try:
             for call in calls:
                 self.add(call)
@@ -147,27 +147,27 @@ class DecodingLoop:
                 self.remove(call)
 
     def _find_running(self) -> None:
-        """After calls or rows have come or gone."""
+        """Update all that depends on which rows run, after calls or rows were added or removed."""
         self.running = [request for call in self.calls for request in call.batch.active]
         self._learning |= {call.learning for call in self.calls if call.learning is not None}
-        self._tell_idle()
+        self._notify_idle()
         self._is_compact = False
         self._shows_more = any(request.line.needs_more for request in self.running)
         self.drafting.is_traced = self.drafting.decides and any(request.trace is not None for request in self.running)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for their turn, as far as whoever runs the loop says so."""
+        """Number of requests that wait to be added, set by the caller."""
         return self._num_waiting
 
     @num_waiting.setter
     def num_waiting(self, number: int) -> None:
         if number != self._num_waiting:
             self._num_waiting = number
-            self._tell_idle()
+            self._notify_idle()
 
-    def _tell_idle(self) -> None:
-        """What learns is told that nothing runs any more, and again as soon as nobody waits either."""
+    def _notify_idle(self) -> None:
+        """Notify learners when no request is running, for the last time when none is waiting either."""
         if not self.calls:
             for learning in self._learning:
                 learning.between_steps(self, 0, self.num_waiting)
@@ -176,8 +176,8 @@ class DecodingLoop:
 
     def step(self) -> list[DecodingCall]:
         """
-        One step: rows without a draft under verification get one, and every row advances as far as it can. Returns the
-        calls that ended.
+        Run one step and return the calls that ended: rows without a draft under verification get one, and every row
+        advances as far as it can.
         """
         with self._timed("seconds_total"):
             start = self.clock()
@@ -197,10 +197,10 @@ class DecodingLoop:
     # 1. feed: which committed tokens are run next
 
     def feed(self) -> dict[Request, np.ndarray]:
-        """The next tokens of every row that waits for logits; prompts share what the step has room for."""
+        """Return the next tokens to run of every row without logits, with prompts cut to the room of a step."""
         feeds, prompts = {}, []
         for request in self.running:
-            if request.tree is not None:  # is under verification
+            if request.tree is not None:  # the row has logits: its draft is under verification
                 continue
             row = request.cache_row
             if row.renewal is not None and row.is_due(request.length):
@@ -215,8 +215,8 @@ class DecodingLoop:
     @staticmethod
     def _shorten(feeds: dict[Request, np.ndarray], prompts: list[Request], room: int) -> None:
         """
-        Leaves of prompts what there is room for: an equal part for each namespace, and what one does not need for the
-        others. Within a namespace, the first ones come first.
+        Cut prompts to `room` tokens in all: equal parts for namespaces, where those that need less leave the rest to
+        the others. Within a namespace, earlier prompts come first.
         """
         wants: dict[Hashable, int] = {}
         for request in prompts:
@@ -233,12 +233,12 @@ class DecodingLoop:
     # 2. forward
 
     def run_model(self, feeds: dict[Request, np.ndarray], step: StepDrafts) -> None:
-        """Forwards, mostly one; leave every row that has a draft with the target's logits at each node."""
+        """Run the forwards, mostly one, and store the target's logits at each node of the rows' drafts."""
         drafts = dict(zip(step.rows, step.trees))
         for fed in by_forward(feeds).values():
             if fed[0].call.has_own_forward:
                 self._attempt(fed, self._run_forward, fed, feeds, drafts)
-            else:  # nobody knows by whose fault it fails
+            else:  # calls share it: no single one is at fault if it fails
                 self._run_forward(fed, feeds, drafts)
         for call in dict.fromkeys([request.call for request in feeds]):
             call.statistics.forwards += 1
@@ -268,7 +268,7 @@ class DecodingLoop:
     def _pick(
         self, rows: list[Request], drafts: dict[Request, DraftTree], offsets: list[int], logits: torch.Tensor
     ) -> list[int]:
-        """The arg max of every line, if that is what picks tokens; sources are told what else was likely."""
+        """Return the arg max of every line if some row needs it, and pass likely tokens to sources that want them."""
         forward, count = rows[0].call.forward, max([request.line.num_likeliest for request in rows])
         is_greedy = any([request.call.picks_greedily for request in rows])
         top = forward.top(logits, count, _TOP_LINES, is_greedy) if count else None
@@ -279,7 +279,7 @@ class DecodingLoop:
             if first < len(top.tokens) and request in drafts and request.line.num_likeliest:
                 before, tokens = request.ends_of(drafts[request])
                 lines = slice(first, first + len(tokens))
-                following, shares = top.tokens[lines], top.shares[lines]  # of as many as were looked at
+                following, shares = top.tokens[lines], top.shares[lines]  # of the first `_TOP_LINES` lines only
                 shown[request] = Likeliest(before[: len(shares)], tokens[: len(shares)], following, shares)
         self.drafting.sources.show_likeliest(shown)
         return top.argmax
@@ -287,7 +287,7 @@ class DecodingLoop:
     # 3. verify
 
     def verify(self) -> list[Request]:
-        """Advances rows along their trees; returns those whose path has ended."""
+        """Advance rows along their trees, and return those whose path has ended."""
         with self._timed("seconds_verify"):
             ready = [request for request in self.running if request.tree is not None]
             others = [request for request in ready if not request.call.picks_greedily]
@@ -296,16 +296,16 @@ class DecodingLoop:
                     self._attempt(rows, pick_ahead, rows)
             ended = [request for request in ready if request.picks]
             trees = [request.tree for request in ended if request.tree is not None]
-            assert len(trees) == len(ended), "picks stand beside the draft that they verify"
+            assert len(trees) == len(ended), "picks belong to a draft under verification"
             paths = accepted_paths(trees, [request.picks for request in ended])
             for request, path in zip(ended, paths):
                 follow(request, path)
-            alive = set(self.calls)  # others have failed meanwhile
+            alive = set(self.calls)  # without calls that have failed meanwhile
             others = [request for request in others if not request.picks and request.call in alive]
             return ended + self._verify_in_rounds(others)
 
     def _verify_in_rounds(self, ready: list[Request]) -> list[Request]:
-        """One token of every row at a time, so that the processors see many rows in one call."""
+        """Pick one token of every row per round, so that processors get many rows in one call; as `verify`."""
         ended: list[Request] = []
         while ready := [request for request in ready if not request.call.waits_for_more(ready)]:
             still: list[Request] = []
@@ -313,9 +313,9 @@ class DecodingLoop:
                 tokens = self._attempt(rows, self._pick_next, rows) or []
                 still += [request for request, token in zip(rows, tokens) if self._advance(request, token)]
             for call in dict.fromkeys(request.call for request in ready):
-                if not call.picker.is_known:  # processors and criteria may share state: they take turns
+                if not call.picker.is_known:  # processors and criteria may share state, so that they are called in turn
                     self._attempt(call.requests, call.batch.report)
-            alive = set(self.calls)  # others have failed meanwhile
+            alive = set(self.calls)  # without calls that have failed meanwhile
             still = [request for request in still if request.is_active and request.call in alive]
             going_on = set(still)
             ended += [request for request in ready if request.call in alive and request not in going_on]
@@ -323,7 +323,7 @@ class DecodingLoop:
         return ended
 
     def _pick_next(self, rows: list[Request]) -> list[int]:
-        """The target's next token for each row, from its logits at the row's cursor."""
+        """Return the target's next token for each row, from the logits at the row's cursor."""
         call = rows[0].call
         batch = call.batch
         logits = torch.stack([request.node_logits[request.cursor + 1] for request in rows]).to(torch.float32)
@@ -337,7 +337,7 @@ class DecodingLoop:
         return [batch.pad_token_id if batch.is_padding(request) else token for request, token in zip(rows, tokens)]
 
     def _advance(self, request: Request, token: int) -> bool:
-        """Appends the token; True if the draft holds it: the next token can then be picked from the same forward."""
+        """Append the token, and return whether the draft holds it, so that the same forward has the next logits."""
         request.append(token)
         request.call.batch.check_stop(request)
         if not request.is_active:
@@ -353,7 +353,7 @@ class DecodingLoop:
     # 4. commit
 
     def commit(self, rows: Sequence[Request]) -> None:
-        """Keeps keys and values of the accepted paths."""
+        """Keep keys and values of the accepted paths."""
         with self._timed("seconds_verify"):
             for forward, group in by_forward(rows).items():
                 forward.commit([request.cache_row for request in group], [request.path for request in group])
@@ -366,12 +366,12 @@ class DecodingLoop:
     # 5. observe
 
     def observe(self, rows: Sequence[Request], step: StepDrafts) -> None:
-        """Tells the sources what was committed, and the policy what came of its decisions."""
+        """Pass committed tokens to the sources, and the outcome of the step to the policy."""
         with self._timed("seconds_observe"):
             committed: dict[Request, np.ndarray] = {}
             for request in rows:
-                end = request.stopped_at if request.call.batch.pads_finished else None  # behind it stands padding
-                new = request.generated(request.num_observed, end).copy()  # sources may do with it as they like
+                end = request.stopped_at if request.call.batch.pads_finished else None  # followed by padding
+                new = request.generated(request.num_observed, end).copy()  # a copy, which sources may change
                 committed[request] = new
                 request.num_observed += len(new)
                 if len(new):
@@ -381,21 +381,21 @@ class DecodingLoop:
             if self.drafting.is_traced:
                 for trace in [request.trace for request in rows if request.trace is not None]:
                     trace.end()
-            if all([request in committed for request in step.rows]):  # else some wait for others' logits
+            if all([request in committed for request in step.rows]):  # else some wait for logits of other rows
                 accepted = [len(request.path) for request in step.rows]
                 tokens = [committed[request] for request in step.rows]
                 self.drafting.observe(step, accepted, tokens, may_wait=self._runs_on)
 
     def _show(self, committed: dict[Request, np.ndarray]) -> None:
-        """Steps for sources that need more than tokens, also where only a piece of a prompt has been run."""
-        asking = [request for request in self.running if request.is_shown]
-        told = [item for item in asking if item in committed or (item.fed is not None and not item.is_verifying)]
-        show_steps(told, committed, self.drafting.sources.show)
+        """Pass states and scores to sources that need them, also after a forward of a part of a prompt."""
+        asking = [request for request in self.running if request.wants_states]
+        ready = [item for item in asking if item in committed or (item.fed is not None and not item.is_verifying)]
+        show_steps(ready, committed, self.drafting.sources.show)
 
     # 6. report
 
     def report(self) -> list[DecodingCall]:
-        """Criteria and streamers are called; calls that have ended, and rows that need no further tokens, leave."""
+        """Call criteria and streamers, remove calls that have ended, and return these; retire finished rows."""
         for call in [call for call in self.calls if call.batch.reports]:
             self._attempt(call.requests, call.batch.report)
         if self.running and all([request.stopped_at is None for request in self.running]):
@@ -412,14 +412,14 @@ class DecodingLoop:
         return ended
 
     def _compact(self) -> None:
-        """Active rows move to the first slots, so that the others cost nothing."""
+        """Move active rows to the first cache slots, so that the others cost nothing."""
         if not self._is_compact:
             for forward, rows in by_forward(self.running).items():
                 forward.compact([request.cache_row for request in rows])
             self._is_compact = True
 
     def _retire(self, request: Request) -> None:
-        """The row needs no further tokens."""
+        """Release the row of a request that needs no further tokens."""
         request.tree = request.logits = None
         self._forget(request)
         if not request.call.keeps_cache:
@@ -427,7 +427,7 @@ class DecodingLoop:
             request.row = None
 
     def _forget(self, request: Request, has_row: bool = True) -> None:
-        """Sources, policy and recorders forget a request; what belongs to its row, as soon as that is gone."""
+        """Delete a request from recorders, sources and policy; data of its row only once that is gone."""
         request.line.recorders.stop(request.request_id)
         if request.is_known_to_source:
             self.drafting.sources.stop(request)
@@ -436,9 +436,8 @@ class DecodingLoop:
             if not (self._keeps_rows and has_row):
                 self.drafting.sources.forget(request)
 
-    # Whatever one call's own processors, criteria or streamer do wrong is its own failure.
-
     def _attempt(self, rows: Sequence[Request], function: Callable, *args: Any) -> Any:
+        """Call the function. If it fails, by code of these rows' calls (processors, ...), only these calls fail."""
         try:
             return function(*args)
         except Exception as error:
@@ -453,7 +452,7 @@ class DecodingLoop:
 
 
 def equal_parts(total: int, wants: Mapping[Hashable, int]) -> dict[Hashable, int]:
-    """What each gets of a number, no more than it wants: equal parts, and what one does not want goes to the others."""
+    """Divide a number into equal parts, none larger than wanted; what one does not want goes to the others."""
     parts = {}
     for num_others, name in zip(range(len(wants) - 1, -1, -1), sorted(wants, key=wants.__getitem__)):
         parts[name] = min(wants[name], -(-total // (num_others + 1)))
@@ -461,7 +460,7 @@ def equal_parts(total: int, wants: Mapping[Hashable, int]) -> dict[Hashable, int
     return parts
 
 
-def _remove(request: Request) -> None:
+def _remove_row(request: Request) -> None:
     request.call.forward.remove(request.cache_row)
 
 

@@ -224,7 +224,7 @@ class GuardedSources:
     def _drop(self, request: Request, position: int, error: Exception) -> None:
         request.dropped.add(position)
         request.is_drafting = len(request.dropped) < len(request.line.sources)
-        if not request.is_shown:
+        if not request.wants_states:
             request.fed = request.verified = None
         if not self._has_warned:
             goes_on = "with its other sources" if request.is_drafting else "without speculation"

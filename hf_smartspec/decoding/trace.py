@@ -1,4 +1,4 @@
-"""Who produced which token: draft trees with the source of every node, of requests for which somebody asks."""
+"""Traces of requests: the source of every token, and the draft tree of every step with the source of each node."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,11 +15,11 @@ class TracedStep:
     Args:
         start (`int`): Generated tokens before the step.
         tokens, parents (lists of `int`): As in `DraftTree`.
-        path_probs (list of `float`): How probable it was held that the target's text runs through each node.
-        sources (list of `str`): Labels of the sources that drafted them; the first in line, where several did.
-        is_verified (list of `bool`): Whether the length policy let a node into the target's forward.
+        path_probs (list of `float`): Estimated probability of each node that the target accepts it.
+        sources (list of `str`): Label of the source that drafted each node; of several, that of the first in line.
+        is_verified (list of `bool`): Whether the length policy selected the node for the target's forward.
         accepted (list of `int`): The nodes on the accepted path.
-        num_generated (`int`): Tokens that came of it: the accepted ones and, behind them, the target's own.
+        num_generated (`int`): Tokens that the step generated: the accepted ones and, after them, the target's own.
     """
 
     start: int
@@ -34,12 +34,12 @@ class TracedStep:
 
 class TracedRequest(NamedTuple):
     """
-    How one request, or one row of a `generate` call, came about.
+    Trace of one request, or of one row of a `generate` call.
 
     Args:
         token_sources (list): One entry per generated token: the label of the source that drafted it ("suffix",
             "prompt_lookup", "draft_model", ...), None for the target's own tokens.
-        steps (list of `TracedStep`): What was drafted, and what came of it.
+        steps (list of `TracedStep`): The steps with their drafts.
     """
 
     token_sources: list[str | None]
@@ -47,29 +47,29 @@ class TracedRequest(NamedTuple):
 
 
 class RequestTrace:
-    """Keeps what a request that runs is traced by."""
+    """Records the trace of a running request."""
 
     def __init__(self, request: RequestText):
         self._request = request
         self._steps: list[TracedStep] = []  # that have ended
-        self._done: list[str | None] = []  # whose the tokens of these steps are
-        self._drafted = DraftTree.empty()  # in the step under way
+        self._done: list[str | None] = []  # the sources of these steps' tokens
+        self._drafted = DraftTree.empty()  # in the current step
         self._sources: list[str] = []
-        self._nodes: list[int] = []  # of it, those that are verified
+        self._nodes: list[int] = []  # those of `_drafted` that are verified
 
     def traced(self) -> TracedRequest:
-        """All there is so far: later steps do not change it."""
-        under_way = self._behind(self._request.path if self._request.is_verifying else [])
-        return TracedRequest([*self._done, *under_way][: self._request.num_valid], list(self._steps))
+        """Return a copy of the trace so far, which later steps do not change."""
+        current = self._token_sources(self._request.path if self._request.is_verifying else [])
+        return TracedRequest([*self._done, *current][: self._request.num_valid], list(self._steps))
 
     def begin(self, drafted: DraftTree, nodes: list[int], sources: list[str]) -> None:
-        """A step has drafted a tree, of which these nodes make up the one that is verified."""
+        """Begin a step with its drafted tree, the nodes of it that are verified, and the source of each node."""
         self._drafted, self._nodes, self._sources = drafted, nodes, sources
 
     def end(self) -> None:
-        """The path of the step under way has ended."""
+        """End the current step, whose path is known."""
         start, tree, path = len(self._done), self._drafted, self._request.path
-        self._done += self._behind(path)
+        self._done += self._token_sources(path)
         verified = set(self._nodes)
         self._steps.append(
             TracedStep(
@@ -84,7 +84,7 @@ class RequestTrace:
             )
         )
 
-    def _behind(self, path: list[int]) -> list[str | None]:
-        """Whose the tokens behind the steps that have ended are: accepted drafts, and the target's own."""
+    def _token_sources(self, path: list[int]) -> list[str | None]:
+        """Return the source label of each token of the current step; None for the target's own."""
         accepted = [self._sources[self._nodes[node]] for node in path]
         return [*accepted, *[None] * (self._request.num_generated - len(self._done) - len(accepted))]

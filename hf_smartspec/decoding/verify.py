@@ -1,4 +1,4 @@
-"""The accepted path: which token the target picks at each node, and whether the draft holds it."""
+"""Verification: the tokens that the target picks after each node of a draft, and the path that they accept."""
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -16,20 +16,19 @@ from .call import Place, Request
 # Acceptance draws from a stream of its own, independent of the residual's and the draft's.
 _ACCEPT_STREAM = 0x5EED_ACCE
 
-# Of typical acceptance, as Medusa's authors set them: ε, and δ as its root.
+# ε and δ of typical acceptance, as Medusa's authors set them: δ is the square root of ε.
 _EPSILON, _DELTA = 0.09, 0.3
 
-_FEW_NODES = 128  # up to here a loop in Python takes less time than what a compiled call needs first
+_FEW_NODES = 128  # up to here a loop in Python takes less time than the overhead of a compiled call
 
-# Entries of scores that are processed together where all nodes' are, which takes less time than waiting for the device
-# at every token: those of 100 MB of memory, estimated.
+# Scores that are processed together where tokens are picked at all nodes at once: about 100 MB of memory.
 _MOST_AHEAD = 2**24
 
 
 def accepted_path(tree: DraftTree, picks: Sequence[int]) -> list[int]:
     """
-    The nodes that hold the target's tokens, from the root on: `picks[n + 1]` is its token behind node n, and `picks[0]`
-    that behind the last committed token.
+    Return the nodes that hold the target's tokens, from the root on: `picks[n + 1]` is its token after node n, and
+    `picks[0]` its token after the last committed one.
     """
     path: list[int] = []
     last = -1
@@ -41,7 +40,7 @@ def accepted_path(tree: DraftTree, picks: Sequence[int]) -> list[int]:
 
 
 def accepted_paths(trees: Sequence[DraftTree], picks: Sequence[Sequence[int]]) -> list[list[int]]:
-    """`accepted_path` of every row; through many nodes, in one compiled call."""
+    """Return the `accepted_path` of every row, computed in one compiled call where there are many nodes."""
     sizes = [len(tree.tokens) for tree in trees]
     num_nodes = sum(sizes)
     if num_nodes <= _FEW_NODES:
@@ -65,8 +64,8 @@ def _end_to_end(arrays: list[np.ndarray]) -> np.ndarray:
 
 def coupled_picks(places: Sequence[Place], scores: torch.Tensor) -> list[int]:
     """
-    The target's own tokens: arg max of processed scores (`[places, vocab_size]`), plus each sampling row's Gumbel
-    noise. A draft node is accepted if it *is* the token, so the outcome cannot depend on the drafts.
+    Return the target's own tokens: the arg max of processed scores (`[places, vocab_size]`), with Gumbel noise added
+    in sampling rows. A draft node is accepted if it *is* the token, so the outcome cannot depend on the drafts.
     """
     seeds = [place.request.seed for place in places]
     if any(seed is not None for seed in seeds):
@@ -76,12 +75,12 @@ def coupled_picks(places: Sequence[Place], scores: torch.Tensor) -> list[int]:
 
 def rejection_picks(places: Sequence[Place], scores: torch.Tensor) -> list[int]:
     """
-    Speculative sampling (Leviathan et al., 2023, algorithm 1; Chen et al., 2023) for chains with draft distributions
-    q: the draft token x is kept with probability min(1, p(x) / q(x)), else a token is drawn from max(0, p - q). The
-    output has the target's distribution, but which tokens come out depends on the drafts. Rows without a
-    distribution, and greedy rows, are picked for as in `coupled_picks`.
+    Return tokens by speculative sampling (Leviathan et al., 2023, algorithm 1; Chen et al., 2023) for chains with
+    draft distributions q: the draft token x is kept with probability min(1, p(x) / q(x)), else a token is drawn from
+    max(0, p - q). The output has the target's distribution, but the tokens depend on the drafts. Rows without draft
+    distributions, and greedy rows, get `coupled_picks`.
     """
-    if scores.device.type == "cpu":  # which nobody waits for: what is kept is not drawn in vain
+    if scores.device.type == "cpu":  # no device to wait for: residuals are drawn for rejected tokens only
         return [_rejection_pick(place, line) for place, line in zip(places, scores)]
     lines = [line for line, place in enumerate(places) if _has_distribution(place)]
     if lines:
@@ -109,7 +108,7 @@ def _rejection_pick(place: Place, scores: torch.Tensor) -> int:
 
 
 def _kept_or_residual(places: Sequence[Place], scores: torch.Tensor) -> torch.Tensor:
-    """Scores `[places, vocab_size]`: where the draft's token is kept, of it alone, and of max(0, p - q) elsewhere."""
+    """Return scores `[places, vocab_size]`: of the draft's token alone where it is kept, else of max(0, p - q)."""
     target, draft = scores.softmax(dim=-1), _draft_distributions(places).to(scores.device)
     tokens = to_device(_drafted(places), scores.device)[:, None]
     precision = np.float64 if has_float64(scores.device) else np.float32
@@ -120,13 +119,13 @@ def _kept_or_residual(places: Sequence[Place], scores: torch.Tensor) -> torch.Te
 
 
 def _residual(target: torch.Tensor, draft: torch.Tensor) -> torch.Tensor:
-    """max(0, p - q), not normalised; p itself where p equals q up to rounding."""
+    """Return max(0, p - q), not normalised; p itself where p equals q up to rounding."""
     residual = (target - draft).clamp(min=0)
     return torch.where(residual.sum(dim=-1, keepdim=True) > 0, residual, target)
 
 
 def _drafted(places: Sequence[Place]) -> np.ndarray:
-    """The tokens that are kept or not, int64 `[places]`."""
+    """Return the draft's tokens after these places, int64 `[places]`."""
     return np.array([place.request.tree.tokens[place.node + 1] for place in places])  # type: ignore[union-attr]
 
 
@@ -135,19 +134,19 @@ def _draft_distributions(places: Sequence[Place]) -> torch.Tensor:
 
 
 def _uniform(places: Sequence[Place]) -> np.ndarray:
-    """Uniform variates of a stream of their own, float64 `[places]`."""
+    """Return uniform variates from a stream of their own, float64 `[places]`."""
     seeds = [(place.request.seed or 0) ^ _ACCEPT_STREAM for place in places]
     return uniform_noise(seeds, [place.position for place in places])
 
 
 def typical_picks(places: Sequence[Place], scores: torch.Tensor) -> list[int]:
     """
-    Typical acceptance (Medusa, Cai et al., 2024, section 2.3.1), which *changes what is sampled*: a draft token x is
-    kept if p(x) > min(ε, δ exp(-H(p))), whatever the target would have drawn. Of several, the likeliest is; where the
-    draft holds what `coupled_picks` would pick, or nothing typical, and in greedy rows, that is picked.
+    Return tokens by typical acceptance (Medusa, Cai et al., 2024, section 2.3.1), which *changes the distribution*: a
+    draft token x is kept if p(x) > min(ε, δ exp(-H(p))), whatever the target would have drawn; of several such tokens,
+    the likeliest. `coupled_picks` apply where the draft holds their token or no typical one, and to greedy rows.
     """
     picks = coupled_picks(places, scores)
-    drafted = {line: tokens for line, place in enumerate(places) if (tokens := _drafted_behind(place))}
+    drafted = {line: tokens for line, place in enumerate(places) if (tokens := _drafted_after(place))}
     lines = [line for line, tokens in drafted.items() if picks[line] not in tokens]
     if not lines:
         return picks
@@ -162,8 +161,8 @@ def typical_picks(places: Sequence[Place], scores: torch.Tensor) -> list[int]:
     return picks
 
 
-def _drafted_behind(place: Place) -> list[int]:
-    """What a sampling row's draft holds behind a place."""
+def _drafted_after(place: Place) -> list[int]:
+    """Return the draft's tokens after a place of a sampling row; none for greedy rows."""
     tree = place.request.tree
     if place.request.seed is None or tree is None:
         return []
@@ -173,14 +172,14 @@ def _drafted_behind(place: Place) -> list[int]:
 
 def picks_ahead(rows: Sequence[Request]) -> bool:
     """
-    Whether the tokens behind all nodes of rows that pick alike are picked at once, with one wait for the device. On a
-    CPU, where nobody waits, what lies behind rejected nodes would be processed in vain.
+    Return whether tokens are picked after all nodes of these rows at once, with one wait for the device. On a CPU,
+    without such waits, the work for nodes after rejected ones would be wasted.
     """
     return rows[0].call.may_pick_ahead and rows[0].node_logits.device.type != "cpu"
 
 
 def pick_ahead(rows: Sequence[Request]) -> None:
-    """Leaves rows that pick alike with the target's tokens behind every node; `_MOST_AHEAD` scores at a time."""
+    """Store the target's tokens after every node in rows that pick alike; `_MOST_AHEAD` scores at a time."""
     for part in _in_parts(rows):
         _pick_together(part)
 
@@ -211,10 +210,10 @@ METHODS = {"coupled": coupled_picks, "rejection": rejection_picks, "typical": ty
 
 
 def follow(request: Request, path: list[int]) -> None:
-    """Appends the picks along the accepted path, and the one behind it, unless the row ends before."""
+    """Append the picks along the accepted path and the one after it, unless the row ends before."""
     batch, picks = request.call.batch, request.picks
     tokens = [picks[0], *[picks[node + 1] for node in path]] if path else picks[:1]
-    if batch.goes_on_behind(request, tokens):
+    if batch.cannot_stop_within(request, tokens):
         request.extend(tokens)
         request.path = path
         return

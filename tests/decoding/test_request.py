@@ -42,7 +42,7 @@ def test_the_array_that_holds_a_text_grows():
 
 
 @given(PIECES, st.lists(st.integers(0, 9), max_size=12), st.none() | st.integers(1, 30), st.sets(st.integers(0, 9)))
-def test_a_row_that_goes_on_behind_tokens_stops_at_none_of_them(pieces, tokens, limit, eos):
+def test_a_row_that_cannot_stop_within_tokens_stops_at_none_of_them(pieces, tokens, limit, eos):
     criteria = StoppingCriteriaList([EosTokenCriteria(torch.tensor(sorted(eos)))] if eos else [])
     if limit is not None:
         criteria.append(MaxLengthCriteria(3 + limit))
@@ -51,7 +51,7 @@ def test_a_row_that_goes_on_behind_tokens_stops_at_none_of_them(pieces, tokens, 
     for token in [token for piece in pieces for token in piece][: (limit or 1000) - 1]:
         request.append(token)
         batch.check_stop(request)
-    goes_on, was_running = batch.goes_on_behind(request, tokens), request.stopped_at is None
+    goes_on, was_running = batch.cannot_stop_within(request, tokens), request.stopped_at is None
     for token in tokens:
         request.append(token)
         batch.check_stop(request)
