@@ -1,4 +1,4 @@
-"""Drafting: the sources of a step are asked stage by stage, and the length policy selects what is verified."""
+"""Drafting: sources propose nodes stage by stage, and the length policy selects the nodes that are verified."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -21,35 +21,35 @@ from .statistics import GenerationStatistics, Timed
 
 _EMPTY = DraftTree.empty()
 _NEWEST = 0.1  # least weight of the newest draft in the mean of accepted lengths
-_LONGEST = 1.5  # seconds of a step that several namespaces share, by those that it would take without drafts
+_LONGEST = 1.5  # largest ratio of the times of a step with and without drafts, if several namespaces share it
 
 
 class StepDrafts(NamedTuple):
-    """What one step drafts, and what it verifies of that."""
+    """Drafts of one step: the proposed trees, and the selected ones, which are verified."""
 
     policy_rows: StepRows
     rows: list[Request]
     proposed: list[DraftTree]
     trees: list[DraftTree]
-    start: StepSeconds  # spent before the step
+    start: StepSeconds  # seconds spent before the step
 
     def outcome(self, accepted: Sequence[int], tokens: Sequence[np.ndarray], end: StepSeconds) -> StepOutcome:
-        """What the policy learns from: accepted nodes and committed tokens of each row, and seconds until the `end`."""
+        """Return the outcome for the policy, from accepted nodes and committed tokens of rows, and the step's end."""
         seconds = StepSeconds(*(after - before for before, after in zip(self.start, end)))
         return StepOutcome(self.policy_rows, self.proposed, self.trees, accepted, seconds, tokens)
 
 
 class Drafting:
     """
-    Gives every row that will have logits behind its whole text a draft tree.
+    Drafts a tree for every row that will have logits after its whole text.
 
     Args:
-        policy (`LengthPolicy`): Says how many nodes are drafted and verified.
-        limits (`ModelLimits`): What drafts must not exceed.
+        policy (`LengthPolicy`): Decides how many nodes are drafted and verified.
+        limits (`ModelLimits`): Bounds on drafts.
         statistics (`GenerationStatistics`): Counts the seconds.
-        clock (`Callable`): Seconds.
-        ranks (`Ranks`, *optional*): Who holds the model with this process: the first of them drafts for all.
-        alarm (`AcceptanceAlarm`, *optional*): Of the model, for all loops that run it.
+        clock (`Callable`): Clock, in seconds.
+        ranks (`Ranks`, *optional*): The processes that hold the model together; the first one drafts for all.
+        alarm (`AcceptanceAlarm`, *optional*): The model's alarm, shared by all loops that run it.
     """
 
     def __init__(
@@ -64,21 +64,21 @@ class Drafting:
         self.policy, self.limits, self.statistics, self.clock = policy, limits, statistics, clock
         self.ranks, self.alarm = ranks, alarm or AcceptanceAlarm()
         self.sources = GuardedSources(limits.vocab_size)
-        self.is_traced = False  # whether some row is
-        self._unlearnt: Callable[[], None] | None = None  # what came of the latest step, where that is put off
-        self._seconds_meanwhile = 0.0  # of learning while a device computed
-        # Accepted lengths by source, of those after the first place: a running mean that begins with one token.
+        self.is_traced = False  # whether some row is traced
+        self._unlearnt: Callable[[], None] | None = None  # learns from the latest step, if that was put off
+        self._seconds_meanwhile = 0.0  # spent on learning while a device computed
+        # Accepted lengths by source, for sources after the first one: a running mean that begins with one token.
         self._lengths: defaultdict[str, DecayedMean] = defaultdict(partial(DecayedMean, _NEWEST, 1.0, 1))
 
     @property
     def decides(self) -> bool:
-        """Whether this process chooses what is drafted."""
+        """True in the process that drafts."""
         return self.ranks is None or self.ranks.is_first
 
     def draft(self, feeds: dict[Request, np.ndarray], num_waiting: int = 0) -> StepDrafts:
         """
-        The trees of one step, in which `feeds` are the tokens that every row is fed: each stage's drafts join what is
-        there, as far as the policy finds that worth its cost; of all, it selects what is verified.
+        Draft the trees of one step, in which every row is fed the tokens in `feeds`: stage by stage, drafts are merged
+        into the trees where the policy finds them worth their cost. Of all nodes, it selects those to verify.
         """
         start = self.seconds()
         rows = [request for request, tokens in feeds.items() if request.num_uncached == len(tokens)]
@@ -94,7 +94,7 @@ class Drafting:
         return drafts
 
     def _select(self, step: StepRows, rows: list[Request]) -> tuple[list[DraftTree], list[DraftTree]]:
-        """All that is drafted, and what of it is verified."""
+        """Return the proposed trees, and the selected ones."""
         trees = [_EMPTY] * len(rows)
         for stage in step.stages:
             trees = self._with_stage(step, stage, rows, trees)
@@ -108,14 +108,14 @@ class Drafting:
         return proposed, selected
 
     def _count(self, step: StepRows, rows: list[Request], trees: list[DraftTree]) -> None:
-        """Tells the gates of draft models what was drafted, but for rows whose sources wait for their prompts."""
+        """Count drafted nodes for the gates of draft models, except for rows whose sources wait for the prefill."""
         if not any([request.line.drafter for request in rows]):
             return
         waiting = (step.caps > 0) & ~np.any([stage.caps > 0 for stage in step.stages], axis=0)
         self.sources.count({request: tree for request, tree, waits in zip(rows, trees, waiting.tolist()) if not waits})
 
     def _with_stage(self, step: StepRows, stage: Stage, rows: list[Request], trees: list[DraftTree]) -> list[DraftTree]:
-        """The trees with what one more source drafts."""
+        """Return the trees with the drafts of one more stage."""
         with self._timed("seconds_select"):
             limits = self.policy.max_nodes(step, stage, trees)
             _check_number(self.policy, "gave", len(limits), "limits", len(rows))
@@ -126,8 +126,8 @@ class Drafting:
             return trees
         with self._timed("seconds_draft"):
             before = self.clock()
-            running_on, wanted = _apart(wanted, stage.position)
-            proposals = running_on | self.sources.propose(stage.position, wanted, price)
+            padding, wanted = _split_padding(wanted, stage.position)
+            proposals = padding | self.sources.propose(stage.position, wanted, price)
             stage.seconds = self.clock() - before
         with self._timed("seconds_select"):
             stage.proposed = [proposals.get(request, _EMPTY) for request in rows]
@@ -139,12 +139,17 @@ class Drafting:
         self, drafts: StepDrafts, accepted: Sequence[int], tokens: Sequence[np.ndarray], may_wait: bool = False
     ) -> None:
         """
-        What came of a step: accepted nodes and committed tokens of each row. `may_wait`: a device will be busy with the
-        next forward, and what is learnt of this one can be put off until then (`learn_meanwhile`).
+        Learn from the outcome of a step.
+
+        Args:
+            accepted (sequence of `int`): Number of accepted nodes of each row.
+            tokens (sequence of `np.ndarray`): Committed tokens of each row.
+            may_wait (`bool`): Whether learning can be put off until the device runs the next forward
+                (`learn_meanwhile`).
         """
         if not self.decides:
             return
-        self._catch_up()  # first things first
+        self._catch_up()  # the step before
         learn = partial(self._learn, drafts.rows, drafts.outcome(accepted, tokens, self.seconds()))
         if may_wait and self.policy.learns_late:
             self._unlearnt = learn
@@ -152,29 +157,29 @@ class Drafting:
             learn()
 
     def learn(self) -> None:
-        """What was put off is learnt, if anything was."""
+        """Learn from the latest step, if that was put off."""
         if self._unlearnt is not None:
             with self._timed("seconds_observe"):
                 self._catch_up()
 
     def learn_meanwhile(self) -> None:
         """
-        `learn`, while a device computes: the host would have waited for so long, or for as long as it had to. Either
-        way this is what the forward takes until its results are there, and counts as the forward's (`seconds`).
+        Call `learn` while a device computes. The time counts as the forward's (`seconds`), since the host would wait
+        for the forward's results in any case.
         """
         before = self.statistics.seconds_observe
         self.learn()
         self._seconds_meanwhile += self.statistics.seconds_observe - before
 
     def _catch_up(self) -> None:
-        unlearnt, self._unlearnt = self._unlearnt, None  # once, also where that fails
+        unlearnt, self._unlearnt = self._unlearnt, None  # once, also if it fails
         if unlearnt is not None:
             unlearnt()
 
     def _learn(self, rows: Sequence[Request], outcome: StepOutcome) -> None:
         """
-        How far the drafts of later stages came true, whether they were verified or not; whether those of learned
-        sources ever do; and for the policy, what came of its decisions.
+        Update the accepted lengths of later stages, by all their drafts, verified or not; the alarm about learned
+        sources; and the policy.
         """
         tokens = outcome.tokens or []
         for stage in outcome.rows.stages:
@@ -190,7 +195,7 @@ class Drafting:
         self.policy.observe(outcome)
 
     def seconds(self) -> StepSeconds:
-        """Seconds spent so far, in all steps. Of a forward: from its beginning until nothing is left but to wait."""
+        """Return the seconds spent in all steps; of forwards, until the host does nothing but wait for them."""
         counts = self.statistics
         forward = counts.seconds_forward + self._seconds_meanwhile
         return StepSeconds(counts.seconds_draft, forward, counts.seconds_select + counts.seconds_verify)
@@ -218,19 +223,19 @@ class Drafting:
 
     def _shared_caps(self, step: StepRows) -> np.ndarray:
         """
-        The most nodes of each row of a step that several namespaces share, `[rows]` int64: drafts that pay for one make
-        steps no longer than `_LONGEST` for the others.
+        Return the node limits of rows in a step that several namespaces share, `[rows]` int64, with which drafts of
+        one namespace make the step at most `_LONGEST` times as long for the others.
         """
         cost = getattr(self.policy, "cost", None)
         if cost is None or not step.caps.any():
             return step.caps
-        num = np.arange(1, step.caps.max() + 1)  # of each row
+        num = np.arange(1, step.caps.max() + 1)  # nodes per row
         seconds = cost.seconds(*step.forward_size(num * len(step), 1 + num))
         most = np.count_nonzero(seconds <= _LONGEST * cost.seconds(*step.forward_size()))
         return np.minimum(step.caps, max(int(most), 1))
 
     def _stages(self, rows: Sequence[Request], caps: np.ndarray, feeds: dict[Request, np.ndarray]) -> list[Stage]:
-        """Every kind of source with its rows, the first ones of all rows first."""
+        """Return a stage for each position and cost of sources, with its rows, in the order of positions."""
         costs = rows[0].line.costs if rows else ()
         if all([request.line.costs is costs and not request.dropped for request in rows]):
             return [
@@ -265,7 +270,7 @@ class Drafting:
         left = request.num_remaining
         if left is not None and len(tree) >= left:
             tree = tree.keep(tree.depths < left)
-        # Learned position embeddings end somewhere, and plain decoding may stop just before.
+        # Learned position embeddings have a last position, which plain decoding need not reach.
         room = len(tree) if self.limits.num_positions is None else self.limits.num_positions - request.length
         if 0 <= room < len(tree):
             tree = tree.keep(tree.depths <= room)
@@ -280,27 +285,27 @@ class Drafting:
 def _own_caps(
     cost: DraftCost, rows: Sequence[Request], caps: np.ndarray, feeds: dict[Request, np.ndarray]
 ) -> np.ndarray:
-    """Caps of a source: 0 for rows that run their prompts, if it drafts from what the target has left of these."""
+    """Return node limits per row; 0 during prefill for sources that need the target's hidden states or cache."""
     if not cost.follows_target:
         return caps
-    return np.where([_reads_prompt(request, feeds[request]) for request in rows], 0, caps)
+    return np.where([_is_prefilling(request, feeds[request]) for request in rows], 0, caps)
 
 
-def _reads_prompt(request: Request, feed: np.ndarray) -> bool:
-    """Whether the target has not left anything of what stands before the row's newest token."""
+def _is_prefilling(request: Request, feed: np.ndarray) -> bool:
+    """Return whether the row is still in prefill, so that the target has no states of its earlier tokens."""
     return not request.tokens and (len(feed) > 1 or not request.cache_row.length)
 
 
 def _cap(request: Request) -> int:
-    # The last token needs no draft: the target's own pick comes free.
+    # The last token needs no draft: every step yields the target's own pick.
     if not request.is_drafting:
         return 0
     left = request.num_remaining
     return request.call.most_nodes(left) if left != 1 else 0
 
 
-def _apart(wanted: dict[Request, int], position: int) -> tuple[dict[Request, DraftTree], dict[Request, int]]:
-    """The drafts of rows that run on, on padding, which need no source; and the rows that do."""
+def _split_padding(wanted: dict[Request, int], position: int) -> tuple[dict[Request, DraftTree], dict[Request, int]]:
+    """Split rows: finished ones, which keep running on padding, get drafts of padding, the others go to the source."""
     padding = {
         request: limit
         for request, limit in wanted.items()
@@ -318,12 +323,12 @@ def _check_number(policy: LengthPolicy, verb: str, number: int, noun: str, expec
 
 
 def _begin_traces(step: StepDrafts, sources: GuardedSources) -> None:
-    """Of the rows that are traced, before their sources are told what came of their drafts."""
+    """Begin the step in the traces of its rows, before their sources observe its outcome."""
     for index, (request, drafted, verified) in enumerate(zip(step.rows, step.proposed, step.trees)):
         if request.trace is None:
             continue
         nodes = list(range(len(drafted))) if verified is drafted else Draft.of(drafted).nodes_of(verified)
-        if -1 in nodes:  # a policy has verified what nobody had proposed
+        if -1 in nodes:  # the policy has selected nodes that were not proposed
             drafted, nodes = verified, list(range(len(verified)))
         proposals = [(stage.position, stage.proposed[index]) for stage in step.policy_rows.stages]
         labels = first_drafters(

@@ -1,4 +1,4 @@
-"""What learns from requests while they are served, as the decoding loop sees it."""
+"""Interface of learning from requests while they are served: hooks that the decoding loop calls."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -17,12 +17,12 @@ logger = get_logger(__name__)
 
 class Shown(NamedTuple):
     """
-    A step of one request.
+    A step of one request, for recorders.
 
     Args:
-        step (`Committed`): Without scores, unless a source needs them.
-        first (`int`): The line of the forward's logits behind the last token that was committed before; that behind
-            node n of `step.tree` is n + 1 further.
+        step (`Committed`): The step; without scores, unless a source needs them.
+        first (`int`): The line of the forward's logits after the last token committed before. The line after node n of
+            `step.tree` is `first + n + 1`.
     """
 
     step: Committed
@@ -31,10 +31,10 @@ class Shown(NamedTuple):
 
 class Recorder(ABC):
     """
-    Is shown the steps of requests, whether anything is drafted for them or not.
+    Gets the steps of requests, with and without drafts.
 
     Attributes:
-        hidden_layers (sequence of `int`): Which hidden states it is shown; see `TreeCandidateGenerator`.
+        hidden_layers (sequence of `int`): Layers whose hidden states it gets; see `TreeCandidateGenerator`.
     """
 
     hidden_layers: Sequence[int] = ()
@@ -44,43 +44,52 @@ class Recorder(ABC):
         self, request_id: Hashable, prompt: np.ndarray, is_greedy: bool, encoded: np.ndarray | None = None
     ) -> None:
         """
-        A request begins; `prompt` (int64 `[prompt_len]`) stays valid and unchanged, and so does `encoded`, the tokens
-        that the target's encoder has read, if it has one that reads tokens.
+        Begin a request.
+
+        Args:
+            request_id (`Hashable`): Its name.
+            prompt (`np.ndarray` of shape `[prompt_len]`, int64): Its prompt, an array that does not change.
+            is_greedy (`bool`): Whether its tokens are picked without sampling.
+            encoded (`np.ndarray`, *optional*): Tokens that the target's encoder has read; does not change either.
         """
 
     @abstractmethod
     def show(self, steps: Mapping[Hashable, Shown], logits: torch.Tensor | None) -> None:
         """
-        One step of requests that were in one forward, whose `logits` (`[lines, vocab_size]`) are of no concern to
-        anybody afterwards; None while only prompts are run. Where a prefix was reused, hidden states begin behind it.
+        Record one step of requests that shared a forward.
+
+        Args:
+            steps (mapping): The steps by request. Where a prefix was reused, hidden states begin after it.
+            logits (`torch.Tensor` of shape `[lines, vocab_size]`, *optional*): Logits of the forward, which are
+                not used afterwards; None if the forward ran parts of prompts only.
         """
 
     @abstractmethod
     def stop(self, request_id: Hashable) -> None:
-        """It has ended, in whatever way; unknown ids are ignored."""
+        """End a request, finished or not; unknown ids are ignored."""
 
 
 class Learning(ABC):
-    """Drafters that learn, and what they have to know of loops that use them."""
+    """Drafters that learn from requests, with the hooks that loops call."""
 
     @abstractmethod
     def check(self, source: TreeCandidateGenerator, target: nn.Module) -> None:
-        """Raises `ValueError` if nothing of it can learn, or not without the target that it drafts for."""
+        """Raise `ValueError` if no part of the source can learn for this target."""
 
     @abstractmethod
     def recorders(self, sources: Sequence[TreeCandidateGenerator]) -> tuple[Recorder, ...]:
-        """What records the requests that these sources draft for."""
+        """Return the recorders of requests that these sources draft for."""
 
     @abstractmethod
     def between_steps(self, loop: Any, num_running: int, num_waiting: int) -> None:
         """
-        A loop is between two of its steps: now its drafters may get other weights. It has so many requests to serve;
-        none, when it ends.
+        Give drafters new weights, if there are any: called by a loop between two steps, with the numbers of its
+        requests. None are running when the loop ends.
         """
 
 
 class GuardedRecorders:
-    """Calls recorders so that what they do wrong costs nothing but what they would have learnt."""
+    """Recorders whose errors are logged, and have no effect on requests."""
 
     def __init__(self, recorders: Sequence[Recorder] = ()):
         self.recorders = recorders
@@ -95,7 +104,7 @@ class GuardedRecorders:
 
 
 def guarded(call: Callable[..., None], *args: Any) -> None:
-    """What a recorder does wrong is reported, and passed over."""
+    """Call a recorder's method; log an error, once per message, and go on."""
     try:
         call(*args)
     except Exception as error:
