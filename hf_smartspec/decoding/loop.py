@@ -184,17 +184,17 @@ class DecodingLoop:
             for learning in self._learning:
                 learning.between_steps(self, len(self.running), self.num_waiting)
             self._compact()
-            feeds = self.feed()
-            step = self.drafting.draft(feeds, self.num_waiting)
-            self.run_model(feeds, step)
+            feeds = self.feed()  # 1. tokens that are not cached yet
+            step = self.drafting.draft(feeds, self.num_waiting)  # 2. guesses
+            self.run_model(feeds, step)  # 3. one forward
             if not all([request.tokens for request in feeds]):
                 self.statistics.seconds_prefill += self.clock() - start
-            ended = self.verify()
-            self.commit(ended)
-            self.observe(ended, step)
-            return self.report()
+            ended = self.verify()  # 4. accepted guesses, and one more token
+            self.commit(ended)  # 5. keys and values of these
+            self.observe(ended, step)  # 6. learning
+            return self.report()  # 7. criteria, streamers, finished calls
 
-    # 1. feed: which committed tokens are run next
+    # 1. feed
 
     def feed(self) -> dict[Request, np.ndarray]:
         """Return the next tokens to run of every row without logits, with prompts cut to the room of a step."""
@@ -230,7 +230,9 @@ class DecodingLoop:
             if not len(feeds[request]):
                 del feeds[request]
 
-    # 2. forward
+    # 2. draft: `Drafting.draft`
+
+    # 3. forward
 
     def run_model(self, feeds: dict[Request, np.ndarray], step: StepDrafts) -> None:
         """Run the forwards, mostly one, and store the target's logits at each node of the rows' drafts."""
@@ -284,7 +286,7 @@ class DecodingLoop:
         self.drafting.sources.show_likeliest(shown)
         return top.argmax
 
-    # 3. verify
+    # 4. verify
 
     def verify(self) -> list[Request]:
         """Advance rows along their trees, and return those whose path has ended."""
@@ -350,7 +352,7 @@ class DecodingLoop:
         request.path.append(child)
         return True
 
-    # 4. commit
+    # 5. commit
 
     def commit(self, rows: Sequence[Request]) -> None:
         """Keep keys and values of the accepted paths."""
@@ -363,7 +365,7 @@ class DecodingLoop:
                     request.call.statistics.accepted_tokens += len(request.path)
                 request.tree = request.logits = None
 
-    # 5. observe
+    # 6. observe
 
     def observe(self, rows: Sequence[Request], step: StepDrafts) -> None:
         """Pass committed tokens to the sources, and the outcome of the step to the policy."""
@@ -392,7 +394,7 @@ class DecodingLoop:
         ready = [item for item in asking if item in committed or (item.fed is not None and not item.is_verifying)]
         show_steps(ready, committed, self.drafting.sources.show)
 
-    # 6. report
+    # 7. report
 
     def report(self) -> list[DecodingCall]:
         """Call criteria and streamers, remove calls that have ended, and return these; retire finished rows."""
