@@ -1,1 +1,1 @@
-"""Continuous batching: requests come and go while others run."""
+"""Continuous batching: requests enter and leave while others run."""

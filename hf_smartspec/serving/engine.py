@@ -1,4 +1,4 @@
-"""Continuous batching: requests come and go while others run, all in one decoding loop."""
+"""The engine for continuous batching: requests enter and leave one decoding loop while others run."""
 
 import threading
 import time
@@ -32,42 +32,43 @@ from ..validate import check_positive, check_weights
 from .memory.base import RequestMemory
 from .memory.budget import Budget
 from .memory.choice import memory_of
-from .outputs import EngineOutput, Results, Ticket
+from .outputs import EngineOutput, PendingRequest, Results
 from .prompts import check_prompts, prompt_ids
 from .worker import EngineRunner
 
-# Which the engine sees to itself.
-_OF_ENGINE = ("attention_mask", "cache", "past_key_values", "inputs_embeds", "encoder_outputs")
-_OF_BATCHES = ("num_return_sequences", "return_dict_in_generate")
+# Arguments of `generate` that the engine sets itself, and arguments that make sense for a batch only.
+_SET_BY_ENGINE = ("attention_mask", "cache", "past_key_values", "inputs_embeds", "encoder_outputs")
+_BATCH_ARGUMENTS = ("num_return_sequences", "return_dict_in_generate")
 
 
 class Engine:
     """
-    Serves requests with continuous batching and speculative decoding: the same tokens as `model.generate` for each by
-    itself. Its methods bear the names of transformers' `ContinuousBatchingManager`.
+    Engine that serves requests with continuous batching and speculative decoding. Each request gets the same tokens as
+    from `model.generate` by itself. Methods have the names of transformers' `ContinuousBatchingManager`.
 
     Args:
-        model (`PreTrainedModel`): A causal language model, or one with an encoder that reads tokens. Where requests
-            cannot share its forwards, each has its own, as a warning says.
-        assistant: What drafts for requests that do not say so themselves, see `SmartSpecConfig.assistant`. The `policy`
-            of a `SmartSpecConfig`, by default the goodput auction, decides for all requests how much.
+        model (`PreTrainedModel`): A causal language model, or one with an encoder that reads tokens. If requests cannot
+            share its forwards, each request gets its own, and a warning says so.
+        assistant: The drafter of requests that name none, see `SmartSpecConfig.assistant`. The `policy` of a
+            `SmartSpecConfig`, by default the goodput auction, decides how much to draft for all requests.
         max_batch_size (`int`): Requests that run at once.
-        max_kv_bytes (`int`, *optional*): Bound on the memory of keys and values; half of the free memory of a GPU, a
-            quarter of that of a CPU where not given, but no more than twice what a full batch of the longest texts
-            takes (256 MiB where that is less). Every request takes as much of it as its own length may reach, in steps
-            of the square root of two. Growing copies them, and takes their old memory besides.
+        max_kv_bytes (`int`, *optional*): Bound on the memory of keys and values. Default: half of a GPU's free memory
+            or a quarter of a CPU's, but no more than twice what a full batch of the longest texts takes (256 MiB if
+            that is less). A request reserves memory for the length that it may reach, rounded up by at most a factor
+            of the square root of two. When the memory grows, it is copied, and old and new exist at the same time.
         max_prefill_tokens (`int`): Prompt tokens per step. Longer prompts are spread over several steps, in which the
             other requests go on decoding.
-        tokenizer (`PreTrainedTokenizerBase`, *optional*): Lets prompts be text and chats, and serves `stop_strings`.
-        assistant_tokenizer (`PreTrainedTokenizerBase`, *optional*): Of a draft model that has another one.
-        online (`OnlineDistillation`, *optional*): Draft models and heads learn from what the engine serves.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): Allows prompts to be text or chats, and serves
+            `stop_strings`.
+        assistant_tokenizer (`PreTrainedTokenizerBase`, *optional*): The draft model's tokenizer, if it differs.
+        online (`OnlineDistillation`, *optional*): Trains draft models and heads on the texts that the engine serves.
         max_requests_per_namespace (`int`, *optional*): Requests of one namespace (`SmartSpecConfig.namespace`) that may
-            wait and run at once; further ones are refused. Any number, where not given: namespaces take turns.
-        namespace_weights (mapping of namespaces to `float`, *optional*): Parts of places and memory, relative to those
-            of other namespaces, which have 1, where several have requests.
+            wait and run at once; further ones are refused. Default: any number, since namespaces take turns.
+        namespace_weights (mapping of namespaces to `float`, *optional*): Shares of rows and memory, relative to those
+            of other namespaces, whose weight is 1. They count when several namespaces have requests.
 
-    `stop()` it, or use it in a `with` block. An engine that nobody refers to any more stops by itself; what still runs
-    then is cancelled.
+    Call `stop()` at the end, or use the engine in a `with` block. An engine that is no longer referenced stops by
+    itself, and cancels the requests that still run.
 
     Example:
 
@@ -77,7 +78,7 @@ class Engine:
         >>> tokenizer.decode(output.generated_tokens)
 
     Raises:
-        ValueError: if the model has an encoder that reads anything but tokens.
+        ValueError: if the model has an encoder that does not read tokens.
     """
 
     def __init__(
@@ -121,15 +122,15 @@ class Engine:
         ranks = engine_ranks(self.model)
         if ranks is not None and max_requests_per_namespace is not None:
             raise ValueError(
-                "`max_requests_per_namespace` cannot be kept by several processes that hold a model, which take "
-                "requests at different moments: leave it out, and count them in the first process."
+                "`max_requests_per_namespace` is not supported when several processes hold the model, since they count "
+                "requests at different moments: leave it out, and count requests in the first process."
             )
         self._runner = EngineRunner(
             self.model, self._memory, self._policy, max_prefill_tokens, self._results, ranks,
             max_requests_per_namespace,
         )  # fmt: skip
         weakref.finalize(self, EngineRunner.end, self._runner)
-        self._names = 0
+        self._num_names = 0
         self._lock, self._offline = threading.Lock(), threading.Lock()
         self._num_offline = 0  # calls of `generate` for which the engine runs
 
@@ -167,23 +168,23 @@ class Engine:
         **kwargs: Any,
     ) -> str:
         """
-        Queues a request; it is served in its turn, once the engine has been started. Namespaces take turns; within one,
-        requests are served in the order in which they come.
+        Queue a request and return its name. It is served once the engine has been started. Namespaces take turns;
+        within a namespace, requests are served in the order of arrival.
 
         Args:
-            input_ids (sequence of `int`, or tensor of shape `[length]`): The prompt, or what the model's encoder reads.
-                Where the engine has a tokenizer, text too, or a chat: a list of messages (`{"role": "user",
-                "content": "..."}`) to answer.
-            request_id (`str`, *optional*): Its name; made up where not given.
-            streaming (`bool`): Whether outputs are handed out while it runs, too.
-            record_timestamps (`bool`): Whether outputs say when each token was there (`timestamps`).
-            assistant (*optional*): What drafts for it, in place of the engine's: "none" for no speculation, or a
-                `SmartSpecConfig` for a bound on draft nodes or a namespace. By default, what a `generation_config` of
-                the request's says; that of the model says nothing here.
-            seed (`int`, *optional*): For sampling: the same tokens for the same seed.
-            tag (`str`, *optional*): What kind of text it is, where `RoutedCandidates` draft; as in `SmartSpecConfig`.
-            trace (`bool`): Whether outputs tell which source drafted each token, and every step's draft tree; this
-                takes some time of each of its steps.
+            input_ids (sequence of `int`, or tensor of shape `[length]`): The prompt, or the text for the model's
+                encoder. If the engine has a tokenizer, also text, or a chat to answer: a list of messages (`{"role":
+                "user", "content": "..."}`).
+            request_id (`str`, *optional*): A new name for the request; generated if omitted.
+            streaming (`bool`): Whether outputs are available while the request runs.
+            record_timestamps (`bool`): Whether outputs have the time at which each token was generated (`timestamps`).
+            assistant (*optional*): The drafter, in place of the engine's: "none" for no speculation, or a
+                `SmartSpecConfig` for a bound on draft nodes or a namespace. Default: the assistant of the request's
+                `generation_config`, if it names one; the model's `generation_config` is not asked.
+            seed (`int`, *optional*): Seed for sampling: the same seed yields the same tokens.
+            tag (`str`, *optional*): The kind of text, for `RoutedCandidates`; as in `SmartSpecConfig`.
+            trace (`bool`): Whether outputs have the source of each token and the draft tree of every step, which makes
+                steps slightly slower.
             kwargs: Anything that `model.generate` takes for one prompt (`do_sample`, `temperature`, `stop_strings` with
                 `tokenizer`, `logits_processor`, `stopping_criteria`, `streamer`, ...).
 
@@ -191,8 +192,9 @@ class Engine:
             The name of the request.
 
         Raises:
-            ValueError, TypeError: for arguments that cannot be served, and requests that can never fit into memory.
-            RuntimeError: if its namespace has `max_requests_per_namespace` already.
+            ValueError, TypeError: for arguments that cannot be served, and for a request that can never fit into
+                memory.
+            RuntimeError: if the namespace has `max_requests_per_namespace` requests already.
         """
         ids = prompt_ids(input_ids, self.tokenizer)
         if max_new_tokens is not None:
@@ -209,41 +211,41 @@ class Engine:
             request_id = self._new_name()
         output = EngineOutput(request_id, ids[0].tolist(), created_time=time.perf_counter())
         output.timestamps = [] if record_timestamps else None
-        self._runner.submit(Ticket(call, output, streaming))
+        self._runner.submit(PendingRequest(call, output, streaming))
         return request_id
 
     def add_requests(self, inputs: Sequence[Any], **kwargs: Any) -> list[str]:
-        """`add_request` for each of the prompts, with the same arguments."""
+        """Queue a request for each prompt, with the same arguments, and return their names: see `add_request`."""
         check_prompts(inputs)
         return [self.add_request(input_ids, **kwargs) for input_ids in inputs]
 
     def cancel_request(self, request_id: str) -> None:
-        """Ends a request early: its output is what it has got so far. Unknown and finished ones are ignored."""
+        """End a request early, with the tokens so far as its output. Unknown and finished requests are ignored."""
         self._runner.cancel(request_id)
 
     def _check_positions(self, num_tokens: int, of_decoder: bool = True) -> None:
-        """Behind the last learned position a forward fails, for all who run in it."""
+        """Refuse a text longer than the learned positions: its forward would fail, for all requests that share it."""
         config = self.model.config.get_text_config(decoder=of_decoder, encoder=not of_decoder)
         limit = num_positions(config)
         if limit is not None and not getattr(config, "rope_parameters", None) and num_tokens > limit:
             raise ValueError(
-                f"The request may feed {num_tokens} tokens and the model has {limit} positions: shorten the prompt or "
+                f"The request may feed {num_tokens} tokens, but the model has {limit} positions: shorten the prompt or "
                 "lower `max_new_tokens`."
             )
 
     def _new_name(self) -> str:
         with self._lock:
-            while (name := f"req_{self._names}") in self._results:
-                self._names += 1
-            self._names += 1
+            while (name := f"req_{self._num_names}") in self._results:
+                self._num_names += 1
+            self._num_names += 1
             return name
 
     def _prepare(
         self, ids: torch.Tensor, assistant: Any, seed: int | None, kwargs: dict[str, Any], tag: str | None = None
     ) -> DecodingCall:
-        """The request as transformers' `generate` prepares it, ready for the loop."""
-        for name in (*_OF_ENGINE, *_OF_BATCHES):
-            if kwargs.get(name) is not None and not (name in _OF_BATCHES and kwargs[name] in (1, False)):
+        """Let transformers' `generate` prepare the request, and return it ready for the loop."""
+        for name in (*_SET_BY_ENGINE, *_BATCH_ARGUMENTS):
+            if kwargs.get(name) is not None and not (name in _BATCH_ARGUMENTS and kwargs[name] in (1, False)):
                 raise ValueError(f"`{name}` cannot be served by an engine: leave it out, or use `model.generate`.")
         ids = ids.to(self.model.device)
         to_read = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -263,17 +265,17 @@ class Engine:
         return call
 
     def _choice(self, assistant: Any, config: Any) -> Any:
-        """What drafts for a request: what itself or its `generation_config` names, or the engine's own."""
+        """Return the drafter that the request or its `generation_config` names, or else the engine's own."""
         if assistant is None:
             assistant = assistant_of(config)
         if isinstance(assistant, SmartSpecConfig) and assistant.policy is not None:
             raise ValueError(
-                "The `policy` decides for all requests of an engine: give it to the engine's own `assistant`."
+                "A `policy` decides for all requests of an engine: pass it in the `assistant` of the engine."
             )
         return self._assistant if assistant is None else assistant
 
     def _captured(self, prepared: PreparedCall) -> DecodingCall:
-        """What a decoding method gets, ready for the loop."""
+        """Return the request that `generate` has prepared, ready for the loop."""
         if len(prepared.input_ids) != 1:
             raise ValueError("`num_return_sequences` must be 1 in an engine: add the request several times.")
         return self._memory.call_of(prepared)
@@ -282,11 +284,11 @@ class Engine:
 
     def get_result(self, request_id: str | None = None, timeout: float | None = None) -> EngineOutput | None:
         """
-        The finished output of a request, or the next there is, which is thereby taken away. None after `timeout`
-        seconds, and if none is to come.
+        Remove and return the finished output of a request, or of the first request that has one. Return None after
+        `timeout` seconds, or if no output will come.
 
         Raises:
-            RuntimeError: if the request waits for an engine that does not run.
+            RuntimeError: if the engine does not run and the request is unfinished.
         """
         self._runner.check_thread()
         is_running = self.is_running
@@ -296,28 +298,28 @@ class Engine:
         return output
 
     def __iter__(self) -> Iterator[EngineOutput]:
-        """Finished outputs as they come, until every request is answered."""
+        """Yield finished outputs as they come, until every request is answered."""
         self._check_runs()
         while (output := self._results.get()) is not None:
             yield output
 
     def request_id_iter(self, request_id: str) -> Iterator[EngineOutput]:
         """
-        Outputs of one request, each with all tokens so far; the last one is finished. In between only if it was added
-        with `streaming=True`. A slow reader misses steps, but no tokens.
+        Yield outputs of one request, each with all tokens so far; the last one is finished. Requests that were added
+        without `streaming=True` have only that one. A slow reader misses steps, but no tokens.
 
         Raises:
-            RuntimeError: if the engine does not run and the output is not there: who waits then waits forever.
+            RuntimeError: if the engine does not run and the request is unfinished, since waiting would never end.
         """
         self._check_runs(request_id)
         return self._held(self._results.stream(request_id))
 
     def request_id_aiter(self, request_id: str) -> AsyncGenerator[EngineOutput, None]:
-        """`request_id_iter` for `async for`."""
+        """Yield the outputs of `request_id_iter`, for `async for`."""
         self._check_runs(request_id)
         return self._held_async(self._results.stream_async(request_id))
 
-    # Who reads holds the engine, which otherwise might stop.
+    # These generators hold a reference to the engine, which otherwise might stop while its outputs are read.
 
     def _held(self, outputs: Iterator[EngineOutput]) -> Iterator[EngineOutput]:
         yield from outputs
@@ -330,12 +332,12 @@ class Engine:
     def _check_runs(self, request_id: str | None = None) -> None:
         self._runner.check_thread()
         if not self.is_running and self._results.is_open(request_id):
-            raise RuntimeError("The engine does not run: `start()` it, or use it in a `with` block.")
+            raise RuntimeError("The engine does not run: call `start()`, or use it in a `with` block.")
 
     def generate(self, prompts: Sequence[Any], progress_bar: bool = False, **kwargs: Any) -> list[EngineOutput]:
         """
-        Serves a list of prompts and returns their outputs in the same order. Starts the engine for the time of the call
-        if it does not run. Interrupted, it cancels what is left.
+        Serve a list of prompts and return their outputs in the same order. The engine is started for the time of the
+        call if it does not run. An interrupt cancels the remaining requests.
         """
         self._runner.check_thread()
         check_prompts(prompts)
@@ -345,14 +347,14 @@ class Engine:
         names: list[str] = []
         try:
             for prompt in prompts:
-                names.append(self._new_name())  # before: an interrupt may come once it is queued
+                names.append(self._new_name())  # first: an interrupt may come as soon as the request is queued
                 self.add_request(prompt, request_id=names[-1], **kwargs)
             self.start()
             with tqdm(total=len(names), desc="generating", unit=" requests", disable=not progress_bar) as progress:
                 outputs = []
                 for name in names:
                     output = self._results.get(name)
-                    assert output is not None, "a request was answered to somebody else"
+                    assert output is not None, "another reader has taken the output"
                     outputs.append(output)
                     progress.update()
             return outputs
@@ -376,11 +378,11 @@ class Engine:
 
     @property
     def statistics(self) -> GenerationStatistics:
-        """Sums over all requests that have ended, and all steps."""
+        """Return counts over all finished requests, and over all steps."""
         return self._runner.loop.statistics
 
     def report(self) -> SpeculationReport:
-        """Why was it slow? Where the time went, what was drafted in vain, and what other lengths would have yielded."""
+        """Return a report on speed: where the time went, which drafts were rejected, what other lengths would yield."""
         runner = self._runner
         return self._policy.report(
             **{
@@ -392,14 +394,14 @@ class Engine:
         )
 
     def start(self) -> "Engine":
-        """Begins to serve, in a thread of its own. Again to no effect."""
+        """Start serving in a thread, if the engine does not run yet, and return the engine."""
         self._runner.start()
         return self
 
     def stop(self, drain: bool = True, timeout: float | None = None) -> None:
         """
-        Ends the thread: after every request has been answered (`drain`), or at once, and then the rest is cancelled;
-        also after `timeout` seconds.
+        Stop the thread: with `drain`, after every request has been answered or `timeout` seconds have passed, else at
+        once. Remaining requests are cancelled.
         """
         self._runner.check_thread()
         if drain and self.is_running:
@@ -410,7 +412,7 @@ class Engine:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Nothing runs within, so that the model may be changed: requests then go on, with their text computed anew."""
+        """Pause all requests, so that the model may be changed. Afterwards, their texts are computed anew."""
         self._runner.check_thread()
         with self._runner.paused():
             yield

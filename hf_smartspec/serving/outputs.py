@@ -1,4 +1,4 @@
-"""Outputs on their way from the engine's thread to whoever waits for them."""
+"""Outputs of requests, and their way from the engine's thread to readers in other threads and event loops."""
 
 import asyncio
 import threading
@@ -12,24 +12,26 @@ from ..decoding.statistics import PHASES, GenerationStatistics
 from ..decoding.trace import TracedStep
 from ..target_model.compat import GenerationOutput, RequestStatus
 
-_RECOMPUTED_PER_TOKEN = 8  # tokens computed anew for a resumed request, for each that it generates before the next turn
+_RECOMPUTED_PER_TOKEN = 8  # a resumed request generates a token per so many recomputed ones before it may be suspended
 
 
 @dataclass
 class EngineOutput(GenerationOutput):
     """
     transformers' output of a request of continuous batching (`request_id`, `prompt_ids`, `generated_tokens`, `status`,
-    `error`, `created_time`, `lifespan`: when it began and ended to run, in seconds of `time.perf_counter`), and
+    `error`, `created_time`, `lifespan`: begin and end of its run, in seconds of `time.perf_counter`), with further
+    fields.
 
     Args:
         finish_reason (`str`, *optional*): "stop" (end of text, a stop string or a criterion), "length", "cancelled" or
-            "error"; None while it runs.
-        first_token_time (`float`, *optional*): When its first token was there, on the same clock.
-        num_cached_tokens (`int`): Tokens of its prompt whose keys and values were another's.
-        statistics (`GenerationStatistics`): Its steps, drafted and accepted tokens, and the seconds since it began.
-        token_sources (list, *optional*): Of requests with `trace=True`, one entry per generated token: the label of the
-            source that drafted it ("suffix", "prompt_lookup", "draft_model", ...), None for the target's own tokens.
-        traced_steps (list of `TracedStep`, *optional*): Of such requests, the draft trees of all steps so far.
+            "error"; None while the request runs.
+        first_token_time (`float`, *optional*): Time of the first token, on the same clock.
+        num_cached_tokens (`int`): Tokens of the prompt whose keys and values were reused.
+        statistics (`GenerationStatistics`): The request's steps, drafted and accepted tokens, and seconds since its
+            begin.
+        token_sources (list, *optional*): With `trace=True`, the label of each token's source ("suffix",
+            "prompt_lookup", "draft_model", ...); None for the target's own tokens.
+        traced_steps (list of `TracedStep`, *optional*): With `trace=True`, the draft trees of all steps so far.
     """
 
     finish_reason: str | None = None
@@ -41,15 +43,15 @@ class EngineOutput(GenerationOutput):
 
 
 @dataclass(eq=False)
-class Ticket:
-    """A request on its way through the engine."""
+class PendingRequest:
+    """A request that waits or runs, with its latest output."""
 
     call: DecodingCall
     output: EngineOutput
     is_streaming: bool = False
-    begun: GenerationStatistics | None = None  # the engine's, when the request began to run
-    num_computed: int = 0  # tokens of its text, those that another row had already included
-    num_spared: int = 0  # generated tokens up to which another namespace's turn does not suspend it
+    begun: GenerationStatistics | None = None  # the engine's counts when the request began to run
+    num_computed: int = 0  # tokens of its text, including those taken from another row
+    num_spared: int = 0  # generated tokens before which another namespace's turn does not suspend it
 
     @property
     def request(self) -> Request:
@@ -59,14 +61,14 @@ class Ticket:
         """Spare a resumed request until it has generated an eighth of the tokens that are computed anew for it."""
         self.num_spared = self.request.num_generated + num_recomputed // _RECOMPUTED_PER_TOKEN
 
-    def note(self, now: float) -> None:
-        """Its new tokens are there since `now`."""
+    def record_time(self, now: float) -> None:
+        """Record `now` as the time of the tokens generated since the last call."""
         times = self.output.timestamps
         if times is not None:
             times.extend([now] * (self.request.num_valid - len(times)))
 
     def statistics(self, engine: GenerationStatistics, now: float) -> GenerationStatistics:
-        """The request's own counts, and the seconds of the engine's steps since it began."""
+        """Return the request's own counts, and the seconds of the engine's steps since it began."""
         own = replace(self.call.statistics, generated_tokens=self.request.num_valid)
         if self.begun is None:
             return own
@@ -200,7 +202,7 @@ class Results:
 
 
 def failed(output: EngineOutput, reason: str, error: str) -> EngineOutput:
-    """The last output of a request that did not come to its end."""
+    """Return the last output of a request that was cancelled or has failed."""
     output.status, output.error, output.finish_reason = RequestStatus.FAILED, error, reason
     output.lifespan = (output.lifespan[0], time.perf_counter())
     return output

@@ -1,4 +1,4 @@
-"""What a prompt may be: token ids, or with a tokenizer, text and chats."""
+"""Prompts of requests: token ids, or with a tokenizer, text and chats."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,16 +9,16 @@ from transformers import PreTrainedTokenizerBase
 
 def prompt_ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None = None) -> torch.Tensor:
     """
-    A prompt as `[1, length]`, int64.
+    Return the token ids of a prompt, int64 `[1, length]`.
 
     Args:
-        prompt: Token ids, text, or the messages of a chat, whose answer is to begin.
-        tokenizer (`PreTrainedTokenizerBase`, *optional*): For text and chats. The former gets the tokens that it adds
-            to every text, the latter those of its chat template.
+        prompt: Token ids, text, or the messages of a chat that is to be answered.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): For text and chats. Texts get the tokenizer's special tokens,
+            chats those of its chat template.
 
     Raises:
-        TypeError: for text and chats where there is no tokenizer, and for what is no prompt, such as floats.
-        ValueError: for prompts without tokens, several prompts, and chats where the tokenizer has no template.
+        TypeError: for text and chats without a tokenizer, and for values that are no prompt, such as floats.
+        ValueError: for prompts without tokens, several prompts, and chats without a chat template.
     """
     if isinstance(prompt, Mapping):
         raise TypeError("A prompt must be token ids, text or a list of messages, got one message: put it in a list.")
@@ -40,7 +40,7 @@ def prompt_ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None = None) ->
 
 
 def check_prompts(prompts: Any) -> None:
-    """Raises `TypeError` for a single prompt in place of a list of prompts."""
+    """Raise `TypeError` for a single prompt in place of a list of prompts."""
     if isinstance(prompts, str | Mapping) or _is_chat(prompts):
         raise TypeError("The prompts must be a list, got a single one: put it in a list, or use `add_request`.")
 
@@ -50,18 +50,18 @@ def _is_chat(prompt: Any) -> bool:
 
 
 def _as_ids(prompt: Any, text: str | None = None) -> torch.Tensor:
-    """Token ids, of `text` where they were made of one, as `[1, length]`, int64."""
+    """Return token ids as int64 `[1, length]`. `text` is the text that they stand for, if any, for error messages."""
     what = "`input_ids` must be the token ids of one prompt"
     try:
         ids = torch.as_tensor(prompt)
-    except (TypeError, ValueError, RuntimeError) as error:  # of no numbers, or none of 64 bits
+    except (TypeError, ValueError, RuntimeError) as error:  # no numbers, or too large for 64 bits
         raise TypeError(f"{what}, got {type(prompt).__name__}: {error}.") from None
     if ids.dim() == 2 and len(ids) == 1:
         ids = ids[0]
     if ids.dim() != 1:
         raise ValueError(f"{what}, got shape {list(ids.shape)}. For several prompts, use `add_requests`.")
     if not len(ids):
-        got = "an empty one" if text is None else f"{text!r}, which the tokenizer makes none of"
+        got = "an empty one" if text is None else f"{text!r}, for which the tokenizer returns none"
         raise ValueError(f"{what}, of at least one token; got {got}.")
     if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
         raise TypeError(f"{what}, which are integers; got {ids.dtype}.")

@@ -1,4 +1,4 @@
-"""Who runs when: namespaces take turns, within a number of rows and a budget of key/value memory."""
+"""Scheduler: admit requests within a number of rows and a budget of memory, while namespaces take turns."""
 
 import math
 from collections import deque
@@ -12,30 +12,30 @@ from ..target_model.cache.slabs import slot_size
 
 Item = TypeVar("Item")
 
-TURN = 32  # tokens by which one namespace may be served more than another that holds nothing and waits
-LINGER = 512  # tokens of others, in which a namespace that has just had a request is expected to have another one
+TURN = 32  # tokens by which a namespace may be served more than another one that waits and has nothing running
+LINGER = 512  # tokens computed for others during which a namespace without requests is expected to send another
 
 
 @dataclass(eq=False)
 class _Entry(Generic[Item]):
-    """A request that waits or runs: what it may reach, in tokens, and its number in the order of arrival."""
+    """A request that waits or runs, with the tokens that it may reach, and its number in the order of arrival."""
 
     item: Item
     num_tokens: int
     number: int
     namespace: "_Namespace[Item]"
-    size: int = 0  # of its slot, while it runs
+    size: int = 0  # tokens of its slot, while it runs
 
 
 @dataclass(eq=False)
 class _Namespace(Generic[Item]):
     """
-    The requests of one namespace, in the order in which they came.
+    The requests of one namespace, in the order of arrival.
 
     Args:
-        weight (`float`): Its part, relative to others'.
-        served (`float`): Tokens that were computed for it, by its weight. Counts only in comparison with others.
-        last (`float`): When its last request ended, in tokens that were computed for all.
+        weight (`float`): Weight of its share, relative to other namespaces'.
+        served (`float`): Tokens that were computed for it, divided by its weight; meaningful in comparisons only.
+        last (`float`): When its last request ended, in tokens that were computed for all namespaces.
     """
 
     weight: float
@@ -52,10 +52,11 @@ class _Namespace(Generic[Item]):
 @dataclass
 class _Offers(Generic[Item]):
     """
-    Namespaces whose requests could give way first, so that it is known at once for whom none would.
+    The namespaces whose requests would give way first. They show at once for which namespaces no request would.
 
     Args:
-        richest (list): The two that have most, were one of their requests gone; `shares` are what they then have.
+        richest (list): The two with the largest shares after one of their requests has gone.
+        shares (dict): Share of each namespace after one of its requests has gone.
         best_served (list): The two that were served most.
     """
 
@@ -73,32 +74,31 @@ class _Offers(Generic[Item]):
 
 class Scheduler(Generic[Item]):
     """
-    Admits requests as soon as their keys and values fit beside those of the running ones, up to the last token that
-    they may generate and the draft after it. Each has a slot of its own, of a size that a few lengths share
-    (`slot_size`): what counts is the sum of these sizes.
+    Scheduler that admits a request as soon as its keys and values, up to the last token that it may generate and the
+    draft after it, fit beside those of the running requests. Each request has a slot, of one of a few sizes
+    (`slot_size`); the sum of these sizes is bounded.
 
-    Within a namespace, requests are served in the order in which they came. Between namespaces:
+    Within a namespace, requests are served in the order of arrival. Between namespaces:
 
-    1. The next place goes to the namespace with the smallest share: of rows or of memory, whichever is larger, by its
-       weight (dominant resource fairness: Ghodsi et al., 2011). Of equal shares, the one that was served less goes
-       first (virtual token counters: Sheng et al., 2024).
-    2. Where there is no room for it, the newest request of a namespace with a larger share gives way, if its namespace
-       then still has no less than the other one will have.
-    3. Where that makes no room either, a namespace that holds nothing gets it from those that were served a `TURN`
-       more: more namespaces than places take turns. Until then, these get no new place.
+    1. The next row goes to the namespace with the smallest share of rows or of memory, whichever is larger, divided by
+       its weight (dominant resource fairness: Ghodsi et al., 2011). Among equal shares, the namespace that was served
+       less goes first (virtual token counters: Sheng et al., 2024).
+    2. If there is no room, the newest request of a namespace with a larger share gives way, provided that its namespace
+       then still has at least the share that the other one will have.
+    3. If that makes no room either, a namespace with nothing running gets it from namespaces that were served more by a
+       `TURN`, so that more namespaces than rows take turns. Until then, these get no new row.
+    4. If every row makes steps longer (`lends=False`), a namespace has no more than its part of the rows as long as
+       there are other namespaces, even if these wait for nothing: more rows would slow their requests down.
 
-    4. Where every row makes steps longer (`lends=False`), a namespace has no more than its part of the rows as long as
-       there are others, also of those that wait for nothing: their requests would take longer for it.
-
-    A request that gives way waits as the first of its namespace. With a single namespace none ever has to.
+    A request that gives way waits as the first of its namespace. With a single namespace, no request gives way.
 
     Args:
         max_batch_size (`int`): Rows that may run at once.
         max_tokens (`int`): Tokens of all slots together.
 
     Attributes:
-        weights (mapping of namespaces to `float`): Parts of some, relative to those of others, which have 1.
-        lends (`bool`): Whether rows that some namespaces leave go to others.
+        weights (mapping of namespaces to `float`): Weights of namespaces; 1 for those that are not in it.
+        lends (`bool`): Whether rows that a namespace leaves unused go to others.
     """
 
     weights: Mapping[Hashable, float] = MappingProxyType({})
@@ -106,7 +106,7 @@ class Scheduler(Generic[Item]):
 
     def __init__(self, max_batch_size: int, max_tokens: int):
         self.max_batch_size, self.max_tokens = max_batch_size, max_tokens
-        self.running: dict[Item, int] = {}  # and the tokens that the slot of each has room for
+        self.running: dict[Item, int] = {}  # with the tokens of the slot of each
         self._entries: dict[Item, _Entry[Item]] = {}
         self._namespaces: dict[Hashable, _Namespace[Item]] = {}
         self._num_added = self._num_computed = 0
@@ -120,41 +120,41 @@ class Scheduler(Generic[Item]):
 
     @property
     def waiting(self) -> list[Item]:
-        """Requests that wait, by namespace; a copy, which other threads may ask for."""
+        """Return a copy of the waiting requests, ordered by namespace. Other threads may call it."""
         return [entry.item for group in list(self._namespaces.values()) for entry in list(group.waiting)]
 
     @property
     def num_taken(self) -> int:
-        """Tokens of the running requests' slots."""
+        """Return the tokens of the running requests' slots."""
         return sum(self.running.values())
 
     def size(self, num_tokens: int) -> int:
-        """What a request of so many tokens takes of the budget."""
+        """Return the part of the budget that a request of `num_tokens` takes."""
         return slot_size(num_tokens, self.max_tokens)
 
     def check(self, num_tokens: int) -> None:
-        """Raises `ValueError` if a request of so many tokens can never run."""
+        """Raise `ValueError` if a request of `num_tokens` can never run."""
         if num_tokens > self.max_tokens:
             raise ValueError(
-                f"The request may reach {num_tokens} tokens (prompt, `max_new_tokens` and draft), and the key/value "
-                f"memory holds {self.max_tokens}: shorten it, or raise the engine's `max_kv_bytes`."
+                f"The request may reach {num_tokens} tokens (prompt, `max_new_tokens` and draft), but the key/value "
+                f"memory holds {self.max_tokens}: shorten the request, or raise the engine's `max_kv_bytes`."
             )
 
     def add(self, item: Item, num_tokens: int, namespace: Hashable = "") -> None:
-        """Queues a request that may come to take so many tokens."""
+        """Queue a request that may reach `num_tokens`."""
         self._num_added += 1
-        group = self._joined(namespace)
+        group = self._group_of_new(namespace)
         self._entries[item] = entry = _Entry(item, num_tokens, self._num_added, group)
         group.waiting.append(entry)
 
-    def _joined(self, namespace: Hashable) -> _Namespace[Item]:
-        """The namespace, which has a request now: time without any is not made up for."""
+    def _group_of_new(self, namespace: Hashable) -> _Namespace[Item]:
+        """Return the namespace of a new request. It gets no credit for the time in which it had no requests."""
         group = self._namespaces.get(namespace)
         if group is not None and group.is_active:
             return group
         active = [other.served for other in self._namespaces.values() if other.is_active]
         least = min(active, default=math.inf)
-        # Of those without requests, what they were served more than others still counts, and that they were there.
+        # Namespaces without requests are kept if they were served more than others, or had a request lately.
         self._namespaces = {
             name: other
             for name, other in self._namespaces.items()
@@ -166,11 +166,11 @@ class Scheduler(Generic[Item]):
         return group
 
     def _lingers(self, group: _Namespace[Item]) -> bool:
-        """Whether a namespace without requests had one a short while ago."""
+        """Return whether a namespace without requests had one a short while ago."""
         return self._num_computed < group.last + LINGER
 
     def remove(self, item: Item) -> None:
-        """Forgets a request, waiting or running."""
+        """Remove a request that waits or runs."""
         entry = self._entries[item]
         if self.running.pop(item, None) is None:
             entry.namespace.waiting.remove(entry)
@@ -180,7 +180,7 @@ class Scheduler(Generic[Item]):
         entry.namespace.last = self._num_computed
 
     def charge(self, item: Item, num_tokens: int) -> None:
-        """So many tokens were computed for a request."""
+        """Count tokens that were computed for a request."""
         self._num_computed += num_tokens
         group = self._entries[item].namespace
         group.served += num_tokens / group.weight
@@ -249,7 +249,7 @@ class Scheduler(Generic[Item]):
         return None
 
     def _parts(self) -> dict[_Namespace[Item], int]:
-        """Rows that namespaces may have, by the fourth rule; empty where there is one only."""
+        """Return the rows that each namespace may have, by the fourth rule; empty if there is only one namespace."""
         if self.lends or len(self._namespaces) == 1:
             return {}
         there = [group for group in self._namespaces.values() if group.is_active or self._lingers(group)]
@@ -258,7 +258,7 @@ class Scheduler(Generic[Item]):
 
     @staticmethod
     def _beyond(parts: Mapping[_Namespace[Item], int], may_yield: Callable[[Item], bool] | None) -> list[_Entry[Item]]:
-        """The newest requests of namespaces that have more than their parts."""
+        """Return the newest requests of namespaces that have more rows than their parts."""
         found = []
         for group, most in parts.items():
             newest = sorted(group.running, key=lambda entry: -entry.number)[: max(len(group.running) - most, 0)]
@@ -266,7 +266,7 @@ class Scheduler(Generic[Item]):
         return found
 
     def _offers(self, holders: Mapping[_Namespace[Item], list[_Entry[Item]]]) -> "_Offers[Item]":
-        """The most that namespaces could do without, by the second and the third rule."""
+        """Return the namespaces that would give way first, by the second and the third rule."""
         newest = {group: max(entries, key=lambda entry: entry.number) for group, entries in holders.items() if entries}
         shares = {group: self._share(group, -1, -entry.size) for group, entry in newest.items()}
         richest = sorted(newest, key=lambda group: -shares[group])
@@ -274,14 +274,14 @@ class Scheduler(Generic[Item]):
         return _Offers(richest[:2], shares, best_served[:2])
 
     def _in_order(self) -> list[_Namespace[Item]]:
-        """Namespaces that wait, in the order in which they are to be served."""
+        """Return the namespaces with waiting requests, in the order in which they are to be served."""
         waiting = [group for group in self._namespaces.values() if group.waiting] if self.num_waiting else []
         if len(waiting) > 1:
             waiting.sort(key=lambda group: (self._share(group), group.served, group.waiting[0].number))
         return waiting
 
     def _share(self, group: _Namespace[Item], num_rows: int = 0, num_tokens: int = 0) -> float:
-        """Of rows or memory that a namespace has, with so many more, by its weight."""
+        """Return a namespace's share of rows or memory, with `num_rows` and `num_tokens` added, by its weight."""
         rows = (len(group.running) + num_rows) / self.max_batch_size
         tokens = (sum(entry.size for entry in group.running) + num_tokens) / self.max_tokens
         return max(rows, tokens) / group.weight
@@ -301,7 +301,7 @@ class Scheduler(Generic[Item]):
         holders: Mapping[_Namespace[Item], list[_Entry[Item]]],
         has_had_turn: Callable[[Item], bool] | None,
     ) -> list[_Entry[Item]] | None:
-        """Requests, of those of the holders, that have to give way to one of this size; None if it cannot begin now."""
+        """Return the holders' requests that give way to one of this size; None if it cannot begin now."""
         rows, tokens = self.max_batch_size - len(self.running), self.max_tokens - self.num_taken - num_held
         if rows > 0 and tokens >= size:
             return []
@@ -317,7 +317,7 @@ class Scheduler(Generic[Item]):
     def _of_larger_shares(
         self, group: _Namespace[Item], size: int, others: Mapping[_Namespace[Item], list[_Entry[Item]]]
     ) -> Iterator[_Entry[Item]]:
-        """By the second rule, one after the other: always of the namespace that then has most left."""
+        """Yield requests that may give way by the second rule, each from the namespace with the largest share left."""
         own = self._share(group, 1, size)
         left = {other: sorted(entries, key=lambda entry: entry.number) for other, entries in others.items() if entries}
         given = {other: [0, 0] for other in left}
@@ -342,7 +342,7 @@ class Scheduler(Generic[Item]):
         others: Mapping[_Namespace[Item], list[_Entry[Item]]],
         has_had_turn: Callable[[Item], bool] | None,
     ) -> Iterator[_Entry[Item]]:
-        """By the third rule, one after the other: of those that were served most first, and of them the newest."""
+        """Yield requests that may give way by the third rule: of the best served namespaces first, newest first."""
         if group.running:
             return
         better = [other for other in others if other.served >= group.served + TURN]
@@ -353,7 +353,7 @@ class Scheduler(Generic[Item]):
 
 
 class ByteScheduler(Scheduler[Item]):
-    """The same for requests of so many bytes each, with nothing between them: what it calls tokens are bytes."""
+    """Scheduler whose unit is bytes instead of tokens: a request takes exactly as many bytes as it may need."""
 
     def size(self, num_tokens: int) -> int:
         return num_tokens
@@ -361,6 +361,6 @@ class ByteScheduler(Scheduler[Item]):
     def check(self, num_tokens: int) -> None:
         if num_tokens > self.max_tokens:
             raise ValueError(
-                f"The request may need {num_tokens} bytes of keys, values and states, and the engine's `max_kv_bytes` "
-                f"allows {self.max_tokens}: shorten it, or raise that."
+                f"The request may need {num_tokens} bytes of keys, values and states, but the engine's `max_kv_bytes` "
+                f"allows {self.max_tokens}: shorten the request, or raise `max_kv_bytes`."
             )

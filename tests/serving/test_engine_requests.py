@@ -170,7 +170,7 @@ def test_stopping(model):
     first = engine.add_request([3], max_new_tokens=5)
     for timeout in (None, 0):
         for name in (first, None):
-            with pytest.raises(RuntimeError, match=r"does not run: `start\(\)` it"):
+            with pytest.raises(RuntimeError, match=r"does not run: call `start\(\)`"):
                 engine.get_result(name, timeout=timeout)
     assert engine.get_result("unknown") is None, "nothing is to come of that one"
     engine.start().start()

@@ -50,9 +50,9 @@ class Steps:
             self.num += 1
             return step()
 
-        def noting(ticket, output):
+        def noting(pending, output):
             self.ends[output.request_id] = self.num
-            answer(ticket, output)
+            answer(pending, output)
 
         engine._runner.loop.step, engine._runner._answer = counting, noting
 
@@ -363,7 +363,7 @@ def test_who_has_given_way_can_be_cancelled(model):
         )
         for _ in range(10_000):  # until it waits, with its text
             with engine.pause():
-                waiting = [ticket for ticket in runner.memory.scheduler.waiting if ticket.output.request_id == first]
+                waiting = [pending for pending in runner.memory.scheduler.waiting if pending.output.request_id == first]
                 if waiting and waiting[0].request.is_resumed:
                     assert waiting[0].output.status == RequestStatus.PENDING
                     assert waiting[0].request.row is None and waiting[0].request.num_generated > 0
@@ -388,10 +388,10 @@ def test_heads_keep_nothing_of_who_was_cancelled_while_another_had_its_turn(mode
         runner, step, sources = engine._runner, engine._runner.loop.step, set()
 
         def cancelling():
-            for ticket in runner.memory.scheduler.waiting:
-                if ticket.request.is_resumed:
-                    sources.update(ticket.request.line.sources)
-                    engine.cancel_request(ticket.output.request_id)
+            for pending in runner.memory.scheduler.waiting:
+                if pending.request.is_resumed:
+                    sources.update(pending.request.line.sources)
+                    engine.cancel_request(pending.output.request_id)
             return step()
 
         runner.loop.step = cancelling
@@ -467,8 +467,8 @@ def test_weights_change_while_some_have_given_way(model, short_turns):
             next(engine.request_id_iter(name))
         with engine.pause():
             model.load_state_dict(other.state_dict())
-            tickets = [*engine._runner.memory.scheduler.running, *engine._runner.memory.scheduler.waiting]
-            known = {ticket.output.request_id: list(ticket.request.tokens) for ticket in tickets}
+            pendings = [*engine._runner.memory.scheduler.running, *engine._runner.memory.scheduler.waiting]
+            known = {pending.output.request_id: list(pending.request.tokens) for pending in pendings}
         assert len(known) == 2 and max(map(len, known.values())) < 200
         for name in names:
             left = {"max_new_tokens": 200 - len(known[name]), "eos_token_id": None}

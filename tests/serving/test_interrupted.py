@@ -71,8 +71,8 @@ def test_interrupts_between_queueing_and_return_leave_nothing_behind(monkeypatch
     engine = Engine(new_model("llama"), "prompt_lookup", max_batch_size=2)
     submit = engine._runner.submit
 
-    def interrupted(ticket):
-        submit(ticket)
+    def interrupted(pending):
+        submit(pending)
         raise KeyboardInterrupt
 
     with engine:

@@ -159,7 +159,7 @@ def test_policies_that_fail_when_a_request_leaves(model, caplog):
     with Engine(model, SmartSpecConfig(suffix(), policy=Forgetful(3)), max_batch_size=2) as engine:
         names = [engine.add_request([3, 4], max_new_tokens=3) for _ in range(5)]
         assert all(engine.get_result(name, timeout=TIMEOUT) is not None for name in names)
-    assert not engine._runner._tickets
+    assert not engine._runner._pending
 
 
 def test_bounds_of_requests_hold_whatever_the_source_proposes(model):
@@ -174,7 +174,7 @@ def test_one_draft_model_is_one_source(model):
     with Engine(model, "none", max_batch_size=4) as engine:
         with engine.pause():
             names = [engine.add_request([3, 4, 5 + i], assistant=draft, max_new_tokens=9) for i in range(4)]
-            sources = {ticket.call.source for ticket in engine._runner._inbox}
+            sources = {pending.call.source for pending in engine._runner._inbox}
         assert len(sources) == 1 and isinstance(sources.pop(), DraftModelCandidates)
         for i, name in enumerate(names):
             expected = Asked([3, 4, 5 + i], {"max_new_tokens": 9}).alone(model)

@@ -91,7 +91,7 @@ def test_chats_that_cannot_be_written_down(model, tokenizer):
     [
         ([], ValueError, "of at least one token; got an empty one"),
         ([[]], ValueError, "of at least one token; got an empty one"),
-        ("", ValueError, "of at least one token; got '', which the tokenizer makes none of"),
+        ("", ValueError, "of at least one token; got '', for which the tokenizer returns none"),
         ([[3], [4]], ValueError, r"of one prompt, got shape \[2, 1\].*`add_requests`"),
         (3, ValueError, r"of one prompt, got shape \[\]"),
         (None, TypeError, "of one prompt, got NoneType"),

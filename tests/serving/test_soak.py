@@ -105,7 +105,7 @@ def test_soak():
     assert engine.statistics.accepted_tokens > 0
     assert threading.active_count() == threads and not engine._results.is_open()
     assert after - before < 64 * 2**20, "memory grows"
-    assert not draft._states and not suffix._requests and not engine._runner._tickets
+    assert not draft._states and not suffix._requests and not engine._runner._pending
 
 
 def resident_bytes() -> int:

@@ -84,7 +84,7 @@ def serve_replicas(
             options = _options(args)
             replicas = serve.run(make_replicas(load, options), name=_NAME, route_prefix=None)
             front = guarded(replicas, keys, args.max_body_mib * _MIB, hosts, turns_of(options, keys))
-            DrainingServer(front, args.drain_seconds, on_start, args.log_level).serve_until_told(listener)
+            DrainingServer(front, args.drain_seconds, on_start, args.log_level).serve_until_signal(listener)
             if is_own:  # Ray ends with this process: it is enough to close the replicas
                 with suppress(RayError, TimeoutError):  # of replicas that have died
                     replicas.broadcast("close").results(timeout_s=_CLOSE_SECONDS, return_exceptions=True)

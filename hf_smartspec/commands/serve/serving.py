@@ -37,7 +37,7 @@ def serve(
 ) -> None:
     """Load models by name, and serve them until SIGTERM or Ctrl-C."""
     with loaded_server(args, names, keys, hosts_of(args.host, keys)) as server:
-        DrainingServer(server.app, args.drain_seconds, on_start, args.log_level).serve_until_told(listener)
+        DrainingServer(server.app, args.drain_seconds, on_start, args.log_level).serve_until_signal(listener)
 
 
 @contextmanager

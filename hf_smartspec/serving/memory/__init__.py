@@ -1,1 +1,1 @@
-"""What an engine keeps of its requests: keys and values, rows of caches, what encoders have read."""
+"""Memory of an engine's requests: keys and values, caches of rows, encoder outputs."""

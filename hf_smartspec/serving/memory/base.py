@@ -1,4 +1,4 @@
-"""What an engine asks of the memory of its requests, whichever way the model is run."""
+"""The interface of an engine's memory, whichever way the model is run."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
@@ -8,23 +8,23 @@ from transformers import PreTrainedModel
 from ...decoding.call import DecodingCall, Request
 from ...prepare.call import PreparedCall
 from ...target_model.layout.rows import CacheRow
-from ..outputs import Ticket
+from ..outputs import PendingRequest
 from ..scheduler import Scheduler
 from .weights import WeightsVersion
 
 
 class RequestMemory(ABC):
     """
-    Who may run, and what their forwards keep of texts.
+    Interface of memories: they admit requests, and hold the keys and values of their texts.
 
     Attributes:
-        scheduler (`Scheduler`): Who waits and who runs.
+        scheduler (`Scheduler`): The requests that wait and run.
         max_bytes (`int`): Bound on keys and values.
-        shares_forward (`bool`): Whether requests that run share one, whose cost depends on all of them.
-        num_reused (`int`): Prompt tokens whose keys and values another row had already.
+        shares_forward (`bool`): Whether running requests share one forward, whose cost depends on all of them.
+        num_reused (`int`): Prompt tokens whose keys and values were taken from another row.
     """
 
-    scheduler: Scheduler[Ticket]
+    scheduler: Scheduler[PendingRequest]
     max_bytes: int
     shares_forward = True
     num_reused = 0
@@ -32,7 +32,7 @@ class RequestMemory(ABC):
     _version: int | None
 
     def watch(self, model: PreTrainedModel) -> None:
-        """Begins to look whether its weights change."""
+        """Begin to watch the model's weights for changes."""
         self.model = model
         self._weights = WeightsVersion(model)
         self._version = self._weights.number
@@ -40,51 +40,51 @@ class RequestMemory(ABC):
     @property
     @abstractmethod
     def num_bytes(self) -> int:
-        """What is allocated."""
+        """Return the allocated bytes."""
 
     @abstractmethod
     def call_of(self, prepared: PreparedCall) -> DecodingCall:
         """
-        A request, ready for the loop.
+        Return a prepared request, ready for the loop.
 
         Raises:
-            ValueError: if an engine cannot serve it.
+            ValueError: if an engine cannot serve the request.
         """
 
     @abstractmethod
     def size_of(self, call: DecodingCall) -> int:
-        """What a request may come to take, in the scheduler's unit."""
+        """Return the most memory that a request may take, in the scheduler's unit."""
 
     @abstractmethod
     def place(self, request: Request, running: list[Request]) -> None:
-        """A request is about to begin, or to go on."""
+        """Give a request its row before it begins or resumes."""
 
-    def next(self, running: list[Request], suspend: Callable[[Ticket], None]) -> Ticket | None:
+    def next(self, running: list[Request], suspend: Callable[[PendingRequest], None]) -> PendingRequest | None:
         """
-        The next request that may begin or go on beside these; it then counts as running, and is to be placed at once.
-        `suspend` gets those that give way to it.
+        Return the next request that may begin or resume beside the running ones; None if there is none. It counts as
+        running, and the caller places it at once. `suspend` is called for each request that gives way to it.
         """
         return self.scheduler.next(suspend=suspend, may_yield=may_yield, has_had_turn=has_had_turn)
 
     @abstractmethod
     def suspend(self, request: Request) -> None:
-        """A request gives way: its memory is free for others, and what it held is computed anew when it goes on."""
+        """Free the memory of a request that gives way. Its keys and values are computed anew when it resumes."""
 
-    def settle(self, request: Request) -> None:  # noqa: B027 (mostly nothing)
-        """A request that was placed has begun, or goes on."""
+    def settle(self, request: Request) -> None:  # noqa: B027 (optional)
+        """Finish the placement of a request after it has begun or resumed."""
 
     @property
     def keeper(self) -> Callable[[Request], None] | None:
-        """What gets requests that have ended, with their rows; None where these go."""
+        """Return the function that takes over the rows of ended requests; None if their rows are dropped."""
         return None
 
     def expire(self) -> None:
-        """The model may have changed in ways that its parameters do not show."""
+        """Discard everything at the next check: the model may have changed in ways that its parameters do not show."""
         self._version = None
         self._weights = WeightsVersion(self.model)
 
     def check_weights(self, running: Sequence[Request]) -> None:
-        """After a change of the model's weights, whatever was computed with the old ones is computed anew."""
+        """Discard all keys and values computed with earlier weights, if the model's weights have changed."""
         version = self._weights.number
         if version != self._version:
             self._version = version
@@ -92,30 +92,30 @@ class RequestMemory(ABC):
 
     @abstractmethod
     def _forget(self, running: Sequence[Request]) -> None:
-        """What was computed counts no more, for running requests and for others."""
+        """Discard all keys and values; running requests compute theirs anew."""
 
-    def reset(self) -> None:  # noqa: B027 (nor here)
-        """Begins anew after a forward has failed; nothing may be running."""
+    def reset(self) -> None:  # noqa: B027 (optional)
+        """Start over after a failed forward, with no request running."""
 
 
-def may_yield(ticket: Ticket, bases: Collection[CacheRow] = ()) -> bool:
+def may_yield(pending: PendingRequest, bases: Collection[CacheRow] = ()) -> bool:
     """
-    Return whether a running request can give way: no draft of it is under verification, and its row is none of the
-    `bases` in which texts of other running requests begin.
+    Return whether a running request can give way: it has no draft under verification, and no other running request
+    shares the beginning of its row (`bases` are the rows whose beginnings are shared).
     """
-    request = ticket.request
+    request = pending.request
     return request.row is not None and request.tree is None and request.row not in bases
 
 
-def has_had_turn(ticket: Ticket) -> bool:
+def has_had_turn(pending: PendingRequest) -> bool:
     """
-    Return whether a running request has read all of its text but the newest token, and generated enough tokens for
-    what was computed anew (`Ticket.spare_after`), since it runs.
+    Return whether a running request has read all of its text but the newest token, and, if it was resumed, generated
+    enough tokens in return for those that were recomputed (`PendingRequest.spare_after`).
     """
-    request = ticket.request
-    return request.row is not None and request.num_uncached <= 1 and request.num_generated >= ticket.num_spared
+    request = pending.request
+    return request.row is not None and request.num_uncached <= 1 and request.num_generated >= pending.num_spared
 
 
 def refuse(reason: str) -> ValueError:
-    """The error for what an engine cannot serve."""
-    return ValueError(f"An engine cannot serve this: {reason}. Use `model.generate(assistant=...)`.")
+    """Return the error for a request that an engine cannot serve."""
+    return ValueError(f"An engine cannot serve this request: {reason}. Use `model.generate(assistant=...)`.")

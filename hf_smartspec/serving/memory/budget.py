@@ -1,4 +1,4 @@
-"""How much memory an engine's keys and values may take."""
+"""The bound on the memory of an engine's keys and values."""
 
 from typing import NamedTuple
 
@@ -8,8 +8,8 @@ from ...target_model.cache.free_memory import free_bytes
 from ...target_model.compat import num_positions
 from ...target_model.forward.ranks import broadcast_from_rank0
 
-_ENOUGH = 2**28  # bytes that even models of short texts may take
-_KEPT = 2  # times what a full batch of the longest texts takes: as much is left for beginnings that are kept
+_ENOUGH = 2**28  # bytes that models of short texts may take, too
+_KEPT = 2  # times the need of a full batch of the longest texts: half of it is left for kept prefixes
 
 
 class Budget(NamedTuple):

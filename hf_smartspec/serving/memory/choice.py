@@ -1,4 +1,4 @@
-"""How an engine runs its model: all requests together, or one by one."""
+"""Choose how an engine runs its model: all requests in one forward, or row by row."""
 
 from transformers import PreTrainedModel
 
@@ -14,26 +14,26 @@ from .row_memory import RowMemory
 
 def memory_of(model: PreTrainedModel, max_batch_size: int, budget: Budget) -> RequestMemory:
     """
-    The memory for an engine's requests, by what the model can do; a warning says where they run one by one.
+    Return the memory that suits the model. A warning is logged if its requests run row by row.
 
     Raises:
-        ValueError: for a model whose requests an engine cannot take: its encoder reads no tokens.
+        ValueError: for a model whose encoder does not read tokens.
     """
     has_encoder = model.config.is_encoder_decoder
     if has_encoder and model.main_input_name != "input_ids":
         raise ValueError(
-            f"{type(model).__name__} has an encoder that reads `{model.main_input_name}`, and requests of an engine "
-            "bring token ids: use `model.generate(assistant=...)`, with a batch of any size."
+            f"{type(model).__name__} has an encoder that reads `{model.main_input_name}`, but requests of an engine "
+            "consist of token ids: use `model.generate(assistant=...)`, with a batch of any size."
         )
     way, reason = way_of(model)
     if way == "packed" and has_encoder and pads_outputs(model):
-        way, reason = "rowwise", "its encoder pads what it puts out"
+        way, reason = "rowwise", "its encoder pads its outputs"
     if way == "packed":
         return (EncodedMemory if has_encoder else EngineMemory)(model, max_batch_size, budget)
     how = "row by row" if way == "rowwise" else "row by row and without speculation"
     warn_once(
         model,
-        f"The engine decodes {type(model).__name__} {how}, since {reason}: every request takes a forward of its own at "
-        "every step, so that requests wait for one another, and share nothing of their prompts.",
+        f"The engine decodes {type(model).__name__} {how}, since {reason}: every request has its own forward in every "
+        "step, so that requests wait for one another, and prompts share no keys and values.",
     )
     return RowMemory(model, max_batch_size, budget)

@@ -1,4 +1,4 @@
-"""An engine's key/value memory: who may run, where rows lie, and which prefixes are there already."""
+"""An engine's key/value memory: slots of running requests, and kept rows whose prefixes new prompts reuse."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from ...prepare.call import PreparedCall, decoding_call
 from ...target_model.cache.slot_cache import SlotCache
 from ...target_model.layout.rows import CacheRow, RowInput
 from ...target_model.written import packed_forward
-from ..outputs import Ticket
+from ..outputs import PendingRequest
 from ..scheduler import Scheduler
 from .base import RequestMemory, has_had_turn, may_yield, refuse
 from .budget import Budget
@@ -22,17 +22,17 @@ from .prefix_cache import CachedText, PrefixRows, SharedPrefix
 from .shared_base import SharedBase, shared_base
 
 _FIRST_LINES = 64
-_WASTE = 4  # memory of so many times what is needed is given back
-_MOST_KEPT = 1024  # rows: prompts are compared with all of them
+_WASTE = 4  # allocated memory beyond this multiple of the need is returned
+_MOST_KEPT = 1024  # rows; every prompt is compared with all of them
 
 
 class EngineMemory(RequestMemory):
     """
-    The slot cache that an engine's requests share. A request gets a slot for all that it may reach when it begins, and
-    stays there. Rows of requests that have ended are kept as long as they fit beside what runs, and no other holds
-    their text; those that were unused for longest go first. A prompt that begins as one of them, or as that of a
-    running request, gets a copy of the beginning; one that has a long beginning in common with a running request has it
-    in that one's slot (`shared_base`), where it stays until the last of those who share it is gone.
+    The slot cache shared by an engine's requests. A request gets a slot for the length that it may reach when it
+    begins, and stays there. Rows of ended requests are kept as long as they fit beside the running ones and no other
+    row contains their text; the least recently used go first. A prompt with the same beginning as a kept or running row
+    gets a copy of it. A long beginning in common with a running request is shared in place (`shared_base`): it stays
+    in that request's slot until the last row that shares it is gone.
 
     Args:
         model (`PreTrainedModel`): The target.
@@ -51,7 +51,7 @@ class EngineMemory(RequestMemory):
 
     @torch.no_grad()
     def _measure(self) -> int:
-        """Bytes of keys and values per token, from a forward of one token."""
+        """Return the bytes of keys and values per token, from a forward of one token."""
         row = self.forward.add()
         self.forward.forward([RowInput(row, np.zeros(1, np.int64))])
         return self.cache.bytes_per_line
@@ -65,45 +65,45 @@ class EngineMemory(RequestMemory):
         return self.forward.cache
 
     def call_of(self, prepared: PreparedCall) -> DecodingCall:
-        """The request as one of those that share the forward."""
+        """Return the request as a user of the shared forward."""
         route = prepared.route
         if route.way != "packed" or route.reads_media:
             raise refuse(route.reason or "images and the like are read by `generate` only")
         return decoding_call(prepared, self.forward)
 
     def size_of(self, call: DecodingCall) -> int:
-        """Tokens that a request may reach, the draft behind its last one included."""
+        """Return the tokens that a request may reach, with the draft after its last one."""
         request = call.requests[0]
         assert request.max_new_tokens is not None, "generate always limits the length"
         return len(request.prompt) + request.max_new_tokens + call.draft_room
 
-    def next(self, running: list[Request], suspend: Callable[[Ticket], None]) -> Ticket | None:
+    def next(self, running: list[Request], suspend: Callable[[PendingRequest], None]) -> PendingRequest | None:
         """
-        As the scheduler's, for what the request takes beside those that it shares its beginning with. If one of these
-        has not read that yet, the request waits until it has.
+        Return the scheduler's next request, where tokens shared in place with a running request take no memory. A
+        request waits while a running one has not yet read a beginning that both could share.
         """
         is_reading = any([not request.tokens for request in running])
 
-        def num_shared(ticket: Ticket) -> int | None:
-            length = self._base(ticket.request, running).length
-            waits = is_reading and length < self._base(ticket.request, running, is_read=False).length
+        def num_shared(pending: PendingRequest) -> int | None:
+            length = self._base(pending.request, running).length
+            waits = is_reading and length < self._base(pending.request, running, is_read=False).length
             return None if waits else length
 
         bases = self._bases(running)
         num_held = sum(row.stride for row in bases if row in self.prefixes)
-        return self.scheduler.next(num_shared, num_held, suspend, lambda ticket: may_yield(ticket, bases), has_had_turn)
+        return self.scheduler.next(num_shared, num_held, suspend, lambda item: may_yield(item, bases), has_had_turn)
 
     def _base(self, request: Request, running: list[Request], is_read: bool = True) -> SharedBase:
-        """What the request shares with a running one; nothing where sources keep something beside, which is copied."""
-        if not self.forward.shares_prefixes or _keeper(request) is not None:
+        """Return the beginning to share in place with a running request; none if a source keeps states."""
+        if not self.forward.shares_prefixes or _stateful_source(request) is not None:
             return SharedBase()
-        of_whom = request.call.namespace
-        others = [other for other in running if _keeper(other) is None and other.call.namespace == of_whom]
+        namespace = request.call.namespace
+        others = [other for other in running if _stateful_source(other) is None and other.call.namespace == namespace]
         return shared_base(request.prompt, others, is_read)
 
     @staticmethod
     def _bases(running: Sequence[Request]) -> set[CacheRow]:
-        """Return the rows, kept or of running requests, in which texts of running requests begin."""
+        """Return the rows, kept or running, whose beginnings running requests share."""
         return {
             request.row.prefix_row
             for request in running
@@ -111,17 +111,17 @@ class EngineMemory(RequestMemory):
         }
 
     def place(self, request: Request, running: list[Request]) -> None:
-        """Gives a request its row, with as much of its text as some row there holds already."""
+        """Give a request its row, with the longest beginning of its text that another row holds."""
         self._remove(self.prefixes.covered())
         self._shrink()
         texts = [(other.cache_row, _cached(other)) for other in running]
-        shared = self.prefixes.longest(request.text(), texts, _keeper(request), request.call.namespace)
-        if shared is not None and not self._agrees(shared, request):
+        shared = self.prefixes.longest(request.text(), texts, _stateful_source(request), request.call.namespace)
+        if shared is not None and not self._same_rotary(shared, request):
             shared = None
-        if request.is_resumed and _keeper(request) is not None:  # its sources are shown the whole text again
+        if request.is_resumed and _stateful_source(request) is not None:  # it needs all states anew
             shared = None
         row = self._new_row(self.size_of(request.call), shared, self._base(request, running))
-        shared = self._left_of(shared)
+        shared = self._still_cached(shared)
         if shared is not None:
             if shared.row is not row:
                 with self._removed_on_failure(row):
@@ -129,8 +129,8 @@ class EngineMemory(RequestMemory):
             row.length, request.shares_with = shared.length, shared.request_id
         request.row = row
 
-    def _left_of(self, shared: SharedPrefix | None) -> SharedPrefix | None:
-        """If the row had to give way, what is still there of the one that it began in."""
+    def _still_cached(self, shared: SharedPrefix | None) -> SharedPrefix | None:
+        """Return the shared prefix; if its row has been dropped, the part that lies in another row's slot, if any."""
         if shared is None or shared.row in (rows := self.cache.rows):
             return shared
         base = shared.row.prefix_row
@@ -140,7 +140,7 @@ class EngineMemory(RequestMemory):
 
     @contextmanager
     def _removed_on_failure(self, row: CacheRow) -> Iterator[None]:
-        """What fails half-way, for want of memory say, leaves no row that nobody has."""
+        """Remove the new row if the block fails, for example for lack of memory: no request would own it."""
         try:
             yield
         except BaseException:
@@ -148,28 +148,28 @@ class EngineMemory(RequestMemory):
             raise
 
     def settle(self, request: Request) -> None:
-        """A request that was placed has begun or goes on: its source has brought back what it had kept of others."""
+        """Tell sources to forget dropped texts, now that the request has begun and copied the states that it needs."""
         if not request.is_resumed:
             self.num_reused += request.cache_row.length
-        gone, self.prefixes.given_up = self.prefixes.given_up, []
+        gone, self.prefixes.dropped = self.prefixes.dropped, []
         for text in gone:
-            assert text.source is not None, "only these are told"
+            assert text.source is not None, "only texts with a source are recorded"
             forget(text.source, text.request_id)
 
-    def _agrees(self, shared: SharedPrefix, request: Request) -> bool:
-        """Whether rotary embeddings that depend on the length of the text are those that the request would compute."""
+    def _same_rotary(self, shared: SharedPrefix, request: Request) -> bool:
+        """Return whether the row's rotary embeddings, where they depend on the text's length, suit the request."""
         longest = max(shared.length, shared.row.least_length, len(request.prompt))
         return not self.forward.rotary or longest <= self.forward.rotary.border
 
     def _new_row(self, num_tokens: int, shared: SharedPrefix | None, base: SharedBase) -> CacheRow:
         """
-        With a slot for so many tokens, without those of its base; rows that were kept give way. Where there is no base,
-        the last of them may be what is shared.
+        Return a row with a slot for `num_tokens`, less those shared in place in `base`. Kept rows are dropped to make
+        room. Without a base, the row that holds the shared prefix may itself become the new row.
         """
         capacity = self.cache.slot_size(num_tokens - base.length)
-        while (row := self._in_the_way(capacity)) is not None:
-            self.prefixes.give_up([row])
-            # A row that begins in another's slot says nothing of a beginning that is not this.
+        while (row := self._row_to_drop(capacity)) is not None:
+            self.prefixes.drop([row])
+            # A row whose beginning lies in another's slot cannot be reused, since its own slot lacks these tokens.
             if shared is not None and row is shared.row and base.row is row.prefix_row is None:
                 row.length = shared.length
                 with self._removed_on_failure(row):
@@ -178,27 +178,27 @@ class EngineMemory(RequestMemory):
             self.cache.remove(row)
         try:
             return self.cache.add(num_tokens, base.row, base.length)
-        except (MemoryError, RuntimeError):  # there is less memory than the bound allows
+        except (MemoryError, RuntimeError):  # less memory is free than the bound allows
             if not (kept := self.prefixes.all_but(shared and shared.row)):
                 raise
             self._remove(kept)
         return self.cache.add(num_tokens, base.row, base.length)
 
-    def _in_the_way(self, capacity: int) -> CacheRow | None:
-        """The kept row to be given up next; None if there is a place. Full memory rather forgets than moves all."""
+    def _row_to_drop(self, capacity: int) -> CacheRow | None:
+        """Return the kept row to drop next; None if there is room. Full memory drops rows rather than move them."""
         if not len(self.prefixes):
             return None
-        # What sources keep beside is not counted as memory: no more of it is kept than if all of it ran.
-        of_sources, num_running = self.prefixes.of_sources(), len(self.cache.rows) - len(self.prefixes)
-        if of_sources and num_running + len(of_sources) >= self.scheduler.max_batch_size:
-            return of_sources[0]
+        # States kept by sources are not counted as memory: no more of them are kept than a full batch would have.
+        with_states, num_running = self.prefixes.with_source_states(), len(self.cache.rows) - len(self.prefixes)
+        if with_states and num_running + len(with_states) >= self.scheduler.max_batch_size:
+            return with_states[0]
         fits = len(self.prefixes) < _MOST_KEPT and self.cache.has_room(capacity)
         return None if fits and (self.cache.may_grow or self.cache.has_gap(capacity)) else self.prefixes.oldest()
 
     def _shrink(self) -> None:
         """
-        Gives back memory of which little is needed: for running rows, and for kept ones that are no longer than these
-        or were used of late, one for each that may run. It grows as rows are added.
+        Return memory if little of it is needed. Needed are running rows, and kept rows that are no longer than these or
+        are among the `max_batch_size` used last. The cache grows again as rows are added.
         """
         longest = max(self.scheduler.running.values(), default=0)
         old = self.prefixes.old(self.scheduler.max_batch_size, longest)
@@ -208,7 +208,7 @@ class EngineMemory(RequestMemory):
             self.cache.shrink(2 * enough)
 
     def _remove(self, kept: Sequence[CacheRow]) -> None:
-        self.prefixes.give_up(kept)
+        self.prefixes.drop(kept)
         for row in kept:
             self.cache.remove(row)
 
@@ -217,14 +217,14 @@ class EngineMemory(RequestMemory):
         return self.release
 
     def release(self, request: Request) -> None:
-        """The request has ended: its row is kept, as long as nobody needs the memory."""
+        """Keep the row of an ended request until its memory is needed."""
         row = request.cache_row
         row.num_nodes = 0
         self.prefixes.add(row, _cached(request))
 
     def suspend(self, request: Request) -> None:
-        """Its row is kept as those of requests that have ended, unless a source keeps something beside."""
-        if _keeper(request) is None:
+        """Keep the row of a suspended request like that of an ended one, unless a source keeps states for it."""
+        if _stateful_source(request) is None:
             self.release(request)
         else:
             self.cache.remove(request.cache_row)
@@ -232,19 +232,19 @@ class EngineMemory(RequestMemory):
 
     def _forget(self, running: Sequence[Request]) -> None:
         bases = self._bases(running)
-        for row in sorted(self.prefixes.clear(), key=lambda row: row.num_sharers > 0):  # bases behind those on them
+        for row in sorted(self.prefixes.clear(), key=lambda row: row.num_sharers > 0):  # bases last
             if row not in bases:
                 self.cache.remove(row)
-        self.cache.layers.clear()  # nothing in them counts any more, and dtype or device may be others now
+        self.cache.layers.clear()  # all lines are invalid, and dtype or device may have changed
         for request in running:
             self.forward.cut(request.cache_row, request.cache_row.prefix_len)
         self._renew_bases(running)
 
     def _renew_bases(self, running: Sequence[Request]) -> None:
-        """What running requests share is computed anew at once: those who share it have no room for it."""
+        """Recompute beginnings that running requests share in place, since their own slots have no room for them."""
         sharers = [request for request in running if request.cache_row.prefix_row is not None]
         inputs = {}
-        for request in sorted(sharers, key=lambda request: request.cache_row.prefix_len):  # the longest counts
+        for request in sorted(sharers, key=lambda request: request.cache_row.prefix_len):  # the longest replaces others
             base, text = request.cache_row.prefix_row, request.prompt[: request.cache_row.prefix_len]
             assert base is not None
             self.forward.cut(base, 0)
@@ -264,11 +264,11 @@ class EngineMemory(RequestMemory):
 
 
 def _cached(request: Request) -> CachedText:
-    """What the request's row holds."""
+    """Return the text in the request's row."""
     text = request.text()[: request.cache_row.length]
-    return CachedText(text, request.request_id, _keeper(request), request.call.namespace)
+    return CachedText(text, request.request_id, _stateful_source(request), request.call.namespace)
 
 
-def _keeper(request: Request) -> TreeCandidateGenerator | None:
-    """The request's source if it may keep something of its own beside keys and values."""
+def _stateful_source(request: Request) -> TreeCandidateGenerator | None:
+    """Return the request's source if it keeps states of its own beside keys and values; else None."""
     return request.call.source if request.call.line.hidden_layers else None

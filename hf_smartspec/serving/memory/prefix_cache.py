@@ -1,4 +1,4 @@
-"""Keys and values of texts that have ended, kept as long as nobody needs their memory: new prompts may begin alike."""
+"""Rows of ended requests, kept until their memory is needed: new prompts may have the same beginning."""
 
 from collections.abc import Hashable, Iterable
 from typing import NamedTuple
@@ -8,13 +8,18 @@ import numpy as np
 from ...candidates.base import TreeCandidateGenerator
 from ...target_model.layout.rows import CacheRow
 
-_MIN_SHARED = 8  # tokens; below, copying is not worth the trouble (for sharing, see `shared_base`)
+_MIN_SHARED = 8  # tokens; copying fewer is not worth it (for sharing in place, see `shared_base`)
 
 
 class CachedText(NamedTuple):
     """
-    What a row holds: int64 tokens `[length]`, of which request, the source that may have kept something of its own
-    beside (None: it has not), and whose text it is.
+    The text in a row.
+
+    Args:
+        tokens (`np.ndarray`, int64): `[length]`.
+        request_id (hashable): The request that the row was computed for.
+        source (`TreeCandidateGenerator`, *optional*): The source that keeps states for the text, if one does.
+        namespace (hashable): The namespace of the request.
     """
 
     tokens: np.ndarray
@@ -24,7 +29,7 @@ class CachedText(NamedTuple):
 
 
 class SharedPrefix(NamedTuple):
-    """A row whose first `length` tokens are those of a prompt, and whose request's they are."""
+    """A row whose first `length` tokens equal a prompt's, and the request that the row was computed for."""
 
     row: CacheRow
     length: int
@@ -33,16 +38,16 @@ class SharedPrefix(NamedTuple):
 
 class PrefixRows:
     """
-    Rows of a cache whose requests have ended, with the texts that they hold; those that were used last go last. Those
-    in which others begin are not given up.
+    Kept rows of ended requests with their texts, from the least to the most recently used. Rows whose beginnings other
+    rows share in place are not dropped.
 
     Attributes:
-        given_up (list of `CachedText`): Those that are gone, for whoever has to say so to their sources.
+        dropped (list of `CachedText`): Dropped texts whose sources have yet to be told to forget them.
     """
 
     def __init__(self) -> None:
         self._rows: dict[CacheRow, CachedText] = {}
-        self.given_up: list[CachedText] = []
+        self.dropped: list[CachedText] = []
         self._covered: set[CacheRow] = set()
 
     def __len__(self) -> int:
@@ -53,47 +58,47 @@ class PrefixRows:
 
     @property
     def num_taken(self) -> int:
-        """Tokens of the rows' slots."""
+        """Return the tokens of the rows' slots."""
         return sum(row.stride for row in self._rows)
 
     def add(self, row: CacheRow, text: CachedText) -> None:
-        """Keeps a row."""
+        """Keep a row."""
         self._covered.update(other for other, shorter in self._rows.items() if _is_covered(shorter, text))
         self._rows[row] = text
 
     def covered(self) -> list[CacheRow]:
-        """Rows whose texts are the beginnings of others'; each is named once."""
+        """Return rows whose texts are beginnings of other rows' texts; each is returned once."""
         rows = [row for row in self._rows if row in self._covered and not row.num_sharers]
         self._covered = {row for row in self._covered if row.num_sharers and row in self._rows}
-        kept = {row: text for row, text in self._rows.items() if row not in rows}  # what covered them may be gone
+        kept = {row: text for row, text in self._rows.items() if row not in rows}  # the longer row may be dropped
         return [row for row in rows if any(_is_covered(self._rows[row], text) for text in kept.values())]
 
     def oldest(self) -> CacheRow | None:
-        """The row that has gone unused for longest; None if others begin in all."""
+        """Return the least recently used row; None if the beginnings of all rows are shared."""
         return next((row for row in self._rows if not row.num_sharers), None)
 
-    def of_sources(self) -> list[CacheRow]:
-        """The rows beside which a source has kept something of its own, the oldest first."""
+    def with_source_states(self) -> list[CacheRow]:
+        """Return the rows for which a source keeps states, the least recently used first."""
         return [row for row, text in self._rows.items() if text.source is not None]
 
     def old(self, num_young: int, num_tokens: int) -> list[CacheRow]:
-        """The rows whose slots are for more than so many tokens, but for those that were used last."""
+        """Return rows with slots of more than `num_tokens`, except the `num_young` most recently used rows."""
         rows = list(self._rows)[: max(len(self) - num_young, 0)]
         return [row for row in rows if row.stride > num_tokens and not row.num_sharers]
 
     def all_but(self, row: CacheRow | None) -> list[CacheRow]:
-        """The other rows; all if there is none such."""
+        """Return all rows but this one that can be dropped."""
         return [other for other in self._rows if other is not row and not other.num_sharers]
 
     def clear(self) -> list[CacheRow]:
         rows = list(self._rows)
-        self.give_up(rows)
+        self.drop(rows)
         return rows
 
-    def give_up(self, rows: Iterable[CacheRow]) -> None:
-        """Forgets rows; who has them removes them."""
+    def drop(self, rows: Iterable[CacheRow]) -> None:
+        """Drop rows from the index; the caller removes them from the cache."""
         texts = [self._rows.pop(row) for row in rows]
-        self.given_up += [text for text in texts if text.source is not None]
+        self.dropped += [text for text in texts if text.source is not None]
 
     def longest(
         self,
@@ -103,28 +108,31 @@ class PrefixRows:
         namespace: Hashable = "",
     ) -> SharedPrefix | None:
         """
-        The row, of these and of running ones with their cached texts, that shares most of a prompt's beginning; for a
-        `source` that keeps something beside, of its own requests if any does. At least the prompt's last token is left
-        to be fed. Rows of other namespaces are passed over: how quickly a prompt is read would tell what others asked.
+        Return the kept or running row with the longest beginning in common with a prompt; None if all are too short.
+        Rows with states of `source` are preferred, if it is given. The prompt's last token is never shared, since its
+        logits are needed. Rows of other namespaces are skipped: the time to read a prompt would reveal their texts.
+
+        Args:
+            running (iterable): Rows of running requests with their texts.
         """
         best, best_rank = None, (False, 0)
         beginning = prompt[:_MIN_SHARED].tobytes()
-        for row, (tokens, request_id, owner, of_whom) in [*self._rows.items(), *running]:
-            if of_whom != namespace or tokens[:_MIN_SHARED].tobytes() != beginning:
+        for row, (tokens, request_id, owner, row_namespace) in [*self._rows.items(), *running]:
+            if row_namespace != namespace or tokens[:_MIN_SHARED].tobytes() != beginning:
                 continue
             if source is None and best is not None and tokens[: best.length + 1][-1] != prompt[best.length]:
-                continue  # shares no more than the best does
+                continue  # shares no more than the best row does
             length = min(num_shared(tokens, prompt), len(prompt) - 1)
             rank = source is None or owner is source, length
             if length >= _MIN_SHARED and rank > best_rank:
                 best, best_rank = SharedPrefix(row, length, request_id), rank
-        if best is not None and best.row in self._rows:  # was of use: the last to go now
+        if best is not None and best.row in self._rows:  # now the most recently used
             self._rows[best.row] = self._rows.pop(best.row)
         return best
 
 
 def _is_covered(text: CachedText, other: CachedText) -> bool:
-    """Whether whatever begins as the one begins as the other, too, and no source has kept anything of it."""
+    """Return whether `text` is a beginning of `other` and no source keeps states for it."""
     length = len(text.tokens)
     if text.source is not None or text.namespace != other.namespace or length > len(other.tokens):
         return False
@@ -132,7 +140,7 @@ def _is_covered(text: CachedText, other: CachedText) -> bool:
 
 
 def num_shared(text: np.ndarray, other: np.ndarray) -> int:
-    """How many tokens two texts begin with in common."""
+    """Return the length of the longest common beginning of two texts."""
     length = min(len(text), len(other))
     different = text[:length] != other[:length]
     return int(different.argmax()) if different.any() else length

@@ -1,4 +1,4 @@
-"""Requests of models that cannot be packed: each has a forward and a cache of its own."""
+"""An engine's memory for models that cannot be packed: each request has its own forward and cache."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ from ...target_model.forward.rowwise import ModelRow, RowwiseForward
 from ...target_model.forward.stepwise import StepwiseForward
 from ...target_model.model_state import warn_once
 from ...target_model.support.wrappers import has_adapters_by_row
-from ..outputs import Ticket
+from ..outputs import PendingRequest
 from ..scheduler import ByteScheduler
 from .base import RequestMemory, refuse
 from .budget import Budget
@@ -25,41 +25,41 @@ from .budget import Budget
 
 class RowMemory(RequestMemory):
     """
-    Every request runs by itself, in caches of transformers' own, which go when it ends: no prompt is spared what
-    another one has computed.
+    Memory in which every request runs by itself, with transformers' own caches. They are freed when it ends, and no
+    prompt reuses another's keys and values.
 
     Args:
         model (`PreTrainedModel`): The target.
         max_batch_size (`int`): Requests that run at once.
-        budget (`Budget`): Bound on all caches, by what short texts take of them.
+        budget (`Budget`): Bound on all caches.
     """
 
     shares_forward = False
 
     def __init__(self, model: PreTrainedModel, max_batch_size: int, budget: Budget):
         self.footprint = Footprint.of(model)
-        if is_stateful(model) and not any(self.footprint):  # its forwards hand nothing out (RecurrentGemma)
+        if is_stateful(model) and not any(self.footprint):  # its forwards return no cache (RecurrentGemma)
             max_batch_size = 1
             warn_once(
                 model,
                 f"{type(model).__name__} keeps the state of a text in its own modules: the engine serves one request "
-                "at a time, and nobody else must run the model meanwhile.",
+                "at a time, and the model must not be run elsewhere meanwhile.",
             )
         self.max_bytes = budget.bytes_for(model, max_batch_size, self.footprint.of_text(1, 1))
-        self.scheduler: ByteScheduler[Ticket] = ByteScheduler(max_batch_size, self.max_bytes)
+        self.scheduler: ByteScheduler[PendingRequest] = ByteScheduler(max_batch_size, self.max_bytes)
         self.watch(model)
 
     @property
     def num_bytes(self) -> int:
-        rows = [ticket.request.row for ticket in list(self.scheduler.running)]
+        rows = [pending.request.row for pending in list(self.scheduler.running)]
         kept = [row.kwargs for row in rows if isinstance(row, ModelRow)]
         return sum(num_bytes([*caches_in(kwargs), kwargs.get("encoder_outputs")]) for kwargs in kept)
 
     def call_of(self, prepared: PreparedCall) -> DecodingCall:
-        """The request with a forward of its own; without drafts, where none can be taken back."""
+        """Return the request with its own forward; without drafts, if the model cannot roll tokens back."""
         if media_kwargs(without_empty_media(prepared.model_kwargs)):
             raise refuse("images and the like are read by `generate` only")
-        if has_adapters_by_row(self.model):  # for the time of this call
+        if has_adapters_by_row(self.model):  # they apply during this call of `generate` only
             raise refuse("every row has an adapter of its own (`adapter_names`)")
         forward: Any
         if prepared.route.way == "plain":
@@ -74,14 +74,14 @@ class RowMemory(RequestMemory):
         return call
 
     def size_of(self, call: DecodingCall) -> int:
-        """Bytes of caches that a request may come to take, with the draft behind its last token."""
+        """Return the bytes of caches that a request may need, with the draft after its last token."""
         request = call.requests[0]
         assert request.max_new_tokens is not None, "generate always limits the length"
         read, num_tokens = call.encoded_text(request), len(request.prompt) + request.max_new_tokens + call.draft_room
         return self.footprint.of_text(num_tokens, 0 if read is None else len(read))
 
     def place(self, request: Request, running: list[Request]) -> None:
-        """Its own forward gives it a row, or begins that anew; what it reads is read now."""
+        """Run the request's encoder, if it has one, and empty the row of a resumed request."""
         if request.call.encoder_inputs is not None:
             forward: Any = request.call.forward
             forward.set_encoder_outputs(request.call.read_encoder().outputs)
@@ -89,7 +89,7 @@ class RowMemory(RequestMemory):
             request.call.forward.cut(request.row, 0)
 
     def suspend(self, request: Request) -> None:
-        """Its row stays, and holds nothing."""
+        """Empty the row of a suspended request."""
         forward: Any = request.call.forward
         forward.cut(request.cache_row, 0)
         if (unread := request.call.forget_encoder()) is not None:

@@ -1,4 +1,4 @@
-"""Which running request's row another one shares the beginning of, in place of a copy."""
+"""Choose the running row whose beginning a new request shares in place, instead of a copy."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -9,15 +9,15 @@ from ...decoding.call import Request
 from ...target_model.layout.rows import CacheRow
 from .prefix_cache import num_shared
 
-# Measured on CPUs: two more calls in every layer take as long as it takes to read so many columns.
-LEAST_SAVED = 3072  # columns that need not be read, since they are for other running requests
+# Measured on CPUs: sharing takes two more calls in every layer, which take as long as reading this many columns.
+LEAST_SAVED = 3072  # columns that are read once for several running requests
 LEAST_SHARED = 256  # tokens
-_STEP = 64  # so that prompts that go on alike by chance share as much as others do
-_JOINED = 2  # what others share already is worth so many times as much
+_STEP = 64  # lengths are multiples of it: prompts with a few more tokens in common by chance share the same length
+_JOINED = 2  # weight of a beginning that other requests share already
 
 
 class SharedBase(NamedTuple):
-    """A row in whose slot the first `length` tokens of a prompt lie and stay; none where nothing is shared."""
+    """A row whose slot holds the first `length` tokens of a prompt, to be shared in place; None for no sharing."""
 
     row: CacheRow | None = None
     length: int = 0
@@ -25,15 +25,17 @@ class SharedBase(NamedTuple):
 
 def shared_base(prompt: np.ndarray, running: Iterable[Request], is_read: bool = True) -> SharedBase:
     """
-    What a prompt shares with those of these requests, as far as these are through theirs, or (not `is_read`) will be:
-    rather what others share already than the beginning of one more row. At least the prompt's last token is left to be
-    fed.
+    Return the row of a running request whose beginning a prompt is to share, and its length. Beginnings that other
+    requests share already are preferred. The prompt's last token is never shared, since its logits are needed.
+
+    Args:
+        is_read (`bool`): Whether only tokens count that the running requests have read; else their whole prompts.
     """
     if len(prompt) <= LEAST_SHARED:
         return SharedBase()
     best, most, lengths = SharedBase(), 0, []
     for request in running:
-        if (row := request.row) is None:  # it could not leave in order
+        if (row := request.row) is None:  # an ended request that could not be removed
             continue
         known = request.prompt[: row.length] if is_read else request.prompt
         if len(known) < LEAST_SHARED or known[LEAST_SHARED - 1] != prompt[LEAST_SHARED - 1]:

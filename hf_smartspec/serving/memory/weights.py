@@ -1,4 +1,4 @@
-"""Whether a model's weights have changed since something was computed with them."""
+"""Detect changes of a model's weights, after which cached keys and values are invalid."""
 
 import weakref
 from collections.abc import Iterator
@@ -11,59 +11,62 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 class WeightsVersion:
     """
+    Version number of a model's weights.
+
     Args:
-        model (`nn.Module`): Its modules, their parameters and what adapters (PEFT's) do are watched; it is not kept.
+        model (`nn.Module`): The model, whose modules, parameters and adapters (PEFT's) are watched. No reference to it
+            is kept.
     """
 
     def __init__(self, model: torch.nn.Module):
         self._model = weakref.ref(model)
         self._num_steps = 0
         self._collect(model)
-        handle = register_optimizer_step_post_hook(_noting(weakref.ref(self)))
+        handle = register_optimizer_step_post_hook(_step_hook(weakref.ref(self)))
         weakref.finalize(self, handle.remove)
 
     def _collect(self, model: torch.nn.Module) -> None:
-        """Walking the modules takes ten times as long as looking at what was found."""
+        """Collect the modules once, since walking them takes ten times as long as checking the collected ones."""
         modules = list(model.modules())
         self._children = [module._modules for module in modules if module._modules]
-        self._standing = self._stand()  # held, so that no other module is taken for one of these
+        self._modules = self._current_modules()  # references, so that no new module gets the id of one of these
         self._owners = [module._parameters for module in modules if module._parameters]
         self._adapted = [module for module in modules if hasattr(module, "merged_adapters")]
 
     @property
     def number(self) -> int:
         """
-        It changes with the weights: by optimizer steps, loading, moving, changes in place; by adapters that are added,
-        switched, scaled or merged.
+        Return a number that changes with the weights: by optimizer steps, loading, moving, changes in place, and by
+        adapters that are added, switched, scaled or merged.
         """
-        if self._stand() != self._standing and (model := self._model()) is not None:
+        if self._current_modules() != self._modules and (model := self._model()) is not None:
             self._collect(model)
         states = [(item.data_ptr(), 0 if item.is_inference() else item._version) for item in self._parameters()]
-        return hash((self._num_steps, *map(id, self._standing), *states, *map(_adaptation, self._adapted)))
+        return hash((self._num_steps, *map(id, self._modules), *states, *map(_adaptation, self._adapted)))
 
-    def _stand(self) -> list[torch.nn.Module | None]:
+    def _current_modules(self) -> list[torch.nn.Module | None]:
         return list(chain.from_iterable(map(dict.values, self._children)))
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         return (item for owner in self._owners for item in owner.values() if item is not None)
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Fused optimizers, which transformers' `Trainer` takes by default, write what no tensor's version counts."""
+        """Count an optimizer step, since fused optimizers (`Trainer`'s default) do not change tensor versions."""
         known = {item.data_ptr() for item in self._parameters()}
         if any(item.data_ptr() in known for group in optimizer.param_groups for item in group["params"]):
             self._num_steps += 1
 
 
 def _adaptation(layer: Any) -> tuple:
-    """Which of a layer's adapters count, and how much. PEFT merges them past the count of a tensor's version."""
+    """Return the state of a layer's adapters: PEFT merges them without a change of tensor versions."""
     scaling = getattr(layer, "scaling", None)
     factors = str(scaling) if isinstance(scaling, dict) else ""
     is_off, active = getattr(layer, "_disable_adapters", False), str(getattr(layer, "_active_adapter", ""))
     return active, is_off, tuple(layer.merged_adapters), factors
 
 
-def _noting(reference: "weakref.ref[WeightsVersion]") -> Any:
-    """What every optimizer calls after a step; it keeps nothing alive."""
+def _step_hook(reference: "weakref.ref[WeightsVersion]") -> Any:
+    """Return a hook for optimizer steps that keeps no reference to the version."""
 
     def note(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         if (version := reference()) is not None:

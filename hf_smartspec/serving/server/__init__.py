@@ -1,1 +1,1 @@
-"""transformers' serving application, with engines behind it: continuous batching and speculative decoding over HTTP."""
+"""transformers' serving application, served by engines: continuous batching and speculative decoding over HTTP."""

@@ -1,4 +1,4 @@
-"""One answer on its way: from the engine's outputs to pieces of text."""
+"""Answers: turn an engine's outputs into pieces of text."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -14,15 +14,16 @@ from .tokens.texts import TextStream
 
 class Piece(NamedTuple):
     """
-    What has come of an answer since the last piece.
+    The part of an answer that is new since the last piece.
 
     Args:
-        text (`str`): Up to the first stop string.
-        tokens (list of `int`): All of them, also where text is held back.
-        logprobs (list of `TokenLogprobs`, *optional*): Of these tokens, where the request asked for them.
-        output (`EngineOutput`): All so far.
+        text (`str`): Text up to the first stop string.
+        tokens (list of `int`): All new tokens, even if some text is held back.
+        logprobs (list of `TokenLogprobs`, *optional*): Log-probabilities of these tokens, if the request asked for
+            them.
+        output (`EngineOutput`): The whole output so far.
         finish_reason (`str`, *optional*): "stop" or "length" in the last piece.
-        stop_reason (`str`, *optional*): The stop string that the text has come to.
+        stop_reason (`str`, *optional*): The stop string that ended the text.
     """
 
     text: str
@@ -34,27 +35,27 @@ class Piece(NamedTuple):
 
 
 class AnsweringModel(Protocol):
-    """What an answer needs of the model that gives it: `ServedModel` has it all."""
+    """Interface of the model that gives an answer; `ServedModel` implements it."""
 
     engine: ServedEngine
 
-    def note_step(self, output: EngineOutput) -> None: ...  # of an answer that goes on
-    def note_end(self, output: EngineOutput, namespace: str) -> None: ...
-    def forget(self, request_id: str, namespace: str) -> None: ...  # of an answer that nobody waits for
+    def count_step(self, output: EngineOutput) -> None: ...
+    def count_end(self, output: EngineOutput, namespace: str) -> None: ...
+    def abort(self, request_id: str, namespace: str) -> None: ...
 
 
 class Answer:
     """
-    An answer that an engine has begun, or will.
+    The answer to one request that has been added to an engine.
 
     Args:
-        served (`ServedModel`): Who answers, and counts its answers.
-        request_id (`str`): Its name in the engine.
-        prompt (sequence of `int`): What it answers.
-        text (`TextStream`): Makes text of its tokens.
-        recorder (`LogprobsRecorder`, *optional*): Knows its log-probabilities.
-        timeout (`float`, *optional*): Seconds after which it is given up.
-        namespace (`str`): Whose it is.
+        served (`ServedModel`): The model that answers.
+        request_id (`str`): The request's name in the engine.
+        prompt (sequence of `int`): Token ids of the prompt.
+        text (`TextStream`): Decodes the answer's tokens.
+        recorder (`LogprobsRecorder`, *optional*): Records log-probabilities.
+        timeout (`float`, *optional*): Seconds after which the request is cancelled.
+        namespace (`str`): The caller's namespace.
     """
 
     def __init__(
@@ -71,26 +72,27 @@ class Answer:
         self._served, self._text, self._recorder = served, text, recorder
         self._is_late = self._is_over = False
         loop = asyncio.get_running_loop()
-        self._alarm = None if timeout is None else loop.call_later(timeout, self._give_up)
+        self._alarm = None if timeout is None else loop.call_later(timeout, self._time_out)
 
-    def _give_up(self) -> None:
+    def _time_out(self) -> None:
         self._is_late = True
         self._served.engine.cancel_request(self.request_id)
 
     def drop(self) -> None:
-        """Nobody waits for it any more."""
+        """Abort the answer if it is unfinished: its client has left."""
         if not self._is_over:
             self._is_over = True
-            self._served.forget(self.request_id, self.namespace)
+            self._served.abort(self.request_id, self.namespace)
         if self._alarm is not None:
             self._alarm.cancel()
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """
-        What comes, as it comes; the last piece has a `finish_reason`. Nothing any more once the answer is dropped.
+        Yield pieces as they come; the last one has a `finish_reason`. The iteration ends early if the answer is
+        dropped.
 
         Raises:
-            ApiError: 504 when time is over, 503 where the server stops, 500 if the request failed.
+            ApiError: 504 after the timeout, 503 if the server stops, 500 if the request failed.
         """
         num_seen = 0
         async with aclosing(self._served.engine.request_id_aiter(self.request_id)) as outputs:
@@ -99,13 +101,13 @@ class Answer:
                     return
                 if output.is_finished():
                     self._is_over = True
-                    self._served.note_end(output, self.namespace)
+                    self._served.count_end(output, self.namespace)
                     self._check(output)
                 tokens = output.generated_tokens
                 new, first = tokens[num_seen:], num_seen
                 num_seen = len(tokens)
                 if not output.is_finished():
-                    self._served.note_step(output)
+                    self._served.count_step(output)
                 text = self._text.feed(new)
                 logprobs = None if self._recorder is None else self._recorder.of(tokens, first)
                 if output.is_finished():
@@ -116,7 +118,7 @@ class Answer:
                     yield Piece(text, new, logprobs, output)
 
     async def whole(self) -> Piece:
-        """All in one piece."""
+        """Return the whole answer as one piece."""
         text, last = "", None
         tokens: list[int] = []
         logprobs: list[TokenLogprobs] = []
@@ -133,18 +135,18 @@ class Answer:
             raise ApiError(500, f"The request failed: {output.error}")
         if output.finish_reason == "cancelled":
             if self._is_late:
-                raise ApiError(504, "The request took too long and was given up", code="timeout")
-            raise ApiError(503, "The server stops", retry_after=1)
+                raise ApiError(504, "The request took too long and was cancelled", code="timeout")
+            raise ApiError(503, "The server is stopping", retry_after=1)
 
 
 async def interleaved(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, Piece], None]:
-    """Pieces of several answers as they come, with the answer's number. What nobody has read to its end is dropped."""
-    # A reader who is slower than the engine misses steps, not tokens: nothing piles up here.
+    """Yield pieces of several answers as they come, with the answer's index. Unfinished answers are dropped at exit."""
+    # A reader that is slower than the engine gets larger pieces: the queue does not grow.
     queue: asyncio.Queue[tuple[int, Piece | BaseException | None]] = asyncio.Queue(1)
 
     async def pump(index: int, answer: Answer) -> None:
         try:
-            async with aclosing(answer.pieces()) as pieces:  # else a reader that is cancelled here leaves a listener
+            async with aclosing(answer.pieces()) as pieces:  # closes the stream of a cancelled reader
                 async for piece in pieces:
                     await queue.put((index, piece))
             await queue.put((index, None))
@@ -172,7 +174,7 @@ async def interleaved(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, Pi
 
 
 async def all_whole(answers: Sequence[Answer]) -> list[Piece]:
-    """All answers, each in one piece; if one fails, or nobody waits any more, the others are dropped."""
+    """Return each answer as one piece. If one fails or the caller is cancelled, unfinished answers are dropped."""
     tasks = [asyncio.create_task(answer.whole()) for answer in answers]
     try:
         return list(await asyncio.gather(*tasks))

@@ -1,4 +1,4 @@
-"""The application: transformers' own, its handlers replaced, with what it lacks beside it."""
+"""The application: transformers' serving application with other handlers and further routes."""
 
 import inspect
 from collections.abc import Collection, Mapping
@@ -18,9 +18,9 @@ from .metrics import ServerMetrics
 from .models import EngineState, ServedModels
 from .served import ServedModel
 
-# Routes for what engines do not do (sounds, classification, unloading models); those that have bodies, which FastAPI
-# would read in the event loop and `add_routes` reads beside it; and pages that take scripts from elsewhere.
-_NOT_SERVED = frozenset(
+# Routes without an engine's equivalent (sounds, classification, unloading models); routes with bodies, which FastAPI
+# would parse in the event loop and our handlers parse in a thread; and pages that load scripts from other sites.
+_REMOVED_ROUTES = frozenset(
     "/v1/audio/transcriptions /v1/systemone /reset /load_model /v1/chat/completions /v1/completions /v1/responses "
     "/docs /docs/oauth2-redirect /redoc".split()
 )
@@ -28,9 +28,11 @@ _NOT_SERVED = frozenset(
 
 class Server(NamedTuple):
     """
+    An application and its models.
+
     Args:
         app (`FastAPI`): See `make_app`.
-        models (mapping of `ServedModel`): By name, with engines that run.
+        models (mapping of `ServedModel`): Models by name, with running engines.
     """
 
     app: FastAPI
@@ -47,14 +49,16 @@ def make_app(
     hosts: Collection[str] | None = None,
 ) -> FastAPI:
     """
+    Return an application that serves models over HTTP.
+
     Args:
-        models (mapping of `ServedModel`): By name, with engines that run. At least one, which is the default.
-        metrics (`ServerMetrics`): Of these models.
-        keys (`ApiKeys`): Who may ask.
-        max_body_bytes (`int`): Of a request.
+        models (mapping of `ServedModel`): Models by name, with running engines; at least one. The first is the default.
+        metrics (`ServerMetrics`): Counts the requests of these models.
+        keys (`ApiKeys`): API keys of clients.
+        max_body_bytes (`int`): Largest body of a request.
         chat_template_kwargs (`dict`, *optional*): Defaults for chat templates.
-        version (`str`): What `/version` says.
-        hosts (collection of `str`, *optional*): Names under which clients must know the server; any, where not given.
+        version (`str`): Version shown by `/version`.
+        hosts (collection of `str`, *optional*): Host names that requests may name; any, if omitted.
     """
     manager, state = ServedModels(models), EngineState(models)
     template_defaults = dict(chat_template_kwargs or {})
@@ -65,8 +69,8 @@ def make_app(
     }
     parts = {"model_manager": manager, "generation_state": state}
     rest = inspect.signature(build_server).parameters.keys() - parts.keys() - {"enable_cors"}
-    app = build_server(**parts, **dict.fromkeys(rest))  # type: ignore[arg-type]  # handlers of routes that go
-    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") not in _NOT_SERVED]
+    app = build_server(**parts, **dict.fromkeys(rest))  # type: ignore[arg-type]  # handlers of removed routes
+    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") not in _REMOVED_ROUTES]
     for path, handler in answering.items():
         app.post(path)(handler.answer)
     metrics.watch({name: served.engine for name, served in models.items()})

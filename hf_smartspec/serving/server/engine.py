@@ -1,4 +1,4 @@
-"""An engine as a server needs it: requests with options beside its own drafting, and numbers to watch."""
+"""The engine of a server: with drafting options per request, and its load."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from ..memory.choice import memory_of
 
 
 class EngineLoad(NamedTuple):
-    """Requests that run and that wait, and the share of key/value memory that the running ones take, in [0, 1]."""
+    """Numbers of running and waiting requests, and the share of key/value memory in use, in [0, 1]."""
 
     num_running: int
     num_waiting: int
@@ -21,11 +21,11 @@ class EngineLoad(NamedTuple):
 
 class ServedEngine(Engine):
     """
-    See `Engine`.
+    `Engine` of a server.
 
     Args:
-        num_sharing (`int`): Engines on this machine that share its memory: where no `max_kv_bytes` are given, each
-            takes its part.
+        num_sharing (`int`): Engines that share this machine's memory: the default of `max_kv_bytes` is divided among
+            them.
     """
 
     def __init__(self, *args: Any, num_sharing: int = 1, **kwargs: Any):
@@ -37,21 +37,21 @@ class ServedEngine(Engine):
 
     @property
     def max_kv_bytes(self) -> int:
-        """Bound on keys and values."""
+        """Return the bound on keys and values."""
         return self._memory.max_bytes
 
     @property
     def suffix_trees(self) -> list[SuffixTreeCandidates]:
-        """Those that draft for its requests from earlier ones."""
+        """Return the suffix trees that draft for the engine's requests."""
         stages = self.own_assistant().source.stages
         return [stage for stage in stages if isinstance(stage, SuffixTreeCandidates)]
 
     def own_assistant(self, num_nodes: int | None = None, **options: Any) -> Assistant:
         """
-        What drafts for the engine's requests, for one with options of its own.
+        Return the engine's own assistant with options for one request.
 
         Args:
-            num_nodes (`int`, *optional*): Draft nodes per step; where not given, as the engine decides.
+            num_nodes (`int`, *optional*): Draft nodes per step; if omitted, the engine's policy decides.
             options: `namespace` and `references`, as in `SmartSpecConfig`.
         """
         if num_nodes is not None:
@@ -59,13 +59,13 @@ class ServedEngine(Engine):
         return Assistant(replace(self._assistant.config, **options), self._assistant.source)
 
     def drop_request(self, request_id: str) -> None:
-        """Ends a request whose output nobody wants any more; finished and unknown ones are forgotten."""
+        """Cancel a request and discard its output; a finished output is discarded, too."""
         self.cancel_request(request_id)
         self._results.discard(request_id)
 
     @property
     def num_preemptions(self) -> int:
-        """How often a request has given way to one of another namespace."""
+        """Return how often a request has given way to one of another namespace."""
         return self._runner.num_suspended
 
     @property

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients read them."""
+"""Errors in OpenAI's format."""
 
 import json
 from http import HTTPStatus
@@ -15,14 +15,14 @@ _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 
 class ApiError(Exception):
     """
-    An answer that is an error.
+    Error that is answered to the client.
 
     Args:
-        status (`int`): Of HTTP.
-        message (`str`): One line for whoever reads it.
-        param (`str`, *optional*): The field that is to blame.
-        code (`str`, *optional*): For programs.
-        retry_after (`int`, *optional*): Seconds until it is worth trying again.
+        status (`int`): HTTP status.
+        message (`str`): One line for people.
+        param (`str`, *optional*): The wrong field.
+        code (`str`, *optional*): A code for programs.
+        retry_after (`int`, *optional*): Seconds after which the client may try again.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class ApiError(Exception):
 
     @property
     def event(self) -> str:
-        """In a stream, whose status has been sent long ago."""
+        """Return the error as an event, for streams, whose status has been sent already."""
         return f"data: {json.dumps(self.body)}\n\n"
 
     def response(self) -> JSONResponse:
@@ -56,7 +56,7 @@ class ApiError(Exception):
 
 
 def invalid(error: ValidationError) -> ApiError:
-    """The first thing that is wrong with a body; a list that is too long, rather than that it is no text."""
+    """Return an error for a body's first wrong field; if a list is too long, for this field."""
     errors = error.errors()
     first = next((item for item in errors if item["type"] == "too_long"), errors[0])
     names = [str(part) for part in first["loc"]]
@@ -66,7 +66,7 @@ def invalid(error: ValidationError) -> ApiError:
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Whatever goes wrong is answered in one form."""
+    """Answer all errors of an application in OpenAI's format."""
 
     @app.exception_handler(ApiError)
     async def _api_error(_: Request, error: ApiError) -> JSONResponse:
@@ -75,7 +75,7 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)  # FastAPI's own is one of these; the router raises them for 404 and 405
     async def _http_error(request: Request, error: HTTPException) -> JSONResponse:
         message, headers = str(error.detail), error.headers or {}
-        is_routers = message == HTTPStatus(error.status_code).phrase  # and not a handler's own
+        is_routers = message == HTTPStatus(error.status_code).phrase  # else a handler's message
         if is_routers and error.status_code == 404:
             message = f"There is no {request.url.path} here"
         elif is_routers and error.status_code == 405:
@@ -85,5 +85,5 @@ def add_error_handlers(app: FastAPI) -> None:
         return response
 
     @app.exception_handler(Exception)
-    async def _fault(_: Request, error: Exception) -> JSONResponse:  # and the server writes it down
+    async def _fault(_: Request, error: Exception) -> JSONResponse:  # the server logs it
         return ApiError(500, f"The server failed: {type(error).__name__}").response()

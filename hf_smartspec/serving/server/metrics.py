@@ -1,4 +1,4 @@
-"""Numbers for Prometheus, under the names that vLLM gave them."""
+"""Metrics for Prometheus, under vLLM's names."""
 
 import time
 from collections.abc import Iterable, Mapping
@@ -26,8 +26,8 @@ _HISTOGRAMS = {
 _COUNTERS = {
     "prompt_tokens": "Prompt tokens of finished requests.",
     "generation_tokens": "Generated tokens of finished requests.",
-    "prefix_cache_queries": "Prompt tokens that were looked up among those of earlier requests.",
-    "prefix_cache_hits": "Prompt tokens whose keys and values were there.",
+    "prefix_cache_queries": "Prompt tokens that were looked up in the prefix cache.",
+    "prefix_cache_hits": "Prompt tokens whose keys and values were reused.",
     "num_preemptions": "Times that a request gave way to one of another tenant.",
     "spec_decode_num_drafts": "Steps of requests, each of which verifies a draft.",
     "spec_decode_num_draft_tokens": "Drafted tokens.",
@@ -35,11 +35,11 @@ _COUNTERS = {
 }
 
 
-_OF_ENGINES = ("num_preemptions", *(name for name in _COUNTERS if name.startswith("spec_decode")))
+_ENGINE_COUNTERS = ("num_preemptions", *(name for name in _COUNTERS if name.startswith("spec_decode")))
 
 
 class ServerMetrics:
-    """What a server counts; a registry of its own, so that several may live in one process."""
+    """Metrics of a server, in a registry of their own, so that a process may have several servers."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -50,7 +50,7 @@ class ServerMetrics:
         self._counters = {
             name: Counter(f"vllm:{name}", text, _MODEL, registry=self.registry)
             for name, text in _COUNTERS.items()
-            if name not in _OF_ENGINES
+            if name not in _ENGINE_COUNTERS
         }
         self._ended = Counter(
             "vllm:request_success", "Finished requests.", [*_MODEL, "finished_reason"], registry=self.registry
@@ -58,7 +58,7 @@ class ServerMetrics:
         self._last_step: dict[str, float] = {}
 
     def watch(self, engines: Mapping[str, ServedEngine]) -> None:
-        """Adds what engines count themselves, by the name of the model: they are asked whenever the numbers are."""
+        """Add the counters and gauges of engines, by model name; they are read at every collection."""
         self.registry.register(_Engines(engines))
         for name in engines:
             for item in [*self._counters.values(), *self._histograms.values()]:
@@ -66,15 +66,15 @@ class ServerMetrics:
             for reason in ("stop", "length", "abort", "error"):
                 self._ended.labels(name, reason)
 
-    def note_step(self, model: str, output: EngineOutput) -> None:
-        """A running request has got further tokens."""
+    def count_step(self, model: str, output: EngineOutput) -> None:
+        """Record the time since a running request's last tokens."""
         now = time.perf_counter()
         before = self._last_step.get(output.request_id)
         if before is not None:
             self._histograms["inter_token_latency_seconds"].labels(model).observe(now - before)
         self._last_step[output.request_id] = now
 
-    def note_end(self, model: str, output: EngineOutput) -> None:
+    def count_end(self, model: str, output: EngineOutput) -> None:
         self._last_step.pop(output.request_id, None)
         reason = "abort" if output.finish_reason == "cancelled" else output.finish_reason or "error"
         self._ended.labels(model, reason).inc()
@@ -88,8 +88,8 @@ class ServerMetrics:
         for name, seconds in _times(output, num_generated).items():
             self._histograms[name].labels(model).observe(max(seconds, 0.0))
 
-    def note_left(self, model: str, request_id: str) -> None:
-        """Whoever asked has left."""
+    def count_abort(self, model: str, request_id: str) -> None:
+        """Count a request whose client has left."""
         self._last_step.pop(request_id, None)
         self._ended.labels(model, "abort").inc()
 
@@ -118,7 +118,7 @@ class _Engines(Collector):
         running = GaugeMetricFamily("vllm:num_requests_running", "Requests that run.", labels=_MODEL)
         waiting = GaugeMetricFamily("vllm:num_requests_waiting", "Requests that wait for their turn.", labels=_MODEL)
         usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Share of key/value memory in use.", labels=_MODEL)
-        counters = [CounterMetricFamily(f"vllm:{name}", _COUNTERS[name], labels=_MODEL) for name in _OF_ENGINES]
+        counters = [CounterMetricFamily(f"vllm:{name}", _COUNTERS[name], labels=_MODEL) for name in _ENGINE_COUNTERS]
         for name, engine in self._engines.items():
             load, counts = engine.load, engine.statistics
             running.add_metric([name], load.num_running)

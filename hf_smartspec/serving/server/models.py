@@ -1,4 +1,4 @@
-"""The models of a server, as transformers' application asks for them."""
+"""The models of a server, under the interfaces of transformers' application."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,10 +12,10 @@ from .served import ServedModel
 
 class ServedModels(ModelManager):
     """
-    transformers' manager of models, which here are loaded before the server starts and stay.
+    transformers' manager of models, for models that are loaded before the server starts and stay loaded.
 
     Args:
-        models (mapping of `ServedModel`): By name.
+        models (mapping of `ServedModel`): Models by name.
     """
 
     def __init__(self, models: Mapping[str, ServedModel]):
@@ -24,11 +24,11 @@ class ServedModels(ModelManager):
 
     @staticmethod
     def process_model_name(model_id: str) -> str:
-        """Names are served as they were given."""
+        """Return the name unchanged, without a revision."""
         return model_id
 
     def load_model_and_processor(self, model_id_and_revision: str, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Raises `ApiError`, 404, for others than those that are served."""
+        """Return a served model and its tokenizer; raise `ApiError`, 404, for another name."""
         served = find(self._models, model_id_and_revision)
         return served.model, served.tokenizer
 
@@ -38,18 +38,18 @@ class ServedModels(ModelManager):
     get_gen_models = list_models  # as transformers calls it before 5.24
 
     def shutdown(self) -> None:
-        """Models stay as long as the server: engines hold them."""
+        """Do nothing: engines hold the models as long as the server runs."""
 
 
 class EngineState(GenerationState):
-    """transformers' shared state, of which engines take the place."""
+    """transformers' shared state, with engines instead of its continuous batching."""
 
     def __init__(self, models: Mapping[str, ServedModel]):
         super().__init__(continuous_batching=True)
         self.models = models
 
     def find(self, name: str | None) -> ServedModel:
-        """A model by name; the first one where a request names none. Raises `ApiError`, 404, for others."""
+        """Return the model of this name; the first one without a name. Raise `ApiError`, 404, for other names."""
         return find(self.models, name)
 
     def is_cb_alive(self) -> bool:

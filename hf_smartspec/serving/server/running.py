@@ -1,4 +1,4 @@
-"""A server process: listen, serve, and end in order."""
+"""The server process: listen, serve, and shut down gracefully."""
 
 import asyncio
 import signal
@@ -16,10 +16,10 @@ from .errors import ApiError
 
 def listen(host: str, port: int) -> socket.socket:
     """
-    The socket of a server, bound before anything is loaded. Port 0 takes a free one.
+    Return the socket of a server, bound to an address. Port 0 takes a free port.
 
     Raises:
-        OSError: if the address is in use, or none.
+        OSError: if the address is in use or invalid.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -34,13 +34,13 @@ def listen(host: str, port: int) -> socket.socket:
 
 class DrainingServer(uvicorn.Server):
     """
-    Ends in order: from SIGTERM or Ctrl-C on, it answers new requests with 503 and finishes what runs, for as long as
-    `drain_seconds`; then, or on a second signal, it ends what still runs, and returns.
+    Server that shuts down gracefully. After SIGTERM or Ctrl-C, it answers new requests with 503 and finishes running
+    ones for up to `drain_seconds`; then, or on a second signal, it cancels them and returns.
 
     Args:
-        app: What is served.
-        drain_seconds (`int`, *optional*): For what runs at the end; without end, where not given.
-        on_start (`Callable`, *optional*): Called once it listens.
+        app: The application.
+        drain_seconds (`int`, *optional*): Seconds to finish running requests; unlimited if omitted.
+        on_start (`Callable`, *optional*): Called once the server listens.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class DrainingServer(uvicorn.Server):
             await self._answer_whole(scope, receive, send)
 
     async def _answer_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request; if that is cut off before anything was sent, say so rather than fail."""
+        """Answer a request; if it is cancelled before the answer has begun, answer 503."""
         has_begun = False
 
         async def noted(message: Message) -> None:
@@ -100,8 +100,8 @@ class DrainingServer(uvicorn.Server):
         if self.started and self._on_start is not None:
             self._on_start()
 
-    def serve_until_told(self, listener: socket.socket) -> None:
-        """Until SIGTERM or Ctrl-C, which end it without an error. For the main thread."""
+    def serve_until_signal(self, listener: socket.socket) -> None:
+        """Serve until SIGTERM or Ctrl-C, in the main thread."""
         kinds = (signal.SIGTERM, signal.SIGINT)
         before = {kind: signal.signal(kind, _ignore) for kind in kinds}  # uvicorn raises them again at the end
         try:
@@ -116,4 +116,4 @@ def _ignore(*_: object) -> None:
 
 
 def _ending() -> ApiError:
-    return ApiError(503, "The server is about to end: ask again", retry_after=1)
+    return ApiError(503, "The server is shutting down: try again", retry_after=1)

@@ -1,4 +1,4 @@
-"""A model that is served: its engine, its tokenizer, and requests on their way in."""
+"""Served models: an engine with its tokenizer, to which requests are added."""
 
 import asyncio
 import time
@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 
 
 class _Prepared(NamedTuple):
-    """What drafts for the answers to one request, and what makes processors of the form that they must have."""
+    """The drafter of a request's answers, and a factory of processors for the form that they must have."""
 
     assistant: SmartSpecConfig | Assistant
     grammar: Callable[[int], GrammarProcessor] | None = None
@@ -39,12 +39,14 @@ class _Prepared(NamedTuple):
 
 class ServedModel:
     """
+    A model with the engine that serves it.
+
     Args:
-        name (`str`): By which clients ask for it.
-        engine (`ServedEngine`): With a tokenizer of the `tokenizers` library.
-        limits (`Limits`): What is refused.
-        metrics (`ServerMetrics`): Where ends of requests are noted.
-        max_batch_size (`int`): The engine's.
+        name (`str`): The model's name for clients.
+        engine (`ServedEngine`): Engine with a tokenizer of the `tokenizers` library.
+        limits (`Limits`): Bounds on requests.
+        metrics (`ServerMetrics`): Counts requests.
+        max_batch_size (`int`): Requests that the engine runs at once.
 
     Raises:
         ValueError: without such a tokenizer.
@@ -65,27 +67,27 @@ class ServedModel:
         self.open = OpenRequests(limits, max_batch_size)
         self._vocab_size = own.vocab_size
         self._grammars = Grammars(self.tokenizer, own.vocab_size, eos_ids(self.model.generation_config))
-        # Text becomes tokens, and tokens requests, in a thread of their own, one after the other: clients are answered
-        # meanwhile, and what is dropped has been added before.
+        # One thread encodes texts and adds requests, so that the event loop goes on meanwhile. It drops requests, too,
+        # and so never before they have been added.
         self._worker = ThreadPoolExecutor(1, f"requests of {name}")
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by namespace
 
     async def in_worker(self, function: Callable[..., Result], *args: Any) -> Result:
-        """Runs what takes a while, for one request of a namespace at a time: others' wait for no more than that."""
+        """Run a slow function in the worker thread; one call per namespace at a time, so that others wait briefly."""
         async with self._turns[CALLER.get().namespace]:
             return await asyncio.get_running_loop().run_in_executor(self._worker, partial(function, *args))
 
     def stop(self) -> None:
-        """Ends the engine; what still runs is cancelled."""
+        """Stop the engine and cancel its requests."""
         self._worker.shutdown(wait=True, cancel_futures=True)
         self.engine.stop(drain=False)
 
     def encode(self, prompt: str | Sequence[int], field: str = "prompt", add_special_tokens: bool = True) -> list[int]:
         """
-        Token ids of a prompt.
+        Return the token ids of a prompt.
 
         Raises:
-            ApiError: 400, for an empty one, for tokens that the model has not, and as `tokens_of`.
+            ApiError: 400, for an empty prompt, for tokens outside the vocabulary, and for too long a text.
         """
         ids = self.tokens_of(prompt, field, add_special_tokens) if isinstance(prompt, str) else list(prompt)
         if not ids:
@@ -95,11 +97,11 @@ class ServedModel:
 
     def tokens_of(self, text: str, field: str, add_special_tokens: bool = False) -> list[int]:
         """
-        Token ids of a text.
+        Return the token ids of a text.
 
         Raises:
-            ApiError: 400, for a text of more characters than so many of the longest token as the context holds: others
-                would wait while it is read.
+            ApiError: 400, for a text with more characters than the context's number of longest tokens has. Encoding it
+                would only keep other requests waiting.
         """
         self._check_chars(len(text), field)
         return list(self.tokenizer(text, add_special_tokens=add_special_tokens).input_ids)
@@ -109,13 +111,13 @@ class ServedModel:
             raise ApiError(
                 400,
                 f"{field}: {num_chars} characters are too many for the maximum context length of {self.max_model_len} "
-                f"tokens: {self.max_chars} are the most",
+                f"tokens: at most {self.max_chars} are accepted",
                 param=field,
                 code="context_length_exceeded",
             )
 
     def check_count(self, count: int) -> None:
-        """Raises `ApiError`, 400, for more answers to one request than can ever wait."""
+        """Raise `ApiError`, 400, for more answers to one request than can ever be open."""
         self.open.check_count(count)
 
     async def begin(
@@ -127,15 +129,17 @@ class ServedModel:
         prediction: Sequence[int] | None = None,
     ) -> list[Answer]:
         """
-        Hands requests to the engine: for every prompt as many as choices are wanted, in this order.
+        Add requests to the engine, one per prompt and choice in this order, and return their answers.
 
         Args:
-            usual_tokens (`int`, *optional*): Of an answer whose request does not say; by default as `limits` say.
-            keeps_special (`bool`): Whether special tokens are text, too.
-            prediction (sequence of `int`, *optional*): What `prediction_of` has found.
+            usual_tokens (`int`, *optional*): Tokens of an answer if the request sets no limit; by default those of
+                `limits`.
+            keeps_special (`bool`): Whether texts contain special tokens.
+            prediction (sequence of `int`, *optional*): Tokens of the predicted output, see `prediction_of`.
 
         Raises:
-            ApiError: 400, for what cannot be served, and 429, where too many wait.
+            ApiError: 400, for arguments that cannot be served, 429 if too many requests wait, 503 if the engine has
+                stopped.
         """
         if not self.engine.is_running:
             raise ApiError(503, f"{self.name} has stopped", retry_after=1)
@@ -160,7 +164,7 @@ class ServedModel:
         return answers
 
     def _check_tokens(self, ids: Sequence[int], field: str) -> None:
-        """Raises `ApiError`, 400, unless the model has these tokens."""
+        """Raise `ApiError`, 400, for a token outside the vocabulary."""
         for token in ids:
             if token >= self._vocab_size:
                 message = f"{field}: the model has {self._vocab_size} tokens, and {token} is none of them"
@@ -207,21 +211,21 @@ class ServedModel:
         try:
             await self.in_worker(add)
         except asyncio.CancelledError:
-            self._worker.submit(self.engine.drop_request, request_id)  # behind its adding
+            self._worker.submit(self.engine.drop_request, request_id)  # runs after the request has been added
             raise
         except (TypeError, ValueError, NotImplementedError) as error:
             raise ApiError(400, str(error)) from None
         return Answer(self, request_id, ids, text, recorder, self.limits.timeout, CALLER.get().namespace)
 
-    def forget(self, request_id: str, namespace: str) -> None:
-        """Whoever asked has left."""
+    def abort(self, request_id: str, namespace: str) -> None:
+        """Drop a request whose client has left."""
         self.open.remove(namespace)
-        self.metrics.note_left(self.name, request_id)
+        self.metrics.count_abort(self.name, request_id)
         self._worker.submit(self.engine.drop_request, request_id)
 
     async def prediction_of(self, settings: Settings) -> list[int] | None:
         """
-        Tokens of the predicted output, if there is one.
+        Return the tokens of the predicted output, if there is one.
 
         Raises:
             ApiError: 400, if it is longer than an answer can be.
@@ -234,15 +238,15 @@ class ServedModel:
         return ids
 
     def check_length(self, ids: Sequence[int], field: str) -> None:
-        """Raises `ApiError`, 400, for more tokens than the context holds."""
+        """Raise `ApiError`, 400, for more tokens than the context holds."""
         if self.max_model_len is not None and len(ids) > self.max_model_len:
-            message = f"{field}: it has {len(ids)} tokens, and {self.max_model_len} is the most here"
+            message = f"{field}: it has {len(ids)} tokens, but at most {self.max_model_len} are accepted"
             raise ApiError(400, message, param=field)
 
-    def note_step(self, output: EngineOutput) -> None:
-        """Counts further tokens of an answer that goes on."""
-        self.metrics.note_step(self.name, output)
+    def count_step(self, output: EngineOutput) -> None:
+        """Count further tokens of an unfinished answer."""
+        self.metrics.count_step(self.name, output)
 
-    def note_end(self, output: EngineOutput, namespace: str) -> None:
+    def count_end(self, output: EngineOutput, namespace: str) -> None:
         self.open.remove(namespace)
-        self.metrics.note_end(self.name, output)
+        self.metrics.count_end(self.name, output)

@@ -1,1 +1,1 @@
-"""transformers' own continuous batching, served by the engine."""
+"""transformers' interface of continuous batching, served by an engine."""

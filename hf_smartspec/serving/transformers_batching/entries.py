@@ -1,4 +1,4 @@
-"""Calls of an enabled model's continuous batching: which assistant they get, and who serves them."""
+"""Methods of continuous batching of enabled models: choose the assistant, and an engine or transformers."""
 
 import inspect
 from collections.abc import Iterator, Sequence
@@ -20,77 +20,77 @@ _GENERATE_BATCH = inspect.signature(GenerationMixin.generate_batch)
 _INIT = inspect.signature(GenerationMixin.init_continuous_batching)
 
 
-class _Asked(NamedTuple):
+class _Options(NamedTuple):
     """
-    What a call of a method asks for that transformers does not hand on to those that it calls.
+    Options of a call that transformers does not pass on to the methods that it calls.
 
     Args:
-        choice (`Choice`): What drafts.
-        seed (`int` or sequence of `int`, *optional*): For the requests in the order in which they come.
+        choice (`Choice`): The assistant.
+        seed (`int` or sequence of `int`, *optional*): One seed, or one per request in the order of arrival.
         settings (`dict`): Arguments of `generate` for all requests.
     """
 
     choice: Choice
     seed: int | Sequence[int] | None = None
-    settings: dict[str, Any] = {}  # noqa: RUF012  # nobody writes into it
+    settings: dict[str, Any] = {}  # noqa: RUF012  # never written to
 
 
-_asked: ContextVar[_Asked | None] = ContextVar("asked", default=None)
+_current: ContextVar[_Options | None] = ContextVar("options", default=None)
 
 
 def generate_batch(call: EnabledCall) -> Any:
     """
-    transformers' `generate_batch`, whose manager is ours where something drafts. Further arguments of `generate`
-    (`temperature`, `tokenizer`, ...), which transformers ignores, then count.
+    Call transformers' `generate_batch`, with a manager of ours if an assistant or a seed is given. Further arguments of
+    `generate` (`temperature`, `tokenizer`, ...) then count, which transformers ignores.
     """
     assistant, seed = call.take()
     given = _GENERATE_BATCH.bind_partial(call.model, *call.args, **call.kwargs).arguments
     settings = dict(given.get("kwargs", {}))
-    settings.pop("max_new_tokens", None)  # reaches the requests
-    asked = _ask(call, assistant, seed, given.get("generation_config"), settings)
-    if asked is None:
+    settings.pop("max_new_tokens", None)  # transformers passes it on to the requests
+    options = _options_of(call, assistant, seed, given.get("generation_config"), settings)
+    if options is None:
         return call.plain()
     if seed is not None and not isinstance(seed, int):
         config = given.get("generation_config") or call.model.generation_config
         num_rows = len(given.get("inputs", ())) * (getattr(config, "num_return_sequences", None) or 1)
-        row_seeds(seed, num_rows, do_sample=True)  # refuses another number of them
-    with _asking(asked):
+        row_seeds(seed, num_rows, do_sample=True)  # raises for another number of seeds
+    with _set_options(options):
         return call.original(*call.args, **{name: value for name, value in call.kwargs.items() if name not in settings})
 
 
 @contextmanager
 def continuous_batching_context_manager(call: EnabledCall) -> Iterator[Any]:
-    """transformers' context manager, with a manager of ours where something drafts."""
+    """Return transformers' context manager, with a manager of ours if an assistant or a seed is given."""
     assistant, seed = call.take()
     config = call.kwargs.get("generation_config", call.args[0] if call.args else None)
-    asked = None if assistant is None and seed is None else _ask(call, assistant, seed, config)
+    options = None if assistant is None and seed is None else _options_of(call, assistant, seed, config)
     with ExitStack() as stack:
-        with _asking(asked or _asked.get()):
+        with _set_options(options or _current.get()):
             manager = stack.enter_context(call.plain())
         yield manager
 
 
 def init_continuous_batching(call: EnabledCall) -> Any:
-    """A manager of ours where something drafts, else transformers'."""
+    """Return a manager of ours if an assistant or a seed is given, else transformers'."""
     model = call.model
     assistant, seed = call.take()
     given = _INIT.bind(model, *call.args, **call.kwargs).arguments
     config = given.get("generation_config")
-    asked = None if assistant is not None or seed is not None else _asked.get()
-    asked = asked or _ask(call, assistant, seed, config)
-    if asked is None:
+    options = None if assistant is not None or seed is not None else _current.get()
+    options = options or _options_of(call, assistant, seed, config)
+    if options is None:
         return _plain(call)
     try:
-        return _manager(model, asked, config, given.get("continuous_batching_config"), given.get("workload_hints"))
+        return _manager(model, options, config, given.get("continuous_batching_config"), given.get("workload_hints"))
     except (OSError, TypeError, ValueError) as error:
-        if not asked.choice.is_default:
+        if not options.choice.is_default:
             raise
         logger.warning(f"Continuous batching of {type(model).__name__} is left to transformers: {error}")
         return _plain(call)
 
 
 def destroy_cached_manager(call: EnabledCall) -> None:
-    """Ours goes too."""
+    """Destroy the cached managers, transformers' and ours."""
     destroy_manager(call.model)
     call.plain()
 
@@ -105,40 +105,40 @@ def destroy_manager(model: PreTrainedModel) -> None:
 
 
 def _plain(call: EnabledCall) -> Any:
-    with without_defaults():  # a default of all models' has had its turn
+    with without_defaults():  # the default assistant of all models has been considered already
         return call.plain()
 
 
-def _ask(
+def _options_of(
     call: EnabledCall, assistant: Any, seed: Any, config: Any, settings: dict[str, Any] | None = None
-) -> _Asked | None:
-    """None where nothing drafts and no seed is given: then the call is transformers'."""
+) -> _Options | None:
+    """Return the options of a call; None without assistant and seed, when transformers serves it."""
     choice = choose(call, assistant, config)
     if choice.assistant is None:
         if seed is None:
             return None
         choice = Choice("none")
     elif seed is not None:
-        choice = Choice(choice.assistant)  # transformers, to which a default gives way, knows no seeds
-    return _Asked(choice, seed, settings or {})
+        choice = Choice(choice.assistant)  # not a default, which could be left to transformers, which takes no seeds
+    return _Options(choice, seed, settings or {})
 
 
 @contextmanager
-def _asking(asked: _Asked | None) -> Iterator[None]:
-    token = _asked.set(asked)
+def _set_options(options: _Options | None) -> Iterator[None]:
+    token = _current.set(options)
     try:
         yield
     finally:
-        _asked.reset(token)
+        _current.reset(token)
 
 
-def _manager(model: PreTrainedModel, asked: _Asked, config: Any, options: Any, hints: Any) -> Any:
-    """A new manager, or that which was kept from an earlier session with the same assistant."""
+def _manager(model: PreTrainedModel, options: _Options, config: Any, batching: Any, hints: Any) -> Any:
+    """Return the manager kept from an earlier session, if its assistant is the same, or a new one."""
     known = state_of(model).manager
-    if known is not None and known.drafts_with(asked.choice.assistant):
+    if known is not None and known.drafts_with(options.choice.assistant):
         manager = known
     else:
         destroy_manager(model)
-        manager = SpeculativeBatchingManager(model, asked.choice, options, hints, is_cached=True)
-    manager.begin(config, asked.seed, asked.settings)
+        manager = SpeculativeBatchingManager(model, options.choice, batching, hints, is_cached=True)
+    manager.begin(config, options.seed, options.settings)
     return manager

@@ -185,7 +185,7 @@ def test_streams_and_cancellation():
 
 def test_what_cannot_be_read_is_refused():
     engine = Engine(model_of("bart", max_position_embeddings=32), "none")
-    with pytest.raises(ValueError, match="may feed 33 tokens and the model has 32 positions"):
+    with pytest.raises(ValueError, match="may feed 33 tokens, but the model has 32 positions"):
         engine.add_request([3] * 33, max_new_tokens=2)
     with pytest.raises(ValueError, match="`encoder_outputs` cannot be served"):
         engine.add_request([3], encoder_outputs=(torch.zeros(1, 1, 32),))

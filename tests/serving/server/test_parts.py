@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic import ValidationError
 
 from hf_smartspec.serving.server.answers import Piece, interleaved
-from hf_smartspec.serving.server.handlers.usage import in_common
+from hf_smartspec.serving.server.handlers.usage import num_predicted
 from hf_smartspec.serving.server.request.fields import ChatFields, CompletionFields, ResponseFields
 from hf_smartspec.serving.server.tokens.texts import TextStream
 
@@ -70,8 +70,8 @@ def test_what_texts_have_in_common_is_their_longest_common_subsequence():
         first, second = (rng.integers(0, 4, rng.integers(0, 7)).tolist() for _ in range(2))
         parts = {part for num in range(len(first) + 1) for part in itertools.combinations(first, num)}
         longest = max(len(part) for part in parts if _is_within(part, second))
-        assert in_common(first, second) == longest
-    assert in_common(range(5000), range(1, 5001)) == 4999
+        assert num_predicted(first, second) == longest
+    assert num_predicted(range(5000), range(1, 5001)) == 4999
 
 
 def _is_within(part, text):

@@ -55,7 +55,7 @@ def test_a_key_has_no_more_open_than_it_may(demo):
     """Choices and lists of prompts count each; others do not notice."""
     with running(demo, keys=KEYS, limits=Limits(max_per_key=4)) as server:
         one, two = (server.client(key) for key in KEYS)
-        with pytest.raises(openai.BadRequestError, match="5 answers at once, and 4 are the most"):
+        with pytest.raises(openai.BadRequestError, match="5 answers at once, but at most 4 are accepted"):
             one.completions.create(**SHORT | {"prompt": ["x"] * 5})
         with one.completions.create(**STREAM | {"prompt": ["1, 2,", "3, 4,"], "n": 2, "temperature": 1.0}):
             with pytest.raises(openai.RateLimitError, match="4 requests of this key") as refused:

@@ -1,1 +1,1 @@
-"""The chat template: prompts of messages and tools, and the form in which a model writes tool calls."""
+"""Chat templates: prompts from messages and tools, and the syntax in which a model writes tool calls."""

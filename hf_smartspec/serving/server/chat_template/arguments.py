@@ -1,6 +1,6 @@
 """
-Arguments of tool calls that are written in tags, as text: transformers' parser makes values of them by the `type` that
-their schemas declare, so that others need one.
+Arguments of tool calls that a model writes in tags, as text. transformers' parser converts them by the `type` that
+their schemas declare, so schemas without a `type` get one here.
 """
 
 import json
@@ -13,16 +13,16 @@ _UNIONS = ("anyOf", "oneOf")
 _KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null", list: "array"}
 _NUMBERS = ("integer", "number")
 _ORDER = ("integer", "number", "boolean", "null", "object", "array", "string")  # else 1 would be read as true
-# Where text may also be a number, whatever number it reads as must do: these say nothing of values but their type.
+# Keys of schemas that accept any number: where text may be read as a number, the schema must accept all numbers.
 _FREE = frozenset(["type", "title", "description", "default", "examples", "nullable", "deprecated", *_UNIONS])
-_NOT_READ = ("$ref", "allOf", "not", "if", "enum", "const", *_UNIONS)  # what restricts values without a type
-_DEEPEST, _MOST = 32, 2**16  # levels, and keys and items of all schemas of a request, that are unfolded
+_NOT_READ = ("$ref", "allOf", "not", "if", "enum", "const", *_UNIONS)  # keys that restrict values without a type
+_DEEPEST, _MOST = 32, 2**16  # levels of a schema, and keys and items of all schemas of a request, that are unfolded
 _LONGEST_REFERENCE = 2**10  # characters
 _UNRESOLVED = {"$ref": "#"}  # in place of a schema that unfolds to more: declares no type, and cannot be forced
 
 
 class _TooLargeError(Exception):
-    """The schemas of a request unfold to more than is read."""
+    """Raised when the schemas of a request unfold to more than the bound."""
 
 
 class _Budget:
@@ -76,7 +76,7 @@ def _declared(value: Any, schema: Mapping[str, Any], budget: _Budget, depth: int
         return {}, False  # `true` stands for any value
     if depth > _DEEPEST:
         raise _TooLargeError
-    if depth:  # the schemas themselves are no longer than the request
+    if depth:  # the top level is no larger than the request
         budget.charge(value)
     value = dict(value)
     parts = value.get("allOf")
@@ -127,7 +127,7 @@ def _own_types(value: Mapping[str, Any]) -> list[str]:
 
 
 def _types(value: Mapping[str, Any]) -> list[str]:
-    """Those that the parser tries, in its order."""
+    """Return the types that the parser tries, in its order."""
     types = _own_types(value)
     for part in _parts(value, *_UNIONS):
         types += _types(part) if isinstance(part, dict) else ()
@@ -141,15 +141,16 @@ def _choices(value: Mapping[str, Any]) -> list[Any] | None:
     return choices if isinstance(choices, list) and choices else None
 
 
-def written(name: str, value: dict[str, Any]) -> list[str] | str:
+def accepted_text(name: str, value: dict[str, Any]) -> list[str] | str:
     """
-    How a value, with a schema of `with_types`, is written in tags: one of these texts, any "text", or "json".
+    Return the texts that a parameter accepts in tags: a list of choices, "text" for any text, or "json".
 
     Args:
-        name (`str`): Of the parameter.
+        name (`str`): The parameter's name.
+        value (`dict`): Its schema, as `with_types` returns it.
 
     Raises:
-        ApiError: 400, where what is written could be read as what the schema forbids.
+        ApiError: 400, if an accepted text could be read as a value that the schema forbids.
     """
     if value is _UNRESOLVED:
         raise _refused(name, "its schema unfolds to too much")
@@ -163,17 +164,17 @@ def written(name: str, value: dict[str, Any]) -> list[str] | str:
         allowed = {*types, *(["integer"] if "number" in types else [])}
         choices = [choice for choice in choices if _kind(choice) in allowed]
         if not choices or (others and any(isinstance(choice, str) and _is_like(choice) for choice in choices)):
-            raise _refused(name, "its choices would be read as others, or not be of its type")
+            raise _refused(name, "its choices would be read as other values, or are not of its type")
         return [choice if isinstance(choice, str) else json.dumps(choice) for choice in choices]
     if "string" not in types and others:
         return "json"
     if others & {"object", "array"} or not _is_free(value):
-        raise _refused(name, "what the text reads as may not do: beside strings, allow null, booleans or any number")
+        raise _refused(name, "its text may be read as another value: beside strings, allow null, booleans, any number")
     return "text"
 
 
 def _is_like(text: str) -> bool:
-    """Whether a text may be read as something else."""
+    """Return whether a text may be read as a value that is not a string."""
     try:
         json.loads(text)
     except ValueError:
@@ -182,12 +183,12 @@ def _is_like(text: str) -> bool:
 
 
 def _is_free(value: Mapping[str, Any]) -> bool:
-    """Whether the value, if it may be a number, may be any."""
+    """Return whether the schema accepts all numbers, if it accepts one."""
     return _numbers_and_freedom(value)[1]
 
 
 def _numbers_and_freedom(value: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Return whether a value may be a number, and whether it then may be any."""
+    """Return whether a schema accepts numbers, and whether it then accepts all of them."""
     parts = [_numbers_and_freedom(part) for part in _parts(value, *_UNIONS) if isinstance(part, dict)]
     may_be_number = any(kind in _NUMBERS for kind in _own_types(value)) or any(number for number, _ in parts)
     is_free = not may_be_number or value.keys() <= _FREE

@@ -1,4 +1,4 @@
-"""Chats as prompts, and answers as messages: by transformers' own templates and parsers."""
+"""Render chats as prompts and parse answers as messages, with transformers' own templates and parsers."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ def render(
     template_kwargs: Mapping[str, Any],
 ) -> list[int]:
     """
-    Token ids of a chat whose answer is to begin.
+    Return the token ids of a chat, up to the beginning of the answer.
 
     Raises:
         ApiError: 400, for chats that the model's template cannot render.
@@ -47,23 +47,23 @@ def render(
         text: Any = served.tokenizer.apply_chat_template(
             turns, add_generation_prompt=True, tools=list(tools) if tools else None, tokenize=False, **template_kwargs
         )
-    except Exception as error:  # of many kinds, which templates raise for what they do not know
+    except Exception as error:  # templates raise errors of many kinds
         raise ApiError(400, f"messages: cannot be rendered: {error}", param="messages") from None
-    return served.encode(text, "messages", add_special_tokens=False)  # the template writes its own
+    return served.encode(text, "messages", add_special_tokens=False)  # the template adds its own
 
 
 def template_kwargs(
     defaults: Mapping[str, Any], kwargs: Mapping[str, Any] | None, reasoning_effort: str | None
 ) -> dict[str, Any]:
     """
-    What the template gets: of the server, and of a client, which comes first; not what runs it: a template of the
-    client's own would be a program.
+    Return the arguments of the chat template: the server's defaults, overridden by the client's. A client may not set
+    parameters of `apply_chat_template`, such as the template itself, which is a program.
 
     Args:
-        reasoning_effort (`str`, *optional*): By the name that templates know it by.
+        reasoning_effort (`str`, *optional*): The template's argument of this name.
 
     Raises:
-        ApiError: 400
+        ApiError: 400, for such a parameter.
     """
     own = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
     for name in kwargs or {}:
@@ -74,15 +74,20 @@ def template_kwargs(
 
 
 def has_parser(served: ServedModel) -> bool:
-    """Whether transformers knows how the model's messages tell tool calls and reasoning from text."""
+    """Return whether transformers has a parser for tool calls and reasoning in the model's messages."""
     return get_response_template(served.tokenizer, served.model) is not None
 
 
 class MessageReader:
     """
-    Tells text, reasoning and tool calls of an answer apart, as its text comes. Items are `str`, `ReasoningText` and
-    `ToolCall` of transformers. What its parser cannot read, such as a call that is no JSON, is text. It makes values of
-    arguments that are written as text by the types that `tools` declare (`with_types`).
+    Splits an answer into text, reasoning and tool calls, as its text comes. Items are `str`, `ReasoningText` and
+    `ToolCall` of transformers. Parts that its parser cannot read, such as a call with invalid JSON, are text.
+
+    Args:
+        served (`ServedModel`): The model that answers.
+        prompt (sequence of `int`): Token ids of the prompt.
+        tools (sequence of `dict`, *optional*): Tools with types (`with_types`), by which the parser converts arguments
+            that are written as text.
     """
 
     def __init__(self, served: ServedModel, prompt: Sequence[int], tools: Sequence[dict[str, Any]] | None):
@@ -93,49 +98,49 @@ class MessageReader:
 
     def feed(self, text: str, finish_reason: str | None) -> list[Any]:
         """
-        What has become readable.
+        Return the items that have become complete.
 
         Args:
-            finish_reason (`str`, *optional*): Of the answer, with its last text. A call that was cut off ("length") is
-                none: parsers of some forms would make one of what there is of its arguments.
+            finish_reason (`str`, *optional*): The answer's, with its last text. A call that was cut off ("length") is
+                left out: some parsers would return it with incomplete arguments.
         """
         items, self._first = self._first, []
         if self._parser is None:
             return [*items, self._plain(text)] if text else items
         try:
             found = read_events(self._parser.feed(text)) if text else []
-        except Exception as error:  # of many kinds: a model may write anything
+        except Exception as error:  # of many kinds, since a model may write anything
             logger.info(f"A message could not be read: {type(error).__name__}")
             self._parser = None
             return [*items, self._plain(self._unread + text)]
-        self._unread = _behind(self._unread + text, found)
+        self._unread = _after_last(self._unread + text, found)
         items = items + found
         if finish_reason is not None:
             try:
                 last = read_events(self._parser.finalize()[1])
                 is_cut = finish_reason == "length"
                 items = items + [item for item in last if not (is_cut and isinstance(item, ToolCall))]
-            except Exception as error:  # the answer ended within a tool call, say
+            except Exception as error:  # the answer ended within a tool call, for example
                 logger.info(f"The end of a message could not be read: {type(error).__name__}")
         return items
 
     def _plain(self, text: str) -> str:
-        """Where there is a parser, texts have special tokens in them."""
+        """Return the text without special tokens, which texts for a parser contain."""
         for special in self._specials:
             text = text.replace(special, "")
         return text
 
 
 def read_events(events: list[dict[str, Any]]) -> list[Any]:
-    """Text, reasoning and calls in a parser's events. Raises errors of many kinds for calls that are none."""
+    """Return text, reasoning and calls of a parser's events. Errors of many kinds are raised for invalid calls."""
     items = response_events_to_chunks(events)
     if not all(isinstance(item.name, str) for item in items if isinstance(item, ToolCall)):
         raise ValueError("a tool without a name")
     return items
 
 
-def _behind(text: str, items: Sequence[Any]) -> str:
-    """What of a text no item has shown yet."""
+def _after_last(text: str, items: Sequence[Any]) -> str:
+    """Return the part of a text after the last item."""
     if not items:
         return text
     last = items[-1]

@@ -1,4 +1,4 @@
-"""Answers that must call tools: the model's own way to write a call, as a grammar."""
+"""Forced tool calls: a grammar for calls in the model's own syntax."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from ..errors import ApiError
 from ..request.fields import NamedTool, ToolFields
 from ..request.grammar import LAYOUT, MOST_CHARS
 from ..served import ServedModel
-from .arguments import with_types, written
+from .arguments import accepted_text, with_types
 from .written_calls import WrittenCall, length_in_common, written_call
 
 _FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -25,15 +25,15 @@ def forced_form(
     served: ServedModel, fields: ToolFields, tools: Sequence[dict[str, Any]] | None, prompt: Sequence[int]
 ) -> str | None:
     """
-    The form, as of `form_of`, of an answer that must call tools; None where it need not.
+    Return the form, as in `form_of`, of an answer that must call tools; None if it need not.
 
     Args:
-        fields (`ToolFields`): Whose `tool_choice` says so.
-        tools (sequence of `dict`, *optional*): In the form of chats.
-        prompt (sequence of `int`): What is answered: reasoning may have begun in it.
+        fields (`ToolFields`): The request, with `tool_choice`.
+        tools (sequence of `dict`, *optional*): Tools in the format of chats.
+        prompt (sequence of `int`): Token ids of the prompt, in which reasoning may have begun.
 
     Raises:
-        ApiError: 400, for tools that are not there, and where it is not known how the model writes a call.
+        ApiError: 400, for missing tools, and for a model whose syntax of calls is unknown.
     """
     choice = fields.tool_choice
     if choice in (None, "auto", "none"):
@@ -45,7 +45,7 @@ def forced_form(
         missing = repr(choice.called) if isinstance(choice, NamedTool) else "tools to choose from"
         raise ApiError(400, f"tool_choice: there is no {missing} in tools", param="tool_choice")
     template = get_response_template(served.tokenizer, served.model)
-    call = None if template is None else _written_call(served, template)
+    call = None if template is None else _cached_written_call(served, template)
     if template is None or call is None:
         raise ApiError(
             400,
@@ -68,8 +68,8 @@ def forced_form(
 _WRITTEN: WeakKeyDictionary[ServedModel, tuple[dict[str, Any], WrittenCall | None]] = WeakKeyDictionary()
 
 
-def _written_call(served: ServedModel, template: dict[str, Any]) -> WrittenCall | None:
-    """As `written_call`, which takes a while, for as long as the model has this template."""
+def _cached_written_call(served: ServedModel, template: dict[str, Any]) -> WrittenCall | None:
+    """Return the cached result of `written_call`, which is slow, for the model's present template."""
     known = _WRITTEN.get(served)
     if known is None or known[0] is not template:
         known = _WRITTEN[served] = template, written_call(served, template)
@@ -88,7 +88,7 @@ def _function_of(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_reasoning(served: ServedModel, prompt: Sequence[int]) -> bool:
-    """Whether the prompt ends within reasoning."""
+    """Return whether the prompt ends within reasoning."""
     parser = build_response_parser(served.tokenizer, served.model, list(prompt))
     assert parser is not None, "there is a template"
     events = [event["type"] for event in parser.initial_events if event.get("field") in _REASONING]
@@ -99,7 +99,7 @@ def _is_reasoning(served: ServedModel, prompt: Sequence[int]) -> bool:
 
 
 class _Writer:
-    """Rules in llguidance's form of Lark, in which special tokens of a tokenizer are named by their ids."""
+    """Writer of grammar rules in llguidance's dialect of Lark, which names special tokens by their ids."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._special = {item.content: ident for ident, item in tokenizer.added_tokens_decoder.items() if item.special}
@@ -112,13 +112,13 @@ class _Writer:
         return " ".join(f"<[{self._special[part]}]>" if part in self._special else _quoted(part) for part in parts)
 
     def text_until(self, name: str, end: str) -> str:
-        """A rule for any text up to the first `end`, and that."""
-        if any(special in end for special in self._special):  # texts have no special tokens in them
+        """Return a rule for any text up to and including the first `end`."""
+        if any(special in end for special in self._special):  # texts contain no special tokens
             return f"{name}: {_TEXT} {self.literal(end)}"
         return f"{name}[suffix={_quoted(end)}]: {_TEXT}"
 
     def reasoning_rules(self, template: dict[str, Any], has_begun: bool) -> str:
-        """What may, or where it has begun must, come before a call; nothing for models that do not reason."""
+        """Return rules for reasoning before a call, optional unless it has begun; "" for models that do not reason."""
         field: dict[str, Any] = next((item for name, item in template["fields"].items() if name in _REASONING), {})
         begin, end = field.get("open"), field.get("close")
         if not isinstance(begin, str) or not isinstance(end, str):
@@ -127,7 +127,7 @@ class _Writer:
         return f"{self.text_until('thoughts', end)}\nreasoning: {thoughts}\n"
 
     def call_rules(self, name: str, call: WrittenCall, function: dict[str, Any]) -> str:
-        """Rules for a call of this function, of which the first one bears the name."""
+        """Return rules for a call of this function; the first one is called `name`."""
         call = call.of(function["name"])
         schema = {"type": "object", "properties": {}} | (function.get("parameters") or {})
         if call.key_end is None:
@@ -138,8 +138,8 @@ class _Writer:
 
     def _rules_by_argument(self, name: str, call: WrittenCall, key_end: str, schema: dict[str, Any]) -> str:
         """
-        Arguments one by one, in the schema's order: `NAME_first_N` for those from the Nth on where none has come, and
-        `NAME_rest_N` where one has.
+        Return rules for arguments in the schema's order. `NAME_first_N` stands for the arguments from the Nth on before
+        any has been written, `NAME_rest_N` for the same after one has.
         """
         arguments = schema["properties"]
         required = {item for item in schema.get("required") or () if isinstance(item, str)}
@@ -154,8 +154,8 @@ class _Writer:
         for number, (key, value) in enumerate(arguments.items()):
             this, following, is_last = f"{name}_argument_{number}", number + 1, number + 1 == len(arguments)
             rest = "" if is_last else f" {name}_rest_{following}"
-            may_lack = key not in required and not is_last
-            rules.append(f"{name}_first_{number}: {this}{rest}" + (f" | {name}_first_{following}" if may_lack else ""))
+            can_skip = key not in required and not is_last
+            rules.append(f"{name}_first_{number}: {this}{rest}" + (f" | {name}_first_{following}" if can_skip else ""))
             if number:
                 lacking = ' | ""' if is_last else f" | {name}_rest_{following}"
                 lacking = lacking if key not in required else ""
@@ -166,8 +166,8 @@ class _Writer:
         return "\n".join(rules)
 
     def _value_rule(self, name: str, key: str, value: Any, schema: dict[str, Any], end: str) -> str:
-        """A rule for a value and what ends it: strings are written as they are, everything else is JSON."""
-        form = written(key, value)
+        """Return a rule for a value and its end: strings are written unquoted, other values as JSON."""
+        form = accepted_text(key, value)
         if isinstance(form, list):
             self._count(sum(map(len, form)))
             texts = [self.literal(text) or _quoted("") for text in form]
@@ -178,7 +178,7 @@ class _Writer:
         return f"{name}: %json {json.dumps(value | shared | {'x-guidance': LAYOUT})} {self.literal(end)}"
 
     def _count(self, num_chars: int) -> None:
-        """Refuse rules that are too long together before the next one is written: each may have all `$defs` in it."""
+        """Refuse rules that are too long together, before the next one is written: each may contain all `$defs`."""
         self._num_chars += num_chars
         if self._num_chars > MOST_CHARS:
             raise ApiError(400, f"tools: their schemas make a grammar of more than {MOST_CHARS} characters", "tools")
@@ -189,7 +189,7 @@ def _quoted(text: str) -> str:
 
 
 def _common_end(call: WrittenCall) -> str:
-    """What every value is followed by, up to a border of its tags."""
+    """Return the text after every value, up to a tag boundary."""
     common = call.separator[: length_in_common(call.separator, call.after)]
     border = re.match(r".*[>\s]", common, re.DOTALL)
     return common if border is None else border[0]

@@ -1,4 +1,4 @@
-"""How a model writes a call of a tool: read off its chat template's own, and tried with its parser."""
+"""The syntax in which a model writes tool calls: found in its chat template, and checked with its parser."""
 
 import json
 import re
@@ -10,19 +10,19 @@ from transformers.cli.serving.utils import ToolCall, build_response_parser
 from ..served import ServedModel
 from .rendering import read_events
 
-# What stands in the example of a call for a function's name, and for names and values of its arguments.
+# Placeholders in the example of a call: for the function's name, and for names and values of its arguments.
 NAME, _KEYS, _VALUES = "some_function", ("first_key", "second_key"), ("first value", "second value")
 
 
 class WrittenCall(NamedTuple):
     """
-    The text of a call, with `NAME` for the function's name.
+    The syntax of a call, with `NAME` for the function's name.
 
     Args:
-        before, after (`str`): What stands around the arguments.
-        key_end (`str`, *optional*): What comes between the name of an argument and its value; None where all arguments
-            are one JSON object.
-        separator (`str`): What comes between two arguments.
+        before, after (`str`): Text before and after the arguments.
+        key_end (`str`, *optional*): Text between an argument's name and its value; None if all arguments are one JSON
+            object.
+        separator (`str`): Text between two arguments.
         empty (`str`): The whole call without arguments.
     """
 
@@ -33,20 +33,19 @@ class WrittenCall(NamedTuple):
     empty: str = ""
 
     def of(self, name: str) -> "WrittenCall":
-        """The same for a function of this name."""
+        """Return the syntax of a call of this function."""
         before, after, empty = (text.replace(NAME, name) for text in (self.before, self.after, self.empty))
         return self._replace(before=before, after=after, empty=empty)
 
 
 def written_call(served: ServedModel, template: dict[str, Any]) -> WrittenCall | None:
     """
-    Args:
-        template (`dict`): The response template of the model.
+    Return the syntax of the model's calls; None if the parser cannot read any example of one.
 
-    Returns:
-        None where the parser does not find the call in any example.
+    Args:
+        template (`dict`): The model's response template.
     """
-    for arguments_of in (dict, json.dumps):  # templates differ in what they take
+    for arguments_of in (dict, json.dumps):  # templates differ in the arguments that they accept
         if (call := _read_off(served, template, arguments_of)) is not None:
             return call
     return None
@@ -61,7 +60,7 @@ def _read_off(served: ServedModel, template: dict[str, Any], arguments_of: Any) 
     empty, _, both = (text or "" for text in examples)
     if (found := _json_in(both, arguments)) is not None:
         return WrittenCall(both[: found[0]], both[found[1] :])
-    if template["fields"]["tool_calls"].get("content") == "json":  # in a dialect of its own
+    if template["fields"]["tool_calls"].get("content") == "json":  # in another dialect of JSON
         return None
     pieces = re.split("|".join((*_KEYS, *_VALUES)), both)
     if len(pieces) != 5 or pieces[1] != pieces[3]:
@@ -71,7 +70,7 @@ def _read_off(served: ServedModel, template: dict[str, Any], arguments_of: Any) 
 
 
 def _example(served: ServedModel, template: dict[str, Any], arguments: dict[str, str], arguments_of: Any) -> str | None:
-    """The text of a call, as the model's chat template writes it, or else as the response template describes it."""
+    """Return the text of a call as written by the chat template, or else as described by the response template."""
     field = template["fields"].get("tool_calls", {})
     begin, end = _delimiter(field, "open"), _delimiter(field, "close")
     if begin is None or end is None:
@@ -87,7 +86,7 @@ def _example(served: ServedModel, template: dict[str, Any], arguments: dict[str,
         asked_text, text = (
             str(served.tokenizer.apply_chat_template(turns, tokenize=False)) for turns in ([asked], [asked, answer])
         )
-    except Exception:  # of many kinds, which templates raise for what they do not know
+    except Exception:  # templates raise errors of many kinds
         asked_text = text = ""
     first = begin.search(text, length_in_common(asked_text, text))
     last = end.search(text, first.end()) if first else None
@@ -100,7 +99,7 @@ def _example(served: ServedModel, template: dict[str, Any], arguments: dict[str,
 
 
 def _delimiter(field: Mapping[str, Any], name: str) -> re.Pattern[str] | None:
-    """The pattern of what opens or closes a field."""
+    """Return the pattern that opens or closes a field; None if there is none."""
     if f"{name}_pattern" in field:
         return re.compile(field[f"{name}_pattern"], re.DOTALL)
     literals = field.get(name)
@@ -109,7 +108,7 @@ def _delimiter(field: Mapping[str, Any], name: str) -> re.Pattern[str] | None:
 
 
 def _reads_as(served: ServedModel, text: str | None, arguments: dict[str, str]) -> bool:
-    """Whether the parser finds in a text the call of the example, and nothing else."""
+    """Return whether the parser finds in a text the call of the example only."""
     parser = build_response_parser(served.tokenizer, served.model, [])
     if not text or parser is None:
         return False
@@ -122,7 +121,7 @@ def _reads_as(served: ServedModel, text: str | None, arguments: dict[str, str]) 
 
 
 def _json_in(text: str, value: Any) -> tuple[int, int] | None:
-    """Where a value stands in a text as JSON."""
+    """Return the start and end of a value's JSON in a text; None if it is not there."""
     for start in (match.start() for match in re.finditer(r"\{", text)):
         try:
             found, end = json.JSONDecoder().raw_decode(text, start)
@@ -134,6 +133,6 @@ def _json_in(text: str, value: Any) -> tuple[int, int] | None:
 
 
 def length_in_common(first: str, second: str) -> int:
-    """Characters with which both begin."""
+    """Return the length of the common beginning of two texts."""
     differing = (place for place, (one, other) in enumerate(zip(first, second)) if one != other)
     return next(differing, min(len(first), len(second)))

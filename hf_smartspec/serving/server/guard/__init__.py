@@ -1,1 +1,1 @@
-"""What a server lets in: keys and their tenants, sizes, lengths of queues."""
+"""Admission to a server: API keys and their tenants, sizes of bodies, lengths of queues."""

@@ -1,4 +1,4 @@
-"""Who asks: known to whatever handles a request, without being handed through transformers' application."""
+"""The caller of a request, as a context variable, since transformers' application passes no such argument on."""
 
 from contextvars import ContextVar
 from typing import NamedTuple
@@ -6,9 +6,11 @@ from typing import NamedTuple
 
 class Caller(NamedTuple):
     """
+    The tenant that sent a request.
+
     Args:
-        namespace (`str`): Of its texts: nobody else's drafts or reused keys and values are made of them.
-        is_admin (`bool`): Whether it may see what the server counts over all tenants.
+        namespace (`str`): Namespace of the tenant's texts: no other tenant's drafts or reused prefixes come from them.
+        is_admin (`bool`): Whether the caller may read metrics over all tenants.
     """
 
     namespace: str = ""

@@ -1,4 +1,4 @@
-"""What stands before the application: keys, the size of bodies, and clients that leave."""
+"""Middleware in front of the application: checks keys and sizes of bodies, and ends requests of absent clients."""
 
 import asyncio
 from collections import Counter
@@ -13,22 +13,22 @@ from .caller import CALLER
 from .hosts import check_host
 from .keys import ApiKeys
 
-_OPEN = frozenset(["/health", "/ping"])  # for whoever watches the server
-_BODY_SECONDS = 30.0  # in which a body must have come
-_LARGEST_HELD = 16  # bodies of the largest size, as whose bytes all that are not whole yet may hold; a quarter per key
+_OPEN = frozenset(["/health", "/ping"])  # health checks, which need no key
+_BODY_SECONDS = 30.0  # until a whole body must have arrived
+_LARGEST_HELD = 16  # bound on all incomplete bodies, in bodies of the largest size; a quarter per key
 
 
 class Guard:
     """
-    Looks at key and host before it reads, reads the whole body before anything else begins, and ends the handling of a
-    request whose client has left. The bytes of all bodies that are not whole yet are bounded.
+    Middleware that checks key and host before it reads a body, passes only whole bodies on, and cancels the handling of
+    a request whose client has left. The bytes of all incomplete bodies are bounded.
 
     Args:
         app: The application.
-        keys (`ApiKeys`): Who may ask.
-        max_body_bytes (`int`): Of a request.
-        hosts (collection of `str`, *optional*): Names under which clients must know the server; any, where not given.
-        keeps_bodies (`bool`): Whether the application keeps bodies until it has answered: they count as long.
+        keys (`ApiKeys`): API keys of clients.
+        max_body_bytes (`int`): Largest body of a request.
+        hosts (collection of `str`, *optional*): Host names that requests may name; any, if omitted.
+        keeps_bodies (`bool`): Whether the application keeps bodies until it has answered; they then count until that.
     """
 
     def __init__(
@@ -41,19 +41,19 @@ class Guard:
     ):
         self.app, self.keys, self.max_body_bytes, self.hosts = app, keys, max_body_bytes, hosts
         self.keeps_bodies = keeps_bodies
-        self._held: Counter[str] = Counter()  # bytes of bodies that are read or kept, by namespace
+        self._held: Counter[str] = Counter()  # bytes of incomplete or kept bodies, by namespace
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        is_open = scope["path"] in _OPEN  # to all, so that no body of it is read
+        is_open = scope["path"] in _OPEN  # to clients without a key: their bodies are not read
         try:
             namespace = "" if is_open else self._admit(scope)
             body = [b""] if is_open else await self._body_in_time(scope, receive, namespace)
         except (ApiError, TimeoutError) as error:
-            refusal = error if isinstance(error, ApiError) else ApiError(408, "The body did not come")
-            await refusal.response()(scope, receive, closing(send))  # nobody reads the rest of the body
+            refusal = error if isinstance(error, ApiError) else ApiError(408, "The body did not arrive in time")
+            await refusal.response()(scope, receive, closing(send))  # the rest of the body is not read
             return
         if not body:
             return
@@ -65,12 +65,12 @@ class Guard:
             self._held[namespace] -= size
 
     async def _body_in_time(self, scope: Scope, receive: Receive, namespace: str) -> list[bytes]:
-        """Return the body, as the only item of a list, from which it is taken; none if the client leaves before."""
+        """Return the body in a list, from which it is taken later; an empty list if the client leaves."""
         body = await asyncio.wait_for(self._body(scope, receive, namespace), _BODY_SECONDS)
         return [] if body is None else [body]
 
     def _admit(self, scope: Scope) -> str:
-        """Return the namespace of whose request it is; what begins from here on knows the caller."""
+        """Set `CALLER` to the sender of a request, and return its namespace."""
         check_host(scope, self.hosts)
         caller = self.keys.caller(_header(scope, b"authorization"))
         if caller is None:
@@ -79,9 +79,9 @@ class Guard:
         return caller.namespace
 
     async def _body(self, scope: Scope, receive: Receive, namespace: str) -> bytes | None:
-        """None if the client leaves before."""
-        told = _header(scope, b"content-length") or "0"
-        if told.isdigit() and int(told[:20]) > self.max_body_bytes:
+        """Return the whole body; None if the client leaves before its end."""
+        length = _header(scope, b"content-length") or "0"
+        if length.isdigit() and int(length[:20]) > self.max_body_bytes:
             raise self._too_large()
         body = bytearray()
         try:
@@ -102,15 +102,16 @@ class Guard:
 
     def _check_held(self, namespace: str) -> None:
         """
-        Refuse a key that holds more than a quarter of the bound, or, beyond the bound, more than its equal part: a key
-        that comes late finds room although others hold all of it. Twice the bound is held by nobody.
+        Refuse a key that holds more than a quarter of the bound or, if all keys together exceed the bound, more than
+        its equal part: so a late key finds room even if others hold all of it. All keys together hold at most twice
+        the bound.
         """
         most, held, total = _LARGEST_HELD * self.max_body_bytes, self._held[namespace], self._held.total()
         own = most // 4 if len(self.keys) > 1 else most
         if total > most:
             own = min(own, most // sum(number > 0 for number in self._held.values()))
         if held > own or total > 2 * most:
-            raise ApiError(503, "Too many large requests are on their way: ask again", retry_after=1)
+            raise ApiError(503, "Too many large requests are arriving: try again", retry_after=1)
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"The body is larger than {self.max_body_bytes} bytes")
@@ -128,7 +129,7 @@ def closing(send: Send) -> Send:
 
 
 async def _run(app: ASGIApp, scope: Scope, body: list[bytes], receive: Receive, send: Send) -> None:
-    """Run the application as long as the client waits. The body is there already, and is not held on to."""
+    """Run the application as long as the client waits. It takes the body out of the list, to free it early."""
     left = asyncio.Event()
 
     async def read() -> Message:

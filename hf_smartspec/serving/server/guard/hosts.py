@@ -1,4 +1,4 @@
-"""Names under which this machine is known: browsers open foreign pages, under names of their own."""
+"""Host names of the server: checking them keeps foreign pages in a browser from reaching a local server."""
 
 import re
 from collections.abc import Collection
@@ -12,24 +12,24 @@ _PORT = re.compile(r":\d+$")
 
 
 def local_hosts(address: str) -> tuple[str, ...] | None:
-    """The names of this machine, if only it can reach an address; None for others, which may have any."""
+    """Return the host names of a loopback address; None for other addresses, which may have any name."""
     return _LOOPBACK if address in ("127.0.0.1", "localhost", "::1") else None
 
 
 def check_host(scope: Scope, hosts: Collection[str] | None) -> None:
-    """Raises `ApiError`, 403, unless a request names one of these hosts."""
+    """Raise `ApiError`, 403, unless the request's `Host` header is one of these hosts."""
     named = next((value.decode("latin-1") for name, value in reversed(scope["headers"]) if name == b"host"), "")
     if hosts is not None and _PORT.sub("", named) not in hosts:
-        raise ApiError(403, "Not known under this name, which a foreign page may have: ask for 127.0.0.1")
+        raise ApiError(403, "This host name is not accepted, since a foreign page may use it: use 127.0.0.1")
 
 
 class HostGuard:
     """
-    Refuses requests, and web sockets, that name other hosts.
+    Middleware that refuses requests and web sockets for other hosts.
 
     Args:
         app: The application.
-        hosts (collection of `str`): As of `local_hosts`.
+        hosts (collection of `str`): Accepted host names, see `local_hosts`.
     """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str]):

@@ -1,4 +1,4 @@
-"""Who may ask: API keys, and whose texts are whose."""
+"""API keys and the namespaces of their tenants."""
 
 import hashlib
 import hmac
@@ -13,12 +13,14 @@ _BEARER = "bearer "
 
 class ApiKeys:
     """
+    The API keys of a server.
+
     Args:
-        keys (iterable of `str`): Each is a tenant of its own. Without any, everybody may ask, as one tenant.
-        salt (`bytes`, *optional*): Makes tenants' namespaces of keys, so that who sees a namespace cannot try out keys
-            without it. Servers that share what was served need the same; random, where not given.
-        admin_keys (iterable of `str`): Further keys, or some of these, whose callers are admins. Without any keys,
-            everybody is one.
+        keys (iterable of `str`): Keys, one per tenant. Without any keys, all clients are admitted as one tenant.
+        salt (`bytes`, *optional*): Secret from which tenants' namespaces are derived, so that keys cannot be guessed
+            from a namespace. Servers that share outputs need the same salt; random if omitted.
+        admin_keys (iterable of `str`): Keys of admins; they may be among `keys`. Without any keys, all clients are
+            admins.
 
     Raises:
         ValueError: for keys that no header can carry.
@@ -31,14 +33,14 @@ class ApiKeys:
             if not key.isascii() or not key.isprintable() or not key.strip():
                 raise ValueError("API keys must be printable ASCII text, and not empty.")
             namespace = hmac.new(salt, key.strip().encode(), hashlib.sha256).hexdigest()[:32]
-            # The key itself is written nowhere.
+            # The key itself is not stored.
             self._callers[_digest(key.strip())] = Caller(f"key:{namespace}", is_admin)
 
     def __len__(self) -> int:
         return len(self._callers)
 
     def caller(self, authorization: str | None) -> Caller | None:
-        """Whose key a header brings; None for nobody's. It takes as long whatever the key has in common with one."""
+        """Return the caller with the key in a header; None for an unknown key. The time does not depend on the key."""
         if not self._callers:
             return Caller(is_admin=True)
         text = authorization or ""
@@ -56,11 +58,11 @@ def _digest(key: str) -> bytes:
 
 def read_keys(path: str | Path) -> list[str]:
     """
-    One key per line; empty lines and those that begin with # are none.
+    Return the keys in a file, one per line. Empty lines and lines that begin with # are skipped.
 
     Raises:
         OSError: if the file cannot be read.
-        ValueError: if it holds none.
+        ValueError: if it contains no key.
     """
     lines = [line.strip() for line in Path(path).read_text(encoding="ascii", errors="replace").splitlines()]
     keys = [line for line in lines if line and not line.startswith("#")]

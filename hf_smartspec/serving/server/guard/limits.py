@@ -1,4 +1,4 @@
-"""What a server bears, and what it refuses."""
+"""Limits of a server: sizes and numbers of requests, beyond which they are refused."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -11,13 +11,15 @@ _BUSY = 1  # seconds after which a refused client may try again
 @dataclass(frozen=True)
 class Limits:
     """
+    Bounds on requests.
+
     Args:
-        max_body_bytes (`int`): Of a request.
-        max_model_len (`int`, *optional*): Tokens of a prompt and its answer; as the model says, where not given.
-        max_new_tokens (`int`): Of an answer whose request does not say.
+        max_body_bytes (`int`): Largest body of a request.
+        max_model_len (`int`, *optional*): Tokens of a prompt and its answer together; the model's positions if omitted.
+        max_new_tokens (`int`): Tokens of an answer whose request sets no limit.
         max_queue (`int`): Requests that may wait while others run; further ones are refused.
-        max_per_key (`int`, *optional*): Requests of one key that may wait and run; as many as of all, where not given.
-        timeout (`float`, *optional*): Seconds after which a request is given up.
+        max_per_key (`int`, *optional*): Requests of one key that may wait and run; as many as of all keys if omitted.
+        timeout (`float`, *optional*): Seconds after which a request is cancelled; never if omitted.
     """
 
     max_body_bytes: int = 2**23
@@ -30,12 +32,12 @@ class Limits:
 
 class OpenRequests:
     """
-    The requests of a model that wait and run, by namespace. Where there are as many as there may be, only namespaces
-    that have less than their equal part of these may add some: nobody is refused because of another's queue.
+    Counts of a model's waiting and running requests, by namespace. When the limit is reached, only namespaces with less
+    than their equal part may add requests, so that no namespace is refused because of another's queue.
 
     Args:
-        limits (`Limits`): How many may wait, and be one key's.
-        max_batch_size (`int`): How many run.
+        limits (`Limits`): Bounds on waiting requests, and on requests of one key.
+        max_batch_size (`int`): Requests that run at once.
     """
 
     def __init__(self, limits: Limits, max_batch_size: int):
@@ -47,14 +49,14 @@ class OpenRequests:
         return self._counts.total()
 
     def check_count(self, num_new: int) -> None:
-        """Raises `ApiError`, 400, for more requests at once than can ever be open."""
+        """Raise `ApiError`, 400, for more requests at once than can ever be open."""
         if num_new > self.room_of_one:
             raise ApiError(
-                400, f"The request asks for {num_new} answers at once, and {self.room_of_one} are the most here"
+                400, f"The request asks for {num_new} answers at once, but at most {self.room_of_one} are accepted"
             )
 
     def add(self, namespace: str, num_new: int) -> None:
-        """Raises `ApiError`: 429, if so many further requests would be too many now; 400, if always."""
+        """Count new requests; raise `ApiError`, 429, if they are too many now, or 400, if they always are."""
         self.check_count(num_new)
         own = self._counts[namespace] + num_new
         if own > self.room_of_one:
@@ -69,21 +71,21 @@ class OpenRequests:
         self._counts[namespace] = own
 
     def remove(self, namespace: str, number: int = 1) -> None:
-        """So many requests have ended."""
-        self._counts -= Counter({namespace: number})  # which forgets namespaces that have none any more
+        """Subtract requests that have ended."""
+        self._counts -= Counter({namespace: number})  # subtraction drops namespaces without requests
 
 
 def new_tokens(prompt_len: int, asked: int | None, usual: int, most: int | None) -> int:
     """
-    How many tokens an answer may have.
+    Return the number of tokens that an answer may have.
 
     Args:
-        asked (`int`, *optional*): By the request.
-        usual (`int`): Where it does not say, as far as there is room.
+        asked (`int`, *optional*): The request's limit.
+        usual (`int`): Limit of requests that set none, as far as there is room.
         most (`int`, *optional*): Tokens of prompt and answer together.
 
     Raises:
-        ApiError: 400, if the prompt is too long, or the answer that is asked for does not fit behind it.
+        ApiError: 400, if the prompt is too long, or the requested answer does not fit after it.
     """
     if most is None:
         return usual if asked is None else asked
@@ -92,7 +94,7 @@ def new_tokens(prompt_len: int, asked: int | None, usual: int, most: int | None)
         wanted = "" if asked is None else f" and {asked} for the answer"
         raise ApiError(
             400,
-            f"The maximum context length is {most} tokens, and the request has {prompt_len} in its prompt{wanted}",
+            f"The maximum context length is {most} tokens, but the request has {prompt_len} in its prompt{wanted}",
             code="context_length_exceeded",
         )
     return min(usual, room) if asked is None else asked

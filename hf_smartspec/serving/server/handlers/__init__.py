@@ -1,1 +1,1 @@
-"""What answers each route, whole or in events."""
+"""Handlers of the routes: they answer as a whole or in events."""

@@ -32,7 +32,7 @@ LEAST_LOGPROB = -9999.0  # JSON knows no infinity
 
 
 class EngineChatHandler(ChatCompletionHandler):
-    """transformers' handler with an engine behind it."""
+    """transformers' handler, answered by an engine."""
 
     generation_state: EngineState
 
@@ -56,7 +56,7 @@ class EngineChatHandler(ChatCompletionHandler):
 
 
 class _Exchange:
-    """A question, and how its answers are shown."""
+    """A chat, and the responses for its answers."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class _Exchange:
     # In chunks
 
     async def chunks(self, answers: Sequence[Answer]) -> AsyncGenerator[str, None]:
-        """The first of each choice has its role, the last its `finish_reason`; usage comes in one without choices."""
+        """Yield chunks: a choice's first has its role, its last its `finish_reason`; usage has a chunk of its own."""
         readers = [MessageReader(self._served, self._prompt, self._tools) for _ in answers]
         num_calls = [0] * len(answers)
         last: dict[int, Piece] = {}
@@ -176,5 +176,5 @@ def _shown(token: int, logprob: float, tokenizer: PreTrainedTokenizerBase) -> di
 
 
 def plain_logprob(known: TokenLogprobs | None) -> float | None:
-    """None where there is nothing before a token that could tell."""
+    """Return a token's log-probability for JSON; None for the first token of a prompt, which has none."""
     return None if known is None else max(known.logprob, LEAST_LOGPROB)

@@ -25,9 +25,9 @@ from .chat import plain_logprob
 from .streaming import AnswerStream, event, events
 from .usage import speculation_of, usage_of
 
-_USUAL_TOKENS = 16  # of an answer whose request does not say, as OpenAI has it
-# Options of answers that a model's own generation config may set, which do not apply to a prompt.
-_OF_ANSWERS: dict[str, Any] = {
+_USUAL_TOKENS = 16  # of an answer whose request sets no limit, as in OpenAI's interface
+# Options of the model's generation config that must not apply when a prompt is scored.
+_NO_PROCESSORS: dict[str, Any] = {
     "eos_token_id": None, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "bad_words_ids": None,
     "sequence_bias": None, "suppress_tokens": None, "begin_suppress_tokens": None, "forced_bos_token_id": None,
     "forced_eos_token_id": None, "exponential_decay_length_penalty": None, "guidance_scale": None,
@@ -35,7 +35,7 @@ _OF_ANSWERS: dict[str, Any] = {
 
 
 class EngineCompletionHandler(CompletionHandler):
-    """transformers' handler with an engine behind it."""
+    """transformers' handler, answered by an engine."""
 
     generation_state: EngineState
 
@@ -62,7 +62,7 @@ class EngineCompletionHandler(CompletionHandler):
 
 
 class _Exchange:
-    """Prompts, and how their answers are shown: those of the first prompt, those of the second, ..."""
+    """Prompts, and the responses for their answers, ordered by prompt."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class _Exchange:
         self._scores: list[list[TokenLogprobs | None]] = [[] for _ in prompts]
 
     async def read_prompts(self) -> None:
-        """Texts of prompts, and where log-probabilities are wanted, those of their tokens."""
+        """Store the prompts' texts and, if the request asks for them, their tokens' log-probabilities."""
         tokenizer = self._served.tokenizer
         for index, (prompt, ids) in enumerate(zip(self._fields.prompts, self._prompts)):
             self._echoes[index] = prompt if isinstance(prompt, str) else str(tokenizer.decode(ids))
@@ -91,7 +91,7 @@ class _Exchange:
     # Whole
 
     def completion(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """Without pieces: the prompts alone, which were asked for by `echo`."""
+        """Return the response; without pieces, it consists of the echoed prompts."""
         outputs = [piece.output for piece in pieces]
         if pieces:
             choices = [self._choice(index, piece) for index, piece in enumerate(pieces)]
@@ -123,7 +123,7 @@ class _Exchange:
     def _logprobs(
         self, index: int, piece: Piece | None = None, echoes: bool = True, offset: int = 0
     ) -> Logprobs | None:
-        """Of the prompt, where it is echoed, and of an answer."""
+        """Return log-probabilities of the prompt, if it is echoed, and of an answer."""
         if self._fields.logprobs is None:
             return None
         at = index // self._per_prompt
@@ -167,13 +167,13 @@ class _Exchange:
 
 async def prompt_logprobs(served: ServedModel, ids: Sequence[int], num_top: int) -> list[TokenLogprobs | None]:
     """
-    Return log-probabilities of a prompt's own tokens, for `echo`; None for the first. The prompt is decoded as if it
-    were an answer whose drafts are all accepted, so that a step reads many tokens, beside the requests of others.
+    Return log-probabilities of a prompt's tokens, for `echo`; None for the first. The prompt is decoded as the answer
+    to its first token, with drafts that are always accepted, so that a step scores many tokens beside other requests.
     """
     if len(ids) == 1:
         return [None]
     known = np.array(ids[1:], np.int64)
-    arguments = _OF_ANSWERS | {"do_sample": False}
+    arguments = _NO_PROCESSORS | {"do_sample": False}
     [answer] = await served.begin([ids[:1]], Settings(arguments, len(known), [None], num_top=num_top, known=known))
     try:
         return [None, *((await answer.whole()).logprobs or ())]
@@ -187,7 +187,7 @@ def completion_logprobs(
     tokenizer: PreTrainedTokenizerBase,
     offset: int = 0,
 ) -> Logprobs:
-    """In the form of completions: lists, one entry per token; `offset` characters come before the first."""
+    """Return log-probabilities in the format of completions; `offset` characters come before the first token."""
     texts = [str(tokenizer.decode([token])) for token in tokens]
     offsets = [offset]
     for text in texts[:-1]:

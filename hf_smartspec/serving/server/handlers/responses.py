@@ -25,7 +25,7 @@ from .usage import speculation_of
 
 
 class EngineResponseHandler(ResponseHandler):
-    """transformers' handler, which makes the events, with an engine behind it."""
+    """transformers' handler, which makes the events, answered by an engine."""
 
     generation_state: EngineState
 
@@ -60,20 +60,20 @@ class EngineResponseHandler(ResponseHandler):
         try:
             return self._normalize_input({"input": fields.input, "instructions": fields.instructions})
         except (KeyError, TypeError, AttributeError, IndexError) as error:
-            raise ApiError(400, f"input: no list of messages: {error!r}", param="input") from None
+            raise ApiError(400, f"input: must be a list of messages: {error!r}", param="input") from None
 
     def _tools(self, fields: ResponseFields) -> list[dict[str, Any]] | None:
         try:
             return self._normalize_tools(fields.tools)
         except (KeyError, TypeError, AttributeError) as error:
-            raise ApiError(400, f"tools: no list of functions: {error!r}", param="tools") from None
+            raise ApiError(400, f"tools: must be a list of functions: {error!r}", param="tools") from None
 
 
 _COMPLETED = '"type":"response.completed"'  # within texts, quotes are escaped
 
 
 def _completed(response: dict[str, Any], piece: Piece | None) -> dict[str, Any]:
-    """transformers' response with what it does not know of the answer."""
+    """Return transformers' response with the answer's cached tokens, status and metrics."""
     if piece is None:
         return response
     response["usage"]["input_tokens_details"]["cached_tokens"] = piece.output.num_cached_tokens
@@ -83,7 +83,7 @@ def _completed(response: dict[str, Any], piece: Piece | None) -> dict[str, Any]:
 
 
 async def _with_end(events: Any, manager: "_OneAnswer") -> AsyncGenerator[str, None]:
-    """The same in transformers' last event."""
+    """Yield transformers' events, with the last one completed: see `_completed`."""
     async for text in events:
         if _COMPLETED not in text:
             yield text
@@ -95,7 +95,7 @@ async def _with_end(events: Any, manager: "_OneAnswer") -> AsyncGenerator[str, N
 
 
 async def _whole(events: AsyncIterator[str], manager: "_OneAnswer", answer: Answer) -> Response:
-    """The response of the last event: what is parsed as it comes need not come to its end, as a tool call may not."""
+    """Return the response of the last event, which may hold a tool call that is incomplete."""
     last = ""
     try:
         async for text in events:
@@ -108,7 +108,7 @@ async def _whole(events: AsyncIterator[str], manager: "_OneAnswer", answer: Answ
 
 
 class _OneAnswer(BaseGenerateManager):
-    """What transformers' handler asks for an answer: here, one that has begun already."""
+    """Generation manager for transformers' handler that returns an answer which has begun already."""
 
     def __init__(self, served: ServedModel, answer: Answer, tools: list[dict[str, Any]] | None):
         self._served, self._answer, self._tools = served, answer, tools
@@ -139,14 +139,14 @@ class _OneAnswer(BaseGenerateManager):
             queue.put_nowait(None)
         except Exception as error:
             self.error = error
-            is_told = isinstance(error, ApiError)
-            queue.put_nowait(_StreamError(str(error) if is_told else f"The server failed: {type(error).__name__}"))
+            is_public = isinstance(error, ApiError)
+            queue.put_nowait(_StreamError(str(error) if is_public else f"The server failed: {type(error).__name__}"))
 
 
 class _Streamer:
-    """What transformers' handler asks of a stream."""
+    """Streamer with the attributes that transformers' handler reads."""
 
     def __init__(self, answer: Answer):
         self.total_tokens = 0
         self.cancel = answer.drop
-        self.task: asyncio.Task | None = None  # held: nobody else does
+        self.task: asyncio.Task | None = None  # the only reference to the task

@@ -1,4 +1,4 @@
-"""Routes that transformers' application lacks: what clients ask of servers beside answers."""
+"""Routes that transformers' application lacks, beside those of answers."""
 
 import json
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from ..models import EngineState, model_card
 from ..request.body import read
 from ..request.fields import Fields, Items, Message, TokenIds
 
-_NEITHER = "prompt or messages: name one of them"
+_NEITHER = "prompt or messages: pass one of them"
 
 
 class LoadFields(Fields):
@@ -48,8 +48,8 @@ def add_routes(
     template_defaults: Mapping[str, Any],
 ) -> None:
     """
-    `/tokenize`, `/detokenize`, `/tokenizer_info`, `/v1/models/NAME`, `/load_model`, `/metrics`, `/load`, `/version` and
-    `/ping`.
+    Add `/tokenize`, `/detokenize`, `/tokenizer_info`, `/v1/models/NAME`, `/load_model`, `/metrics`, `/load`, `/version`
+    and `/ping`.
     """
 
     @app.post("/tokenize")
@@ -91,7 +91,7 @@ def add_routes(
 
     @app.post("/load_model")
     async def load_model(request: Request) -> Response:
-        """What `transformers chat` waits for before it asks: models are loaded before the server starts, and stay."""
+        """Answer `transformers chat`, which loads a model before it asks: models here are loaded already."""
         status: dict[str, Any] = {"model": (await read(LoadFields, request)).model}
         try:
             state.find(status["model"])
@@ -103,7 +103,7 @@ def add_routes(
     @app.get("/metrics")
     async def show_metrics() -> Response:
         if not CALLER.get().is_admin:
-            raise ApiError(403, "Other keys' requests are counted here, too: this needs a key of --admin-key-file")
+            raise ApiError(403, "Metrics count requests of all keys: they need a key of --admin-key-file")
         text = prometheus_client.generate_latest(metrics.registry)
         return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
 

@@ -1,4 +1,4 @@
-"""Server-sent events, in vLLM's form."""
+"""Server-sent events, in vLLM's format."""
 
 import json
 from collections.abc import AsyncGenerator, Sequence
@@ -18,7 +18,7 @@ logger = get_logger(__name__)
 
 
 def event(chunk: BaseModel, usage: CompletionUsage | None = None, **extra: Any) -> str:
-    """One chunk; fields that nobody has set are left out."""
+    """Return a chunk as an event, without unset fields."""
     body = chunk.model_dump(exclude_unset=True)
     if usage is not None:
         body["usage"] = usage.model_dump(exclude_none=True)
@@ -26,7 +26,7 @@ def event(chunk: BaseModel, usage: CompletionUsage | None = None, **extra: Any) 
 
 
 async def events(chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-    """The chunks and the end; what fails in the middle is told in the stream, whose status has been sent long ago."""
+    """Yield chunks and the end. An error is sent as an event, since the status has been sent already."""
     try:
         async with aclosing(chunks):
             async for chunk in chunks:
@@ -40,7 +40,7 @@ async def events(chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]
 
 
 class AnswerStream(StreamingResponse):
-    """Streams what is made of answers; they are dropped when nobody reads any more, even if nobody has begun to."""
+    """Streaming response that drops its answers when it ends, even if no client has begun to read it."""
 
     def __init__(self, chunks: AsyncGenerator[str, None], answers: Sequence[Answer]):
         self._chunks = chunks
@@ -53,4 +53,4 @@ class AnswerStream(StreamingResponse):
         finally:
             for answer in self._answers:
                 answer.drop()
-            await self._chunks.aclose()  # now, not when Python comes to it: readers of answers end with it
+            await self._chunks.aclose()  # now, not at garbage collection: this ends the readers of answers

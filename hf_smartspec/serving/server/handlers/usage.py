@@ -1,4 +1,4 @@
-"""What a request has used, and what speculation made of it."""
+"""Usage and speculation metrics of a request."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,15 +13,17 @@ def usage_of(
     prompt_lens: Sequence[int], outputs: Sequence[EngineOutput], prediction: Sequence[int] | None = None
 ) -> CompletionUsage:
     """
+    Return the usage of a request.
+
     Args:
         prompt_lens (sequence of `int`): Tokens of each prompt, which count once for all its answers.
-        outputs (sequence of `EngineOutput`): Of all answers.
-        prediction (sequence of `int`, *optional*): Tokens of a predicted output.
+        outputs (sequence of `EngineOutput`): Outputs of all answers.
+        prediction (sequence of `int`, *optional*): Tokens of the predicted output.
     """
     num_prompt, num_generated = sum(prompt_lens), sum(len(output.generated_tokens) for output in outputs)
     details = CompletionTokensDetails()
     if prediction is not None:
-        accepted = [in_common(prediction, output.generated_tokens) for output in outputs]
+        accepted = [num_predicted(prediction, output.generated_tokens) for output in outputs]
         details.accepted_prediction_tokens = sum(accepted)
         details.rejected_prediction_tokens = len(prediction) * len(outputs) - sum(accepted)
     return CompletionUsage(
@@ -34,15 +36,15 @@ def usage_of(
 
 
 def _cached(prompt_lens: Sequence[int], outputs: Sequence[EngineOutput]) -> int:
-    """Of each prompt, what its first answer found."""
+    """Return the cached tokens of each prompt's first answer, summed."""
     per_prompt = len(outputs) // max(len(prompt_lens), 1)
     return sum(output.num_cached_tokens for output in outputs[:: max(per_prompt, 1)])
 
 
-def in_common(prediction: Sequence[int], tokens: Sequence[int]) -> int:
+def num_predicted(prediction: Sequence[int], tokens: Sequence[int]) -> int:
     """
-    Tokens of a prediction that are in an answer, in this order: the length of their longest common subsequence, by
-    bits of long integers (Hyyrö, 2004), so that texts of thousands of tokens take milliseconds.
+    Return the length of the longest common subsequence of a prediction and an answer, computed with the bits of long
+    integers (Hyyrö, 2004), so that texts of thousands of tokens take milliseconds.
     """
     places: dict[int, int] = {}
     for place, token in enumerate(prediction):
@@ -56,7 +58,7 @@ def in_common(prediction: Sequence[int], tokens: Sequence[int]) -> int:
 
 
 def speculation_of(outputs: Sequence[EngineOutput]) -> dict[str, Any]:
-    """A request's `metrics`, by vLLM's names."""
+    """Return a request's speculation metrics, under vLLM's names."""
     counts = [output.statistics for output in outputs]
     steps, drafted = sum(item.steps for item in counts), sum(item.drafted_tokens for item in counts)
     accepted = sum(item.accepted_tokens for item in counts)

@@ -1,1 +1,1 @@
-"""From a body to what `generate` is asked: fields, settings, and forms of answers."""
+"""Requests: from a body to arguments of `generate`, by way of fields, settings and forms of answers."""

@@ -1,4 +1,4 @@
-"""The fields of a request: what is accepted, and within which bounds."""
+"""The fields of requests, with the bounds of their values."""
 
 from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeVar
@@ -12,15 +12,15 @@ logger = get_logger(__name__)
 MOST_CHOICES = 128
 _INT64 = 2**63
 _MOST_BIASES = 1024
-_MOST_ITEMS = 2**13  # of a list, and of token ids: checking more would take long
+_MOST_ITEMS = 2**13  # of a list; longer ones would take long to check
 _MOST_IDS = 2**20
 TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 Item = TypeVar("Item")
-# Else a body of wrong items makes millions of errors.
+# `fail_fast`, since a list of wrong items would otherwise make millions of errors.
 Items = Annotated[list[Item], Field(fail_fast=True, max_length=_MOST_ITEMS)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=_MOST_IDS)]
 
-# What OpenAI's interface has and this one does without, to no harm: nothing is said of it.
+# Fields of OpenAI's interface that are ignored without a warning, since that does no harm.
 _HARMLESS = frozenset(
     "user metadata store service_tier parallel_tool_calls safety_identifier prompt_cache_key prompt_cache_retention "
     "verbosity modalities reasoning background include truncation max_tool_calls".split()
@@ -28,7 +28,7 @@ _HARMLESS = frozenset(
 
 
 class Fields(BaseModel):
-    """Unknown fields are accepted, and told of in the log: clients send fields of many servers."""
+    """Base of requests. Unknown fields are accepted and logged, since clients send fields of many servers."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())
 
@@ -39,7 +39,7 @@ class StreamOptions(Fields):
 
 
 class Speculation(Fields):
-    """What a request says about its own drafts. It cannot change what is generated."""
+    """A request's own drafting options. They do not change the generated tokens."""
 
     model_config = ConfigDict(extra="forbid")
     assistant: Literal["none"] | None = None
@@ -64,7 +64,7 @@ class TextPart(Fields):
 
 
 class GenerationFields(Fields):
-    """What all ways to ask have in common: OpenAI's names, and those of vLLM for what `generate` has besides."""
+    """Fields of all routes: OpenAI's, and vLLM's for further options of `generate`."""
 
     model: str | None = None
     stream: bool | None = None
@@ -105,7 +105,7 @@ class GenerationFields(Fields):
     @classmethod
     def _few_biases(cls, biases: Any) -> Any:
         if isinstance(biases, dict) and len(biases) > _MOST_BIASES:
-            raise ValueError(f"at most {_MOST_BIASES} tokens may have one")
+            raise ValueError(f"at most {_MOST_BIASES} tokens may have a bias")
         return biases
 
     @field_validator("logit_bias")
@@ -131,7 +131,7 @@ class GenerationFields(Fields):
 
     @property
     def counts_usage(self) -> bool:
-        """Whether every chunk of a stream says what has been used so far."""
+        """Return whether every chunk of a stream has the usage so far."""
         return self.includes_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
@@ -146,7 +146,7 @@ class NamedFunction(Fields):
 
 
 class NamedTool(Fields):
-    """A function that must be called: chats have its name one level deeper than responses."""
+    """A function that must be called. In chats, its name lies one level deeper than in responses."""
 
     type: Literal["function"]
     function: NamedFunction | None = None
@@ -199,7 +199,7 @@ class CompletionFields(GenerationFields):
 
     @property
     def prompts(self) -> list[Any]:
-        """Texts or lists of token ids."""
+        """Return the prompts, as texts or lists of token ids."""
         prompt: Any = self.prompt
         is_single = isinstance(prompt, str) or isinstance(prompt[0], int)
         return [prompt] if is_single else list(prompt)
@@ -219,9 +219,9 @@ class ResponseFields(ToolFields):
     previous_response_id: str | None = None
 
     @model_validator(mode="after")
-    def _what_is_kept(self) -> "ResponseFields":
+    def _no_stored_responses(self) -> "ResponseFields":
         if self.previous_response_id:
-            raise ValueError("previous_response_id: responses are not kept here; send the whole conversation")
+            raise ValueError("previous_response_id: responses are not stored; send the whole conversation")
         if self.n not in (None, 1):
             raise ValueError("n must be 1")
         return self
@@ -230,14 +230,14 @@ class ResponseFields(ToolFields):
 Kind = TypeVar("Kind", bound=Fields)
 
 
-def note_ignored(fields: Fields) -> None:
-    """Logs which fields of a request have no effect."""
+def log_ignored(fields: Fields) -> None:
+    """Log which fields of a request have no effect."""
     given = fields.model_extra or {}
     ignored = sorted(name for name in given.keys() - _HARMLESS if given[name] is not None)
     if ignored:
-        _tell_once(repr(ignored)[:200])
+        _log_once(repr(ignored)[:200])
 
 
 @lru_cache(maxsize=256)  # bounded: clients choose the names
-def _tell_once(names: str) -> None:
-    logger.warning(f"Fields that mean nothing here are ignored: {names}")
+def _log_once(names: str) -> None:
+    logger.warning(f"Unknown fields are ignored: {names}")

@@ -1,4 +1,4 @@
-"""Answers of a given form: JSON, a schema, a regular expression, a choice, a grammar."""
+"""Forms of answers: JSON, a schema, a regular expression, a choice, a grammar."""
 
 import json
 import re
@@ -16,19 +16,19 @@ from ..errors import ApiError
 
 _ANY_OBJECT = {"type": "object"}
 _FORMS = "json, regex, choice or grammar"
-LAYOUT: Any = {"whitespace_pattern": r"[ \n]?"}  # small models otherwise write nothing but blanks
-_KEPT = 64  # forms whose grammar is kept
-MOST_CHARS = 2**18  # of a form: others wait while it is read, seconds for a million
+LAYOUT: Any = {"whitespace_pattern": r"[ \n]?"}  # without it, small models may write blanks without end
+_KEPT = 64  # grammars that are cached
+MOST_CHARS = 2**18  # of a form, since other requests wait while it is compiled: seconds for a million
 
 
 class GrammarProcessor(LogitsProcessor):
     """
-    Allows the tokens with which the answer can still take its form. Its state belongs to one request of one row.
-    Where other processors have forbidden all of these, the form counts, and they are equally likely.
+    Processor that allows the tokens with which the answer can still take its form. It has the state of one request of
+    one row. If other processors forbid all these tokens, the form takes precedence, and they are equally likely.
 
     Args:
-        matcher (`LLMatcher`): At the answer's beginning.
-        prompt_len (`int`): Where that is.
+        matcher (`LLMatcher`): State of the grammar at the answer's beginning.
+        prompt_len (`int`): Tokens before the answer.
     """
 
     def __init__(self, matcher: LLMatcher, prompt_len: int):
@@ -40,7 +40,7 @@ class GrammarProcessor(LogitsProcessor):
                 self._matcher.consume_token(token)
         self._num_seen = input_ids.shape[1]
         if self._matcher.is_error():
-            raise RuntimeError(f"The grammar cannot go on: {self._matcher.get_error()}")
+            raise RuntimeError(f"The grammar failed: {self._matcher.get_error()}")
         allowed = np.frombuffer(self._matcher.compute_logit_bias(), np.uint8).astype(bool)[: scores.shape[1]]
         mask = torch.zeros(scores.shape[1], dtype=torch.bool)
         mask[: len(allowed)] = torch.from_numpy(allowed)
@@ -52,12 +52,12 @@ class GrammarProcessor(LogitsProcessor):
 
 class Grammars:
     """
-    Grammars in a model's tokens. To be asked from one thread, which may take a second the first time.
+    Cache of compiled grammars for a model's tokens. It is used from one thread; the first use may take a second.
 
     Args:
-        tokenizer (`PreTrainedTokenizerBase`): Of the model.
-        vocab_size (`int`): Of the model's scores.
-        eos_token_ids (list of `int`): What ends an answer.
+        tokenizer (`PreTrainedTokenizerBase`): The model's tokenizer.
+        vocab_size (`int`): Size of the model's scores.
+        eos_token_ids (list of `int`): Tokens that end an answer.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: list[int]):
@@ -68,10 +68,10 @@ class Grammars:
 
     def processor(self, form: str) -> Callable[[int], GrammarProcessor]:
         """
-        What makes processors from lengths of prompts, for a form of `form_of`.
+        Return a function that makes a processor for a prompt's length, for a form of `form_of`.
 
         Raises:
-            ApiError: 400, for what is no grammar.
+            ApiError: 400, for an invalid grammar.
         """
         matcher = self._compiled(form)
         return lambda prompt_len: GrammarProcessor(matcher.deep_copy(), prompt_len)
@@ -80,16 +80,17 @@ class Grammars:
         kind, value = json.loads(form)
         field = "tools" if kind == "tools" else "response_format"
         if len(form) > MOST_CHARS:
-            raise ApiError(400, f"{field}: {len(form)} characters are too many: {MOST_CHARS} are the most", field)
+            message = f"{field}: {len(form)} characters are too many: at most {MOST_CHARS} are accepted"
+            raise ApiError(400, message, field)
         if self._llguidance_tokenizer is None:
             self._llguidance_tokenizer = llguidance.hf.from_tokenizer(
-                self._tokenizer,  # type: ignore[arg-type]  # it is one of these, which was checked before
+                self._tokenizer,  # type: ignore[arg-type]  # a fast tokenizer, as was checked before
                 n_vocab=self._num_tokens,
                 eos_token=self._eos_token_ids or None,
             )
         try:
             matcher = LLMatcher(self._llguidance_tokenizer, _grammar(kind, value), log_level=0)
-        except Exception as error:  # of several kinds, for what the schema says
+        except Exception as error:  # of several kinds, for invalid schemas
             raise ApiError(400, f"{field}: {error}", field) from None
         if matcher.is_error():
             raise ApiError(400, f"{field}: {matcher.get_error()}", field)
@@ -106,14 +107,14 @@ def _grammar(kind: str, value: Any) -> str:
 
 def form_of(response_format: Mapping[str, Any] | None, structured: Mapping[str, Any] | None = None) -> str | None:
     """
-    The form that a request asks for, as a string; None for free text.
+    Return the form that a request asks for, as a string; None for free text.
 
     Args:
-        response_format (`dict`, *optional*): OpenAI's: of type "text", "json_object" or "json_schema".
-        structured (`dict`, *optional*): vLLM's `structured_outputs`: one of "json", "regex", "choice" and "grammar".
+        response_format (`dict`, *optional*): OpenAI's field, of type "text", "json_object" or "json_schema".
+        structured (`dict`, *optional*): vLLM's `structured_outputs`, with "json", "regex", "choice" or "grammar".
 
     Raises:
-        ApiError: 400, for what is neither.
+        ApiError: 400, for other contents.
     """
     if structured is not None:
         return _structured(structured)
@@ -137,7 +138,7 @@ def form_of(response_format: Mapping[str, Any] | None, structured: Mapping[str, 
 def _structured(structured: Mapping[str, Any]) -> str:
     given = {name: value for name, value in structured.items() if value is not None}
     if len(given) != 1:
-        raise ApiError(400, f"structured_outputs: name one of {_FORMS}", param="structured_outputs")
+        raise ApiError(400, f"structured_outputs: pass one of {_FORMS}", param="structured_outputs")
     kind, value = next(iter(given.items()))
     if kind == "json" and isinstance(value, str | Mapping):
         return json.dumps(["json", value])

@@ -1,4 +1,4 @@
-"""A request's fields as arguments of `generate`."""
+"""Convert a request's fields to arguments of `generate`."""
 
 import json
 from collections.abc import Sequence
@@ -13,28 +13,35 @@ from ..errors import ApiError
 from .fields import GenerationFields, Speculation
 from .grammar import form_of
 
-# What a request's `generation_config` may say: nothing else of it is looked at.
-_OF_CONFIG = (
+# Settings that are read from a request's `generation_config`.
+_CONFIG_FIELDS = (
     "do_sample temperature top_k top_p min_p typical_p repetition_penalty no_repeat_ngram_size max_new_tokens "
     "min_new_tokens"
 ).split()
-_LEAST_TEMPERATURE = 1e-5  # below, scores overflow and the likeliest token is what is left
-_SAMPLES = ("top_p", "top_k", "min_p", "typical_p")  # fields that mean nothing to who takes the likeliest token
+_LEAST_TEMPERATURE = 1e-5  # below, scores would overflow: the likeliest token is taken
+_SAMPLES = ("top_p", "top_k", "min_p", "typical_p")  # fields that have no effect without sampling
 
 
 @dataclass(frozen=True)
 class Settings:
     """
-    What one request asks for, its prompts aside.
+    Settings of a request, without its prompts.
 
     Args:
-        arguments (`dict`): Of `generate`.
-        max_new_tokens (`int`, *optional*): As far as it says so.
-        seeds (sequence): One per choice: what `generate(seed=, num_return_sequences=)` gives to its rows.
-        stops (sequence of `str`): Where texts end.
-        num_top (`int`, *optional*): Log-probabilities are wanted, with so many of the likeliest tokens.
-        form (`str`, *optional*): Which the answer must have, see `form_of`.
-        known (`np.ndarray`, int64, *optional*): The answer itself, of which nothing but log-probabilities is asked.
+        arguments (`dict`): Arguments of `generate`.
+        max_new_tokens (`int`, *optional*): The request's limit, if it sets one.
+        seeds (sequence): One seed per choice, as `generate(seed=, num_return_sequences=)` gives them to its rows.
+        stops (sequence of `str`): Stop strings.
+        keeps_stop (`bool`): Whether texts include the stop string.
+        num_top (`int`, *optional*): Likeliest tokens per place with their log-probabilities; None for no
+            log-probabilities.
+        form (`str`, *optional*): The form that the answer must have, see `form_of`.
+        presence, frequency (`float`): OpenAI's penalties.
+        assistant (`str`, *optional*): "none" for no speculation.
+        num_nodes (`int`, *optional*): Draft nodes per step.
+        references (sequence of `str`): Texts that the answer may repeat.
+        prediction (`str`, *optional*): OpenAI's predicted output.
+        known (`np.ndarray`, int64, *optional*): The answer itself, of which only the log-probabilities are wanted.
     """
 
     arguments: dict[str, Any]
@@ -62,20 +69,22 @@ def read_settings(
     calls: str | None = None,
 ) -> Settings:
     """
+    Return the settings of a request.
+
     Args:
-        own (`GenerationConfig`): The model's, which decides where the request says nothing.
-        max_new_tokens (`int`, *optional*): What the request says of it, under whatever name.
-        calls (`str`, *optional*): The form of tool calls that the answer must be, see `forced_form`.
+        own (`GenerationConfig`): The model's settings, used where the request has none.
+        max_new_tokens (`int`, *optional*): The request's limit, under any of its names.
+        calls (`str`, *optional*): The form of forced tool calls, see `forced_form`.
 
     Raises:
-        ApiError: 400, for what is no form, or two forms of one answer.
+        ApiError: 400, for an invalid form, or two forms of one answer.
     """
     form = form_of(response_format or fields.response_format, fields.structured_outputs)
     if calls is not None and form is not None:
         message = "tool_choice: an answer that must call a tool cannot have another form as well"
         raise ApiError(400, message, param="tool_choice")
-    told = _told(fields.generation_config)
-    arguments = {**told, **_sampling(fields, told, own)}
+    config = _checked_config(fields.generation_config)
+    arguments = {**config, **_sampling(fields, config, own)}
     limit = arguments.pop("max_new_tokens", None)
     if fields.no_repeat_ngram_size is not None:
         arguments["no_repeat_ngram_size"] = fields.no_repeat_ngram_size
@@ -106,18 +115,18 @@ def read_settings(
 
 
 def eos_ids(config: GenerationConfig) -> list[int]:
-    """What ends a text."""
+    """Return the tokens that end a text."""
     ids: Any = config.eos_token_id
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
 
-def _told(text: str | None) -> dict[str, Any]:
-    """What `transformers chat` says in JSON, as far as it is about sampling."""
+def _checked_config(text: str | None) -> dict[str, Any]:
+    """Return the sampling settings in the JSON of `generation_config`, a field of `transformers chat`."""
     if text is None:
         return {}
     try:
         config = json.loads(text)
-        known = {name: config[name] for name in _OF_CONFIG if config.get(name) is not None}
+        known = {name: config[name] for name in _CONFIG_FIELDS if config.get(name) is not None}
         checked = GenerationFields.model_validate(known)
     except (ValueError, TypeError, AttributeError, RecursionError):
         message = "generation_config: must be an object of generation settings, as JSON text"
@@ -128,13 +137,13 @@ def _told(text: str | None) -> dict[str, Any]:
     return {name: getattr(checked, name, value) for name, value in known.items()}
 
 
-def _sampling(fields: GenerationFields, told: dict[str, Any], own: GenerationConfig) -> dict[str, Any]:
+def _sampling(fields: GenerationFields, config: dict[str, Any], own: GenerationConfig) -> dict[str, Any]:
     """
-    A temperature above 0 samples, one of 0 does not. Without any, who asks for what means nothing otherwise (`top_p`,
-    several choices) samples, and the model's own settings decide for the rest.
+    Return the sampling arguments. A temperature above 0 samples, a temperature of 0 does not. Without one, a request
+    samples if it sets a field that has no effect otherwise (`top_p`, several choices), or if the model's settings do.
     """
     named = ("temperature", "repetition_penalty", *_SAMPLES)
-    values = {name: told[name] for name in named if name in told}
+    values = {name: config[name] for name in named if name in config}
     values |= {name: getattr(fields, name) for name in named if getattr(fields, name) is not None}
     if values.get("top_k", 1) <= 0:
         values["top_k"] = 0  # off
@@ -144,7 +153,7 @@ def _sampling(fields: GenerationFields, told: dict[str, Any], own: GenerationCon
     if fields.temperature is not None:
         samples = fields.temperature >= _LEAST_TEMPERATURE
     else:
-        samples = bool(told.get("do_sample", own.do_sample or asks))
+        samples = bool(config.get("do_sample", own.do_sample or asks))
     if not samples:
         values = {name: value for name, value in values.items() if name not in ("temperature", *_SAMPLES)}
     return values | {"do_sample": samples}
@@ -152,6 +161,6 @@ def _sampling(fields: GenerationFields, told: dict[str, Any], own: GenerationCon
 
 def _seeds(fields: GenerationFields, samples: bool) -> list[list[int] | None]:
     count = fields.n or 1
-    if not samples or fields.seed is None:  # the engine then draws one for each
+    if not samples or fields.seed is None:  # the engine draws a seed for each
         return [None] * count
     return [[row_seed(fields.seed, index)] for index in range(count)]

@@ -1,1 +1,1 @@
-"""What a server adds to decoding: processors, texts of tokens and where they end, texts known beforehand."""
+"""Tokens of answers: processors, decoding to text up to stop strings, and scoring of known texts."""

@@ -1,4 +1,4 @@
-"""An answer that is known beforehand: drafted as it is, and the only one that is allowed."""
+"""Score a known text: it is drafted as an answer, and no other tokens are allowed."""
 
 from collections.abc import Hashable, Sequence
 
@@ -13,7 +13,7 @@ KNOWN_NODES = 16  # tokens of the text per step
 
 
 class ForcedText(LogitsProcessor):
-    """Allows one token at every place: that of a known text."""
+    """Processor that allows only the tokens of a known text."""
 
     keeps_no_state = True
 
@@ -27,7 +27,7 @@ class ForcedText(LogitsProcessor):
 
 
 class KnownText(TreeCandidateGenerator):
-    """Drafts the text of one request, int64 `[length]`."""
+    """Source that drafts a known text, int64 `[length]`, for one request."""
 
     default_num_nodes = KNOWN_NODES
 

@@ -1,4 +1,4 @@
-"""Logits processors that OpenAI's interface has and transformers has not."""
+"""Logits processors of OpenAI's interface that transformers lacks."""
 
 import threading
 from typing import NamedTuple
@@ -9,11 +9,12 @@ from transformers import LogitsProcessor
 
 class Penalties(LogitsProcessor):
     """
-    Lowers the scores of tokens that the answer has already, as OpenAI defines it: by `presence`, and by `frequency` for
-    each time. Prompts do not count.
+    OpenAI's penalties: the score of a token that the answer contains is lowered by `presence`, and by `frequency` for
+    each occurrence. Tokens of the prompt do not count.
 
     Args:
-        prompt_len (`int`): Where the answer begins.
+        presence, frequency (`float`): The penalties.
+        prompt_len (`int`): Tokens before the answer.
     """
 
     keeps_no_state = True
@@ -29,7 +30,7 @@ class Penalties(LogitsProcessor):
 
 
 class TokenLogprobs(NamedTuple):
-    """Of one token: its log-probability, and the most likely tokens with theirs."""
+    """Log-probability of a token, and the likeliest tokens of its place with theirs."""
 
     logprob: float
     top: list[tuple[int, float]]
@@ -37,19 +38,19 @@ class TokenLogprobs(NamedTuple):
 
 class LogprobsRecorder(LogitsProcessor):
     """
-    Writes down log-probabilities, and leaves scores as they are. It sees them before temperature, top-k and top-p.
-    Asked from another thread.
+    Records log-probabilities of the scores before temperature, top-k and top-p, and returns the scores unchanged. They
+    may be read from another thread.
 
     Args:
-        num_top (`int`): Most likely tokens that are written down at every place.
-        prompt_len (`int`): Where the answer begins.
+        num_top (`int`): Likeliest tokens that are recorded at every place.
+        prompt_len (`int`): Tokens before the answer.
     """
 
     def __init__(self, num_top: int, prompt_len: int):
         self._num_top, self._prompt_len = num_top, prompt_len
         self._lock = threading.Lock()
         self._known: list[TokenLogprobs] = []
-        self._open: list[torch.Tensor] = []  # [vocab_size] each: of places whose token is not known yet
+        self._open: list[torch.Tensor] = []  # [vocab_size] each, of places whose token is unknown so far
         self._tops: list[list[tuple[int, float]]] = []
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
@@ -62,7 +63,7 @@ class LogprobsRecorder(LogitsProcessor):
         return scores
 
     def of(self, tokens: list[int], first: int) -> list[TokenLogprobs]:
-        """Of an answer's tokens from the `first` on; the answer so far is `tokens`."""
+        """Return the log-probabilities of an answer's tokens from `first` on; `tokens` is the answer so far."""
         with self._lock:
             self._settle(tokens)
             return self._known[first : len(tokens)]

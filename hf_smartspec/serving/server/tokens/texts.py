@@ -1,4 +1,4 @@
-"""Text of tokens as they come, and where it ends."""
+"""Decode tokens to text as they come, up to the first stop string."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,17 +10,17 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
 class TextStream:
     """
-    The text of tokens as they come, up to the first stop string. What may yet become a stop string, and bytes that are
-    no character yet, are held back.
+    Decoder of tokens to text, up to the first stop string. Text that may become a stop string, and incomplete
+    characters, are held back.
 
     Args:
-        tokenizer (`PreTrainedTokenizerBase`): One of the `tokenizers` library.
-        stops (sequence of `str`): Where the text ends.
-        keeps_special (`bool`): Whether special tokens are text, too.
-        keeps_stop (`bool`): Whether the stop string is part of the text.
+        tokenizer (`PreTrainedTokenizerBase`): A tokenizer of the `tokenizers` library.
+        stops (sequence of `str`): Stop strings.
+        keeps_special (`bool`): Whether the text contains special tokens.
+        keeps_stop (`bool`): Whether the text includes the stop string.
 
     Attributes:
-        stop_reason (`str`, *optional*): The stop string that the text has come to.
+        stop_reason (`str`, *optional*): The stop string that has ended the text.
     """
 
     def __init__(
@@ -33,21 +33,21 @@ class TextStream:
         self._tokenizer, self._backend = tokenizer, _backend_of(tokenizer)
         self._stops, self._skips_special, self._keeps_stop = stops, not keeps_special, keeps_stop
         self._decoder = DecodeStream([], skip_special_tokens=self._skips_special)
-        self._unread: list[int] = []  # tokens that make no characters yet
+        self._unread: list[int] = []  # tokens of an incomplete character
         self._held = ""
         self.stop_reason: str | None = None
 
     def feed(self, tokens: Sequence[int]) -> str:
-        """Further text; none any more behind a stop string."""
+        """Return the text of further tokens; none after a stop string."""
         for token in tokens:
             if self.stop_reason is not None:
                 break
             self._held += self._step(token)
             self._find_stop()
-        return self._released(_longest_beginning(self._held, self._stops))
+        return self._released(_num_chars_of_stop(self._held, self._stops))
 
     def end(self) -> str:
-        """What was held back."""
+        """Return the text that was held back."""
         if self._unread and self.stop_reason is None:
             self._held += str(self._tokenizer.decode(self._unread, skip_special_tokens=self._skips_special))
             self._find_stop()
@@ -57,7 +57,7 @@ class TextStream:
         self._unread.append(token)
         try:
             text = self._decoder.step(self._backend, token)
-        except Exception:  # of a decoder that has lost its place: begin anew with this token
+        except Exception:  # the decoder is out of step: start a new one after this token
             text = str(self._tokenizer.decode(self._unread, skip_special_tokens=self._skips_special))
             self._decoder = DecodeStream([], skip_special_tokens=self._skips_special)
         if text is None:
@@ -77,8 +77,8 @@ class TextStream:
         return text
 
 
-def _longest_beginning(text: str, stops: Sequence[str]) -> int:
-    """Characters at the text's end that some stop string begins with."""
+def _num_chars_of_stop(text: str, stops: Sequence[str]) -> int:
+    """Return the number of characters at the text's end that may be the beginning of a stop string."""
     for length in range(min(len(text), max(map(len, stops), default=1) - 1), 0, -1):
         if any(stop.startswith(text[-length:]) for stop in stops):
             return length
@@ -86,17 +86,17 @@ def _longest_beginning(text: str, stops: Sequence[str]) -> int:
 
 
 def _backend_of(tokenizer: PreTrainedTokenizerBase) -> Any:
-    return tokenizer._tokenizer  # as transformers' own server takes it
+    return tokenizer._tokenizer  # as in transformers' own server
 
 
 class StopTexts(StoppingCriteria):
     """
-    Ends a request of one row where its own text comes to a stop string. transformers' `StopStringCriteria` looks at
-    the prompt's end too, which clients do not expect, and prepares seconds for every new string.
+    Criterion that ends a request of one row at a stop string in its answer. transformers' `StopStringCriteria` also
+    looks at the prompt's end, which clients do not expect, and takes seconds to prepare for every new string.
 
     Args:
-        text (`TextStream`): Of the request, for nobody else.
-        prompt_len (`int`): Where its own text begins.
+        text (`TextStream`): A decoder for this criterion alone.
+        prompt_len (`int`): Tokens before the answer.
     """
 
     def __init__(self, text: TextStream, prompt_len: int):
