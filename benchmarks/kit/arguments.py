@@ -17,6 +17,15 @@ def add_session_arguments(
     add_resume_arguments(parser, seconds)
 
 
+def add_tokenizer_argument(parser: argparse.ArgumentParser) -> None:
+    """Add what `kit.models.tokenizer_of` takes."""
+    parser.add_argument(
+        "--model", "--tokenizer", dest="model", metavar="MODEL",
+        help="folder or hub id whose tokenizer is used (default: that of SmolLM2, where it is in the cache, else the "
+        "demo's)",
+    )  # fmt: skip
+
+
 def add_resume_arguments(parser: argparse.ArgumentParser, seconds: float | None = None) -> None:
     """Add the same without --json."""
     parser.add_argument("--resume", action="store_true", help="leave out what the file of --json holds already")

@@ -1,4 +1,4 @@
-"""Sentences about figures that hold or do not; a command whose claims fail exits with 1."""
+"""Claims about figures; a command whose claims fail exits with 1."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -16,12 +16,12 @@ class Claim(NamedTuple):
 
 
 def print_claims(claims: Iterable[Claim], console: Console) -> None:
-    """A line each."""
+    """Print each claim on a line."""
     for claim in claims:
         mark = "[green]yes[/green]" if claim.holds else "[red]NO [/red]"
         console.print(f"{mark} {escape(': '.join(filter(None, (claim.text, claim.detail))))}", highlight=False)
 
 
 def exit_status(claims: Iterable[Claim]) -> int:
-    """0 if all of them hold, else 1."""
+    """Return 0 if all claims hold, else 1."""
     return 0 if all(claim.holds for claim in claims) else 1

@@ -8,15 +8,18 @@ from transformers import ContinuousBatchingConfig
 
 
 def continuous_config(num_rows: int, longest: int, page: int = 32, **options: Any) -> ContinuousBatchingConfig:
-    """Of a cache with room for so many rows of the longest text, in tokens, and steps of up to 512 tokens."""
+    """
+    Return a configuration whose cache has room for `num_rows` rows of the longest text, in tokens, and whose steps have
+    up to 512 tokens.
+    """
     num_pages = num_rows * -(-longest // page)
     return ContinuousBatchingConfig(page_size=page, num_blocks=num_pages, max_batch_tokens=512, **options)
 
 
 def serve_lengths(manager: Any, prompts: Sequence[np.ndarray], lengths: Sequence[int]) -> dict[str, Any]:
     """
-    What `generate_batch` returns, by request in order, with a length of its own for every request. Some are missing
-    where the manager, which only logs what goes wrong, has stopped.
+    Return the outputs of `generate_batch` by request, in order, where each request has a length of its own. Outputs are
+    missing where the manager, which only logs errors, has stopped.
     """
     names = [
         manager.add_request(prompt.tolist(), max_new_tokens=length, eos_token_id=-1)

@@ -82,7 +82,7 @@ class Session:
     def __init__(self, report: dict[str, Any], path: Path | None = None, seconds: float = math.inf):
         self.report, self.path, self.seconds = report, path, seconds
         self.start = time.monotonic()
-        self._failed: set[str] = set()  # in this run: what failed in an earlier one is tried again
+        self._failed: set[str] = set()  # in this run; failures of an earlier one are tried again
         for name in _PARTS:
             report.setdefault(name, {})
 
@@ -100,7 +100,7 @@ class Session:
         whole, until = sum(section.share for section in sections), 0.0
         claims: list[Claim] = []
         gc.collect()
-        gc.freeze()  # what is there already is not gone through after every measurement
+        gc.freeze()  # collections after measurements skip the objects of now
         try:
             with track(desc="measuring", unit=" cases") as progress:
                 for section in sections:
@@ -125,7 +125,7 @@ class Session:
                     progress.update()
         except UsageError:
             raise
-        except Exception:  # in making the cases; what was measured stays
+        except Exception:  # raised by `cases`; measured rows are kept
             self.report["failures"][section.name] = traceback.format_exc()
             self.write()
 
@@ -151,7 +151,7 @@ class Session:
                 self.report["skipped"][key] = f"stopped after {self.elapsed - begin:.0f} s: no time was left"
             except UsageError:
                 raise
-            except Exception:  # of one measurement, whatever it is; the next may fare better
+            except Exception:  # of one measurement and of any kind: the others go on
                 self.report["failures"][key] = traceback.format_exc()
                 self._failed.add(key)
             _free_memory()

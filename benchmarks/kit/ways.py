@@ -1,4 +1,6 @@
-"""Ways to answer a queue of prompts: transformers' own and this library's, behind one `answer(prompts)`."""
+"""
+Ways to answer a queue of prompts, transformers' own and this library's, which share one interface, `answer(prompts)`.
+"""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -10,21 +12,18 @@ from zlib import crc32
 
 import numpy as np
 
-from hf_smartspec.candidates.base import NoCandidates, TreeCandidateGenerator
 from hf_smartspec.commands.common.arguments import UsageError
 from hf_smartspec.commands.common.models import left_padded
-from hf_smartspec.commands.common.names import WITH_DRAFT_MODEL
 from hf_smartspec.commands.common.replaying import RecordedText
 from hf_smartspec.commands.common.runs import eos_ids, up_to_end
 from hf_smartspec.commands.common.setup import Setup
 from hf_smartspec.generate import enabled
-from hf_smartspec.goodput import NoSpeculation
 
 from .continuous import continuous_config, serve_lengths
+from .sources import sources_by_name
 from .tables import Column, Row, Rows
 
 _WARM_UP = 8  # new tokens
-NONE = "none"
 CONTINUOUS = "transformers, generate_batch"
 
 Prompts = Sequence[np.ndarray]
@@ -103,13 +102,15 @@ HALF_PRECISION = (
 
 
 def static() -> Way:
-    """`generate` on batches of prompts in their order, padded on the left, each as long as its longest output."""
+    """
+    Return `generate` on batches of prompts in their order, padded on the left, each as long as its longest output.
+    """
     return Way("transformers, static batches", _static)
 
 
 def continuous(hint: str = "", **options: Any) -> Way:
     """
-    `generate_batch`. It cannot be made to say what was recorded, but to say as much.
+    Return `generate_batch`. It cannot replay recorded texts; it generates as many tokens as they have.
 
     Args:
         hint (`str`): Ends the message where it fails.
@@ -119,24 +120,13 @@ def continuous(hint: str = "", **options: Any) -> Way:
 
 
 def assisted(name: str, **options: Any) -> Way:
-    """`generate_batch` of an enabled model, where an engine drafts."""
+    """Return `generate_batch` of an enabled model, where an engine drafts."""
     return Way(name, partial(_assisted, name, options))
 
 
 def engine(name: str) -> Way:
-    """A new engine, whose source has learnt nothing yet but what is remembered."""
+    """Return a new engine, whose source has learnt nothing but what the set-up remembers."""
     return Way(f"engine, {name}", partial(_engine, name))
-
-
-def check_draft(names: Iterable[str], setup: Setup, option: str) -> None:
-    """Raise `UsageError` where a source needs a draft model and there is none."""
-    missing = [name for name in names if name in WITH_DRAFT_MODEL]
-    if missing and setup.draft is None:
-        raise UsageError(f"{option}: {missing[0]} needs --draft, a draft model")
-
-
-def _source(setup: Setup, name: str) -> TreeCandidateGenerator:
-    return NoCandidates() if name == NONE else setup.new_source(name)
 
 
 def _static(setup: Setup, prompts: Prompts) -> Outputs:
@@ -155,6 +145,8 @@ def _static(setup: Setup, prompts: Prompts) -> Outputs:
 
 def _continuous(hint: str, options: dict[str, Any], setup: Setup, prompts: Prompts) -> Outputs:
     """
+    Answer with `generate_batch`.
+
     Raises:
         UsageError: if transformers, which only logs what goes wrong, leaves requests out or unfinished.
     """
@@ -185,12 +177,13 @@ def _continuous_of_lengths(setup: Setup, prompts: Prompts, config: Any) -> dict[
 
 
 def _assisted(name: str, options: dict[str, Any], setup: Setup, prompts: Prompts) -> Outputs:
-    with enabled(setup.model, _source(setup, name)):
+    with enabled(setup.model, sources_by_name([name], setup)[name]()):
         return _continuous("", options, setup, prompts)
 
 
 def _engine(name: str, setup: Setup, prompts: Prompts) -> Outputs:
-    engine = setup.new_engine(_source(setup, name), NoSpeculation() if name == NONE else None)
+    config = sources_by_name([name], setup)[name]()
+    engine = setup.new_engine(config.assistant, config.policy)
     outputs = engine.generate(list(prompts), max_new_tokens=setup.max_new_tokens)
     return [output.generated_tokens for output in outputs]
 

@@ -1,3 +1,13 @@
-"""What holds for all tests of benches is what holds for those of commands."""
+"""What holds for all tests of benches: what holds for those of commands, and the embedded target as the default."""
+
+import pytest
+
+from benchmarks.kit import models
 
 from ..commands.conftest import _progress_bars_stay_on, folder  # noqa: F401
+
+
+@pytest.fixture(autouse=True)
+def _no_real_model(monkeypatch):
+    """Benches would take the model in the user's cache, whose forwards cost more."""
+    monkeypatch.setattr(models, "real_model", lambda: None)

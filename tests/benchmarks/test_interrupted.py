@@ -17,7 +17,7 @@ def interrupt(*_, **__):
 
 def test_overhead_shows_what_was_measured(tmp_path, monkeypatch, capsys):
     row = {"batch_size": 1, "width": 4, "plain": 0.2, "packed": 0.1, "ratio": 0.5}
-    monkeypatch.setattr(overhead, "_model", lambda args, num_layers=None: new_model("llama"))
+    monkeypatch.setattr(overhead, "_model", lambda args: new_model("llama"))
     monkeypatch.setattr(overhead, "forward_overhead", lambda *_: row)
     monkeypatch.setattr(overhead, "step_overhead", interrupt)
     path = tmp_path / "overhead.json"

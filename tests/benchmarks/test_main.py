@@ -84,7 +84,7 @@ def test_files_that_must_be_named_are_asked_for(name, tmp_path, capsys):
     assert bench(name) == 2 and "required: FILE or --prompts FILE" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", [name for name in BENCHES if name != "gpu"])
+@pytest.mark.parametrize("name", BENCHES)
 def test_every_bench_takes_a_model_and_prompts_of_ones_own(name):
     assert {"--model", "--prompts"} <= load_parser(name)._option_string_actions.keys()
 

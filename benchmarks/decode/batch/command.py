@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -11,13 +12,14 @@ from rich.console import Console
 
 from hf_smartspec.commands.common.names import shown
 from hf_smartspec.commands.common.outputs import check_outputs
-from hf_smartspec.commands.common.setup import Setup, check_sources, load_setup
+from hf_smartspec.commands.common.setup import Setup
 from hf_smartspec.goodput import FixedLength
-from hf_smartspec.prepare.config import SmartSpecConfig
 from hf_smartspec.serving.engine import Engine
 
+from ...kit.models import described, new_setup
 from ...kit.plots import Panel, plot_lines
 from ...kit.session import Case, Section, new_session, print_head
+from ...kit.sources import sources_by_name
 from ...kit.tables import Lines, Row, Rows, print_lines
 
 Grid = dict[int, dict[int, float]]  # by batch size and length: seconds per token
@@ -25,12 +27,11 @@ Grid = dict[int, dict[int, float]]  # by batch size and length: seconds per toke
 
 def run(args: argparse.Namespace) -> int:
     check_outputs(args)
-    setup = load_setup(args)
-    check_sources(args, setup)
+    setup = new_setup(args, args.sources, "--sources")
     model, free = setup.model, ("sources", "batch_sizes", "lengths", "repeats")
     session = new_session(args, model.device, model.dtype, {"parameters": model.num_parameters()}, free)
     sources = [shown(source) for source in args.sources]
-    console = print_head(session, "batch", f"{model.num_parameters() / 1e6:.0f} M parameters")
+    console = print_head(session, "batch", described(args, model))
     try:
         return session.run([_section(setup, source, args) for source in sources], console)
     finally:
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _section(setup: Setup, source: str, args: argparse.Namespace) -> Section:
-    """At every batch size, the lengths take turns."""
+    """Return a source's measurements: at every batch size, the lengths take turns."""
     sizes, lengths = sorted(set(args.batch_sizes)), sorted(set(args.lengths))
 
     def cases() -> Iterator[Case]:
@@ -63,11 +64,12 @@ def _median(runs: Sequence[Row]) -> Row:
 
 def seconds_per_token(setup: Setup, source: str, batch_size: int, length: int) -> float:
     """
-    Decodes one batch of requests that end together, with drafts of one length. Prompts are not counted: they are
-    all run in the first step. The mean over the requests of their seconds from the first to the last token, by tokens.
+    Decode one batch of requests that end together, with drafts of one length. Return the mean over the requests of
+    their seconds from the first to the last token, per token. Prompts are not counted: all of them run in the first
+    step.
     """
     prompts = [setup.prompts[index % len(setup.prompts)] for index in range(batch_size)]
-    config = SmartSpecConfig(setup.new_source(source), policy=FixedLength(length))
+    config = replace(sources_by_name([source], setup)[source](), policy=FixedLength(length))
     size = sum(map(len, prompts))
     engine = Engine(setup.model, config, max_batch_size=batch_size, max_prefill_tokens=size)
     outputs = engine.generate(prompts, max_new_tokens=setup.max_new_tokens, eos_token_id=None)
@@ -109,7 +111,7 @@ def _cell(seconds: float | None, is_best: bool) -> str:
 
 
 def plot(grids: dict[str, Grid], path: Path) -> None:
-    """A panel per source, a line per batch size, with a star at its best length."""
+    """Draw a panel per source with a line per batch size; a star marks its best length."""
     panels = []
     for source, grid in grids.items():
         named = {f"batch {size}": seconds for size, seconds in grid.items()}

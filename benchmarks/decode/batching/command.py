@@ -8,10 +8,11 @@ from typing import Any
 from hf_smartspec.commands.common.arguments import UsageError
 from hf_smartspec.commands.common.names import WITH_DRAFT_MODEL
 from hf_smartspec.commands.common.outputs import check_outputs
-from hf_smartspec.commands.common.setup import Setup, load_setup
+from hf_smartspec.commands.common.setup import Setup
 
 from ...kit import ways
 from ...kit.claims import Claim
+from ...kit.models import described, new_setup
 from ...kit.session import Case, Section, new_session, print_head
 from ...kit.tables import Column, Rows
 from .serving import PLAIN, check_can_be_saved, servers
@@ -38,21 +39,20 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--replay: transformers' continuous batching cannot be made to say what was recorded")
     if args.assistant in WITH_DRAFT_MODEL and args.serve:
         raise UsageError(f"--serve: the server drafts with presets, not with {args.assistant!r}")
-    setup = load_setup(args).shuffled()
-    ways.check_draft([args.assistant], setup, "--assistant")
+    setup = new_setup(args, [args.assistant], "--assistant").shuffled()
     if args.serve:
         check_can_be_saved(setup.model)
     model = setup.model
     session = new_session(args, model.device, model.dtype, {"parameters": model.num_parameters()}, ("serve",))
-    size = f"{model.num_parameters() / 1e6:.0f} M parameters; repetitions in turns, medians"
     sections = [_generate_batch(args, setup)]
     if args.serve:
         sections.append(_serve(args, setup))
-    return session.run(sections, print_head(session, "batching", size))
+    about = f"{described(args, model)}; repetitions in turns, medians"
+    return session.run(sections, print_head(session, "batching", about))
 
 
 def _generate_batch(args: argparse.Namespace, setup: Setup) -> Section:
-    """Both in turns, each prompt for the first time as far as suffix trees know."""
+    """Return `generate_batch` without and with an assistant, in turns; suffix trees know no prompt beforehand."""
     options: dict[str, Any] = {"max_requests_per_batch": setup.max_batch_size}
     found = [ways.continuous(**options), ways.assisted(args.assistant, **options)]
 

@@ -94,7 +94,7 @@ def _measured(
 
 
 def _request(prompt: str, number: int, max_tokens: int) -> dict[str, Any]:
-    """Arguments of the client's `completions.create`."""
+    """Return arguments of the client's `completions.create`."""
     request: dict[str, Any] = {"prompt": prompt, "max_tokens": max_tokens, "seed": number}
     request["temperature"] = _TEMPERATURES[number % len(_TEMPERATURES)]
     if stop := _STOPS[number % len(_STOPS)]:
@@ -104,7 +104,7 @@ def _request(prompt: str, number: int, max_tokens: int) -> dict[str, Any]:
 
 def check_can_be_saved(model: PreTrainedModel) -> None:
     """
-    Servers read their model from a folder.
+    Refuse models that cannot be saved: servers read theirs from a folder.
 
     Raises:
         UsageError: for sizes that no config has, as enlarged models may have.
@@ -128,7 +128,7 @@ def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: st
 
 @contextmanager
 def _server(folder: str, name: str, args: argparse.Namespace) -> Iterator[Any]:
-    """A client of transformers' server, which ends with the block; it has room for all clients' texts at once."""
+    """Yield a client of transformers' server, which ends with the block and has room for all clients' texts at once."""
     num_blocks = args.clients * -(-2 * (args.max_prompt + args.max_new_tokens) // _PAGE)
     serve: Any = importlib.import_module("transformers.cli.serve").Serve
     openai = importlib.import_module("openai")
@@ -155,7 +155,7 @@ def _server(folder: str, name: str, args: argparse.Namespace) -> Iterator[Any]:
 
 
 def _alone(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, request: dict[str, Any]) -> str:
-    """What `generate` says to it."""
+    """Return the answer of `generate` to a request."""
     ids: Any = tokenizer(request["prompt"], return_tensors="pt").input_ids.to(model.device)
     options: dict[str, Any] = {"do_sample": request["temperature"] > 0, "max_new_tokens": request["max_tokens"]}
     if options["do_sample"]:

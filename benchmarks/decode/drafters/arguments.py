@@ -5,6 +5,8 @@ from pathlib import Path
 
 from hf_smartspec.commands.common.arguments import add_target_arguments, positive
 
+from ...kit.arguments import add_session_arguments
+
 STEPS, TREES, SPEED = PARTS = ("steps", "trees", "speed")
 
 
@@ -35,7 +37,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-prompt", type=positive, default=400, metavar="N", help="its last tokens (default: 400)")
     parser.add_argument("--repetitions", type=positive, default=1, metavar="N", help="timed rounds (default: 1)")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables for a page")
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="also write everything, anew after every kind of text"
-    )
-    parser.add_argument("--resume", action="store_true", help="leave out what the file of --json holds already")
+    add_session_arguments(parser)

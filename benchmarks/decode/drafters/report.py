@@ -10,29 +10,38 @@ from hf_smartspec.commands.common.names import JOINT
 from hf_smartspec.commands.speed.loop import PLAIN
 from hf_smartspec.decoding.statistics import GenerationStatistics
 
-from ...kit.tables import Lines
+from ...kit.tables import Lines, Row
 from .arguments import SPEED, STEPS, TREES
-from .runs import NONE, Row
+from .runs import NONE
 
 ALL = "all"
 
 
-def tables(rows: Sequence[Row], report: dict[str, Any]) -> list[Lines]:
-    """Those parts that have been measured."""
+def tables(report: dict[str, Any]) -> list[Lines]:
+    """Return the tables of the parts that have been measured."""
+    rows = flat(report)
     made = [_steps(rows, report), _trees(rows, report), _speed(rows, report)]
     return [lines for lines in made if lines.rows]
 
 
+def flat(report: dict[str, Any]) -> list[Row]:
+    """Return the rows of all parts as one list."""
+    return [
+        {"part": part} | row for part, cases in report["results"].items() for case in cases.values()
+        for row in case["rows"]
+    ]  # fmt: skip
+
+
 def notes(report: dict[str, Any]) -> str:
-    """What the figures are of."""
-    system = report["environment"]
+    """Return what the tables are about, to be printed below them."""
+    system, options = report["environment"], report["environment"]["conditions"]
     size = f"enlarged to {system['parameters'] / 1e6:.0f} M parameters" if system["is_enlarged"] else "as it is"
     own = [f"{name} {num / 1e6:.2f} M" for name, num in report["drafters"].items() if num and JOINT not in name]
     reference = report["reference"]
     return (
         f"{system['device']}, {system['threads']} threads, torch {system['torch']}, transformers "
-        f"{system['transformers']}. Greedy, up to {system['max_new_tokens']} tokens of the target's own text, at most "
-        f"{system['limit']} prompts of each kind.\n"
+        f"{system['transformers']}. Greedy, up to {options['max_new_tokens']} tokens of the target's own text, at most "
+        f"{options['limit']} prompts of each kind.\n"
         f"Tokens per step: generated tokens by verification steps; accepted: of the drafted ones. ms: of drafting, per "
         f"step; by a step without drafts of the target as it is (/ step), and by one of plain generate of the larger "
         f"target (/ larger). x {reference}: tokens per step by those of this draft model in the same drafting "
@@ -77,8 +86,8 @@ def _steps(rows: Sequence[Row], report: dict[str, Any]) -> Lines:
 
 def at_equal_time(known: Sequence[tuple[float, float]], seconds: float) -> float:
     """
-    Tokens per step of a drafter with so much time to draft, between what it yields with fewer nodes and with more; with
-    more time than was ever measured, as with most.
+    Return the tokens per step of a drafter that takes this time to draft, interpolated between its measurements with
+    fewer and with more nodes; beyond the longest time that was measured, it yields no more.
 
     Args:
         known (sequence of pairs): Seconds of drafting and tokens per step, in ascending order.
@@ -88,7 +97,7 @@ def at_equal_time(known: Sequence[tuple[float, float]], seconds: float) -> float
 
 
 def _groups(rows: Iterable[Row]) -> dict[tuple[str, int], list[Row]]:
-    """By drafter and nodes; drafter by drafter."""
+    """Return the rows by drafter and number of nodes, drafter by drafter."""
     groups: dict[tuple[str, int], list[Row]] = {}
     for name in _of(rows := list(rows), "drafter"):
         for row in rows:
@@ -98,7 +107,7 @@ def _groups(rows: Iterable[Row]) -> dict[tuple[str, int], list[Row]]:
 
 
 def _time_and_tokens(total: GenerationStatistics) -> tuple[float, float]:
-    """Seconds of drafting, and tokens, per step of one prompt."""
+    """Return seconds of drafting, and tokens, per step of one prompt."""
     return total.seconds_draft / max(total.forwards, 1), total.mean_accepted_length
 
 
@@ -113,7 +122,7 @@ def _trees(rows: Sequence[Row], report: dict[str, Any]) -> Lines:
         lines.append(
             [name, *shares, f"{total.mean_accepted_length:.2f}", f"{total.acceptance_rate:.0%}", _identical(mine)]
         )
-    nodes = max(report["environment"]["nodes"])
+    nodes = max(report["environment"]["conditions"]["nodes"])
     title = f"Medusa heads, tokens per step with {nodes} nodes, float32; fixed trees are the best ones of other prompts"
     return Lines(title, ["trees", *kinds, ALL, "accepted", "identical"], lines)
 
@@ -148,13 +157,15 @@ def _per_step(rows: Iterable[Row]) -> str:
 
 
 def _step_seconds(rows: Sequence[Row]) -> float:
-    """Of a step without drafts, prompts aside."""
+    """Return the seconds of a step without drafts, prefill excluded."""
     total = _total(row for row in rows if row["drafter"] == NONE)
     return (total.seconds_total - total.seconds_prefill) / max(total.steps, 1)
 
 
 def _larger_step_seconds(rows: Sequence[Row]) -> float:
-    """Of plain decoding one by one, at the cost that speed-ups are measured at; 0 where they are not."""
+    """
+    Return the seconds per token of plain decoding at batch 1 by the enlarged target; 0 where speed was not measured.
+    """
     plain = [row for row in rows if (row["part"], row["drafter"], row["batch_size"]) == (SPEED, PLAIN, 1)]
     return median(row["decode_seconds_per_token"] for row in plain) if plain else 0.0
 

@@ -1,9 +1,9 @@
-"""What drafters do on each kind of text: rows, by part of the bench, kind, batch size and drafter."""
+"""Measurements of drafters on each kind of text: a row for each kind, batch size, number of nodes and drafter."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import chain, zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -16,53 +16,20 @@ from hf_smartspec.commands.speed.loop import PLAIN, Method, Results, Settings, T
 from hf_smartspec.commands.speed.report import num_different
 from hf_smartspec.goodput import Calibrator
 
-from .arguments import SPEED, STEPS, TREES
+from ...kit.session import Case
+from ...kit.tables import Row
 from .trees import accuracies, best_fixed_tree
 
 NONE, MIXED = "none", "mixed"
 CALIBRATED, RAW, FIXED = "calibrated trees", "trees by raw probabilities", "the best fixed tree"
 _WARM_UP = 8  # tokens
 _ANSWERED = 8  # at once
-_APART = 10**6  # rows of one half and of the other
-
-Row = dict[str, Any]
+_APART = 10**6  # between the numbers of rows of the two halves
 
 
-class Place(NamedTuple):
-    """Where drafters are measured: nodes of a draft, 0 where goodput decides."""
-
-    part: str
-    kind: str
-    batch_size: int
-    nodes: int
-
-    def __str__(self) -> str:
-        return f"{self.part}, {self.kind}{f', {self.nodes} nodes' * bool(self.nodes)}"
-
-
-@dataclass
-class Rows:
-    """
-    What has been measured, in the order in which it was.
-
-    Args:
-        rows (list of `dict`): One for each place and drafter.
-    """
-
-    rows: list[Row]
-
-    def missing(self, place: Place, names: Iterable[str]) -> list[str]:
-        """The drafters that have not been measured there."""
-        found = [row["drafter"] for row in self.rows if _place_of(row) == place]
-        return [name for name in names if name not in found]
-
-    def add(self, place: Place, tallies: dict[str, Tally]) -> None:
-        for name in self.missing(place, tallies):
-            self.rows.append(place._asdict() | {"drafter": name} | _figures(tallies[name], tallies[PLAIN]))
-
-
-def _place_of(row: Row) -> Place:
-    return Place(*(row[name] for name in Place._fields))
+def _rows(place: Row, tallies: dict[str, Tally]) -> list[Row]:
+    """Return a row for each drafter at this place."""
+    return [place | {"drafter": name} | _figures(tally, tallies[PLAIN]) for name, tally in tallies.items()]
 
 
 def _figures(tally: Tally, plain: Tally) -> Row:
@@ -81,47 +48,56 @@ def _figures(tally: Tally, plain: Tally) -> Row:
 class DrafterBench:
     """
     Args:
-        rows (`Rows`): Filled in, kind by kind; what is there is not measured again.
-        max_new_tokens, num_nodes (list), width, repetitions: As the command's arguments.
+        max_new_tokens, num_nodes (sequence), width, repetitions: As the command's arguments.
     """
 
-    def __init__(self, rows: Rows, max_new_tokens: int, num_nodes: Sequence[int], width: int, repetitions: int):
-        self.rows, self.max_new_tokens, self.num_nodes = rows, max_new_tokens, num_nodes
+    def __init__(self, max_new_tokens: int, num_nodes: Sequence[int], width: int, repetitions: int):
+        self.max_new_tokens, self.num_nodes = max_new_tokens, num_nodes
         self.width, self.repetitions = width, repetitions
+        self._warm: set[str] = set()
 
-    def steps(self, target: PreTrainedModel, drafters: Sequence[Drafter], data: Sequence[DataSet]) -> Iterable[None]:
-        """One prompt at a time with so many nodes at every step; of times, only those of drafting count."""
+    def steps(self, target: PreTrainedModel, drafters: Sequence[Drafter], data: Sequence[DataSet]) -> Iterator[Case]:
+        """
+        Yield one prompt at a time with a fixed number of nodes at every step; of its times, only those of drafting
+        count.
+        """
         for num in self.num_nodes:
             methods = [Method(NONE, NONE), *(self._with_nodes(item, num) for item in drafters)]
-            yield from self._each([Place(STEPS, item.name, 1, num) for item in data], target, methods, data, 0)
+            for item in data:
+                place = {"kind": item.name, "batch_size": 1, "nodes": num}
+                yield Case(f"{item.name}, {num} nodes", partial(self._measured, target, methods, item, place, 0))
 
     def speed(
         self, target: PreTrainedModel, drafters: Sequence[Drafter], data: Sequence[DataSet], batch_sizes: Sequence[int]
-    ) -> Iterable[None]:
-        """Goodput decides how much. Larger batches have rows of all kinds, taking turns."""
+    ) -> Iterator[Case]:
+        """
+        Yield batches in which goodput decides how many nodes are drafted. Larger batches have rows of all kinds, in
+        turn.
+        """
         methods = [Method(item.name, item.assistant) for item in drafters]
         for size in batch_sizes:
-            texts = data if size == 1 else [mixed(data)]
-            places = [Place(SPEED, item.name, min(size, len(item.prompts)), 0) for item in texts]
-            yield from self._each(places, target, methods, texts, self.repetitions)
+            for item in data if size == 1 else [mixed(data)]:
+                place = {"kind": item.name, "batch_size": min(size, len(item.prompts)), "nodes": 0}
+                run = partial(self._measured, target, methods, item, place, self.repetitions)
+                yield Case(f"{item.name}, batch {size}", run)
 
-    def trees(self, target: PreTrainedModel, heads: dict[str, MedusaHeads], data: Sequence[DataSet]) -> Iterable[None]:
+    def trees(self, target: PreTrainedModel, heads: dict[str, MedusaHeads], data: Sequence[DataSet]) -> Iterator[Case]:
         """
-        Each half of the prompts with a tree that is the best one of the answers to the other half, against trees that
-        are chosen anew at every step.
+        Yield comparisons of Medusa's trees: each half of the prompts is decoded with the fixed tree that is best for
+        the answers to the other half, and with trees that are chosen anew at every step.
         """
-        halves = [[_part(item, half) for item in data] for half in (0, 1)]
         for name, own in heads.items():
-            places = [Place(TREES, item.name, 1, max(self.num_nodes)) for item in data]
-            if any(self.rows.missing(place, [f"{name}, {FIXED}"]) for place in places):
-                learning = {CALIBRATED: MedusaCandidates(own, calibrator=Calibrator()), RAW: MedusaCandidates(own)}
-                found: dict[str, dict[str, Tally]] = {}
-                for half, other in (halves, halves[::-1]):
-                    for kind, tallies in self._half(target, name, own, learning, half, other).items():
-                        found[kind] = _joined(found[kind], tallies) if kind in found else tallies
-                for place in places:
-                    self.rows.add(place, found[place.kind])
-                yield
+            yield Case(name, partial(self._both_halves, target, name, own, data))
+
+    def _both_halves(self, target: PreTrainedModel, name: str, heads: MedusaHeads, data: Sequence[DataSet]) -> Row:
+        halves = [[_part(item, half) for item in data] for half in (0, 1)]
+        learning = {CALIBRATED: MedusaCandidates(heads, calibrator=Calibrator()), RAW: MedusaCandidates(heads)}
+        found: dict[str, dict[str, Tally]] = {}
+        for half, other in (halves, halves[::-1]):
+            for kind, tallies in self._half(target, name, heads, learning, half, other).items():
+                found[kind] = _joined(found[kind], tallies) if kind in found else tallies
+        place = {"batch_size": 1, "nodes": max(self.num_nodes)}
+        return {"rows": [row for kind, tallies in found.items() for row in _rows({"kind": kind} | place, tallies)]}
 
     def _half(
         self,
@@ -132,7 +108,7 @@ class DrafterBench:
         half: Sequence[DataSet],
         other: Sequence[DataSet],
     ) -> dict[str, dict[str, Tally]]:
-        """By kind, what all kinds of trees do on a half of the prompts."""
+        """Return the tallies of all kinds of trees on half of the prompts, by kind of text."""
         num = max(self.num_nodes)
         tree = best_fixed_tree(accuracies(heads, target, self._answers(target, other)), num)
         sources = learning | {FIXED: MedusaCandidates(heads, tree=tree)}
@@ -151,37 +127,25 @@ class DrafterBench:
             options["width"] = self.width
         return Method(drafter.name, drafter.assistant, options=options)
 
-    def _each(
-        self,
-        places: Sequence[Place],
-        target: PreTrainedModel,
-        methods: Sequence[Method],
-        data: Sequence[DataSet],
-        repetitions: int,
-    ) -> Iterable[None]:
-        """Place by place, with the methods that have not been measured there."""
-        is_warm = False
-        for place, item in zip(places, data):
-            names = self.rows.missing(place, [method.name for method in methods])
-            asked = [method for method in methods if method.name in names]
-            if not asked:
-                continue
-            if not is_warm:
-                first, is_warm = item._replace(name="warm-up", prompts=item.prompts[:1]), True
-                measure(target, asked, [first], [1], Settings(_WARM_UP, False, 0), {})
-            results: Results = {}
-            own = item._replace(name=str(place))  # suffix trees know nothing of other places
-            measure(target, asked, [own], [place.batch_size], self._settings(repetitions), results)
-            for tallies in results.values():
-                self.rows.add(place, tallies)
-            yield
+    def _measured(
+        self, target: PreTrainedModel, methods: Sequence[Method], data: DataSet, place: Row, repetitions: int
+    ) -> Row:
+        """Return the rows of all methods, which take turns; the first measurement of the same methods warms up."""
+        if (key := repr([(method.name, method.options) for method in methods])) not in self._warm:
+            first = data._replace(name="warm-up", prompts=data.prompts[:1])
+            measure(target, methods, [first], [1], Settings(_WARM_UP, False, 0), {})
+            self._warm.add(key)
+        results: Results = {}
+        own = data._replace(name=str(place))  # suffix trees know nothing of other places
+        measure(target, methods, [own], [place["batch_size"]], self._settings(repetitions), results)
+        return {"rows": [row for tallies in results.values() for row in _rows(place, tallies)]}
 
     def _settings(self, repetitions: int) -> Settings:
         return Settings(self.max_new_tokens, False, repetitions)
 
 
 def mixed(data: Sequence[DataSet]) -> DataSet:
-    """All prompts as one data set, the kinds taking turns."""
+    """Return all prompts as one data set, the kinds in turn."""
     turns = chain.from_iterable(zip_longest(*(item.prompts for item in data)))
     prompts = [prompt for prompt in turns if prompt is not None]
     return DataSet(MIXED, prompts, [np.empty(0, np.int64)] * len(prompts))
@@ -192,7 +156,7 @@ def _part(data: DataSet, half: int) -> DataSet:
 
 
 def _joined(tallies: dict[str, Tally], others: dict[str, Tally]) -> dict[str, Tally]:
-    """Of both halves of a kind's prompts."""
+    """Return the tallies of both halves of a kind's prompts together."""
     return {
         name: Tally(
             statistics=tally.statistics + others[name].statistics,

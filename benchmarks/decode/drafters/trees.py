@@ -18,7 +18,7 @@ Path = tuple[int, ...]
 
 @torch.no_grad()
 def accuracies(heads: MedusaHeads, target: PreTrainedModel, texts: Sequence[Recording]) -> np.ndarray:
-    """`[K, w]`: how often the i-th candidate of head k was the token that came, in responses of the target."""
+    """Return `[K, w]`: how often the i-th candidate of head k was the next token, in responses of the target."""
     hits, num = np.zeros((heads.num_heads, _WIDTH)), np.zeros(heads.num_heads)
     for text in texts:
         ids = torch.from_numpy(np.concatenate([text.prompt, text.response]))
@@ -35,7 +35,9 @@ def accuracies(heads: MedusaHeads, target: PreTrainedModel, texts: Sequence[Reco
 
 
 def best_fixed_tree(shares: np.ndarray, num_nodes: int) -> list[Path]:
-    """The paths of the nodes of highest accuracy, a path's being the product over its heads: node by node."""
+    """
+    Return the paths of the nodes of highest accuracy, parents first; a path's accuracy is the product over its heads.
+    """
     num_heads, width = shares.shape
     waiting: list[tuple[float, Path]] = [(-float(shares[0, rank]), (rank,)) for rank in range(width)]
     heapq.heapify(waiting)

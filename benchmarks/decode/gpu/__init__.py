@@ -1,1 +1,1 @@
-"""What this library does on a GPU: exactness, and time against the bandwidth and against transformers' own."""
+"""Measure the library on a GPU: exactness, and time against the bandwidth and against transformers' own."""

@@ -1,4 +1,4 @@
-"""What the device's memory gives, and what a step must read at least."""
+"""Bandwidth of the device's memory, and the bytes that a step must read at least."""
 
 import time
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def _measured(world: World, make: Callable[[torch.Tensor], tuple[Callable[[], ob
 
 
 def _copy(data: torch.Tensor) -> tuple[Callable[[], object], int]:
-    """Read and written."""
+    """Return a copy, which reads and writes."""
     target = torch.empty_like(data)
     return lambda: target.copy_(data), 2 * data.nbytes
 
@@ -48,7 +48,7 @@ def _sum(data: torch.Tensor) -> tuple[Callable[[], object], int]:
 
 
 def _product(data: torch.Tensor) -> tuple[Callable[[], object], int]:
-    """As the weights of a model are read for one token."""
+    """Return a product of a matrix and a vector, which reads as a model's weights are read for one token."""
     width = min(_WIDTH, data.numel())
     matrix = data[: data.numel() // width * width].view(-1, width)
     vector = data[:width][None]
@@ -56,7 +56,10 @@ def _product(data: torch.Tensor) -> tuple[Callable[[], object], int]:
 
 
 def seconds_of(function: Callable[[], object], device: torch.device, repeats: int, in_a_row: int = 1) -> float:
-    """Median seconds of a call, behind two that warm up; the device is waited for behind each `in_a_row` of them."""
+    """
+    Return the median seconds of a call, after two calls that warm up; wait for the device after each `in_a_row` of
+    them.
+    """
     for _ in range(2):
         function()
     times = []
@@ -71,12 +74,14 @@ def seconds_of(function: Callable[[], object], device: torch.device, repeats: in
 
 
 def best_rate(rows: dict[str, Row]) -> float:
-    """Bytes per second of the fastest way; NaN if none was measured."""
+    """Return the bytes per second of the fastest way; NaN if none was measured."""
     return max((row["bytes"] / row["seconds"] for row in rows.values()), default=float("nan"))
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
-    """Of the weights that every forward reads: all of them, but embeddings that are no output layer too."""
+    """
+    Return the bytes of the weights that every forward reads: all but embeddings that are not the output layer too.
+    """
     embeddings = model.get_input_embeddings().weight
     read = {id(item): item for item in model.parameters()}
     if model.get_output_embeddings().weight is not embeddings:
@@ -85,7 +90,7 @@ def weight_bytes(model: PreTrainedModel) -> int:
 
 
 def cache_bytes(model: PreTrainedModel) -> int:
-    """Of a token's keys and values."""
+    """Return the bytes of a token's keys and values."""
     config = model.config
     width: int = 2 * config.num_key_value_heads * config.head_dim * config.num_hidden_layers
     return width * model.dtype.itemsize

@@ -4,6 +4,7 @@ import argparse
 import platform
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,13 @@ from rich.markup import escape
 
 from hf_smartspec import __version__
 from hf_smartspec.commands.common.arguments import UsageError
+from hf_smartspec.commands.common.demo import demo_folder
 from hf_smartspec.commands.common.models import check_device
 
 from ...kit.session import Section, Session, new_session, print_head
 from ...kit.tables import Column, Row, lines_of, print_lines
 from . import bandwidth, correctness, speed, verification, waits
-from .arguments import BANDWIDTH, CORRECTNESS
+from .arguments import BANDWIDTH, CORRECTNESS, OWN
 from .shapes import Plan, World
 from .targets import targets
 
@@ -34,39 +36,51 @@ _TARGETS = (
 def run(args: argparse.Namespace) -> int:
     device = _device(args)
     plan = Plan.smoke() if args.smoke else Plan()
+    if args.model:
+        plan = replace(plan, shapes={OWN: 0.0})
+    world = World(plan, device, _names(args), args.prompts or demo_folder("--prompts") / "prompts.jsonl")
     session = new_session(args, device, getattr(torch, plan.dtype), _versions(device), free=("section", "shape"))
-    world = World(plan, device)
-    console = _print_head(session)
-    sections = make_sections(world, session.report["results"], args.section, args.shape)
+    console = _print_head(session, "the embedded target, cost-matched" if args.model is None else Path(args.model).name)
+    shapes = [shape for shape in plan.shapes if args.model or shape in args.shape]
+    sections = make_sections(world, session.report["results"], args.section, shapes)
     status = session.run(sections, console)
-    session.report["targets"] = [item.check(session.report["results"]) for item in targets(set(plan.batch_sizes) - {1})]
+    session.report["targets"] = [
+        item.check(session.report["results"]) for item in targets(next(iter(plan.shapes)), set(plan.batch_sizes) - {1})
+    ]
     session.write()
     _print_end(session.report, args.json, console)
     return 1 if differences(session.report) else status
 
 
 def differences(report: dict[str, Any]) -> list[str]:
-    """Names of the cases in which the tokens are not those of plain decoding."""
+    """Return the names of the cases in which the tokens are not those of plain decoding."""
     return [name for name, row in report["results"].get(CORRECTNESS, {}).items() if not row["is_equal"]]
 
 
 def make_sections(
     world: World, results: dict[str, dict[str, Row]], names: list[str], shapes: list[str]
 ) -> list[Section]:
-    """In order; what may take long without end comes last."""
+    """Return the sections in order; compiling may take very long, and comes last, the smallest target first."""
     rates = results.setdefault(BANDWIDTH, {})
     found = [correctness.section(world, 100.0), bandwidth.section(world)]
-    shapes = [shape for shape in shapes if shape in world.plan.shapes]
-    for shape, share in (("7B", 2.0), ("1B", 1.0)):
-        if shape in shapes:
-            found += [
-                verification.section(world, shape, rates, 15 * share),
-                speed.acceptance(world, shape, 40 * share),
-                speed.text(world, shape, 35 * share),
-                waits.section(world, shape, 10 * share),
-            ]
-    found += [speed.compiled(world, shape, 50.0) for shape in ("1B", "7B") if shape in shapes]
+    for shape in shapes:
+        share = 1.0 if shape == "1B" else 2.0
+        found += [
+            verification.section(world, shape, rates, 15 * share),
+            speed.acceptance(world, shape, 40 * share),
+            speed.text(world, shape, 35 * share),
+            waits.section(world, shape, 10 * share),
+        ]
+    found += [speed.compiled(world, shape, 50.0) for shape in reversed(shapes)]
     return [section for section in found if section.name.split()[0] in {*names, BANDWIDTH}]
+
+
+def _names(args: argparse.Namespace) -> dict[str, str]:
+    """Return the models by the names that `World` uses."""
+    if args.model:
+        return {"target": args.model} | ({"draft": args.draft} if args.draft else {})
+    models = demo_folder("--model") / "models"
+    return {"target": str(models / "target"), "draft": args.draft or str(models / "draft")}
 
 
 def _device(args: argparse.Namespace) -> torch.device:
@@ -98,7 +112,7 @@ def _versions(device: torch.device) -> dict[str, Any]:
 
 
 def _driver() -> str | None:
-    """The driver's version, where the usual tool tells it."""
+    """Return the driver's version; None where nvidia-smi does not print it."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None
@@ -110,9 +124,9 @@ def _driver() -> str | None:
     return lines[0].strip() if lines else None
 
 
-def _print_head(session: Session) -> Console:
+def _print_head(session: Session, model: str) -> Console:
     system = session.report["environment"]
-    console = print_head(session, "gpu", f"Python {system['python']}, driver {system['driver']}")
+    console = print_head(session, "gpu", f"{model}; Python {system['python']}, driver {system['driver']}")
     if session.report["is_smoke"]:
         console.print("[dim]A trial run on tiny shapes: the figures mean nothing.[/dim]", highlight=False)
     return console

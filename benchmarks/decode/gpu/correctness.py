@@ -1,4 +1,4 @@
-"""In float32, the tokens of plain `generate`: sources, batch sizes, ragged prompts, greedy and sampled."""
+"""Check in float32 that the tokens are those of plain `generate`, by source and batch size, greedy and sampled."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -20,6 +20,7 @@ from hf_smartspec.prepare.config import SmartSpecConfig
 from hf_smartspec.serving.engine import Engine
 
 from ...kit.session import Case, Section
+from ...kit.sources import sources_by_name
 from ...kit.tables import Column, Row
 from .arguments import CORRECTNESS
 from .shapes import World
@@ -34,7 +35,7 @@ def section(world: World, share: float) -> Section:
 
 
 class Checks:
-    """The cases, with what plain decoding says: that is asked for once."""
+    """Comparisons with plain decoding, each of which runs once."""
 
     def __init__(self, world: World):
         self.world = world
@@ -42,7 +43,7 @@ class Checks:
 
     @property
     def target(self) -> PreTrainedModel:
-        return self.world.embedded("target", "float32")
+        return self.world.loaded("target", "float32")
 
     def cases(self) -> Iterator[Case]:
         ways = self._ways()
@@ -54,23 +55,19 @@ class Checks:
         yield Case(f"engine of {max(self.world.plan.correct_sizes)} rows, greedy, auto", self._compare_engine)
 
     def _ways(self) -> list[Drafting]:
-        """Fixed sizes of drafts, which are the same on every machine, and `auto`, which decides on its own."""
+        """Return drafts of fixed sizes, which are the same on every machine, and `auto`, which decides on its own."""
         texts = [[*prompt, *self.world.tokenizer(item.response).input_ids]
                  for prompt, item in zip(self.world.prompts(), self.world.requests())]  # fmt: skip
         vocab_size = self.target.config.vocab_size
         store = DatastoreCandidates(Datastore.from_documents(texts, vocab_size=vocab_size))
-        configs = {
-            "none": SmartSpecConfig("none"),
-            "prompt lookup": SmartSpecConfig("prompt_lookup", num_nodes=5),
-            "suffix": SmartSpecConfig("suffix", num_nodes=8),
-            "datastore": SmartSpecConfig(store, num_nodes=8),
-            "auto": SmartSpecConfig("auto"),
-        }
-        drafted = ways_of_drafting(self.world.embedded("draft", "float32"), vocab_size)
+        draft = self.world.draft("float32")
+        named = sources_by_name(("none", "prompt_lookup:5", "suffix:8", "auto"), self.world.setup(self.target, draft))
+        configs = {name: new() for name, new in named.items()} | {"datastore:8": SmartSpecConfig(store, num_nodes=8)}
+        drafted = ways_of_drafting("auto", vocab_size)[1:] if draft is None else ways_of_drafting(draft, vocab_size)
         return [*(Drafting.with_config(name, config) for name, config in configs.items()), *drafted]
 
     def _prompts(self, size: int) -> list[list[int]]:
-        """The last ones: a single one repeats itself."""
+        """Return the prompts before the last two; a single one is the text that repeats itself."""
         return self.world.prompts()[-size - 2 : -2] if size < len(self.world.prompts()) - 2 else self.world.prompts()
 
     def _inputs(self, size: int) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Drafts that come true as often as they are asked to."""
+"""Drafts that are accepted at a given rate."""
 
 from collections.abc import Hashable, Sequence
 
@@ -10,8 +10,8 @@ from hf_smartspec.drafts.tree import DraftTree
 
 class FixedAcceptance(TreeCandidateGenerator):
     """
-    Chains of which each token is right with the same probability, if those before it are, and that say so. They cost
-    nothing: what is measured is the target.
+    Chains each of whose tokens is right with the same probability, if those before it are; this is also the probability
+    that they claim. Drafting costs nothing: the target is what is measured.
 
     Args:
         texts (dict): What will be said, int64 `[n]`, by the prompt's bytes.

@@ -1,4 +1,4 @@
-"""The most memory that was in use at a time."""
+"""Peak memory."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,14 +13,14 @@ PEAK = Column("peak GB", "peak_bytes", "{:.1f}", 1e-9)
 
 @dataclass
 class Peak:
-    """Bytes that torch had allocated at most, weights included; 0 where the device does not tell."""
+    """Bytes that torch had allocated at most, weights included; 0 on devices without such a count."""
 
     value: int = 0
 
 
 @contextmanager
 def peak_bytes(device: torch.device) -> Iterator[Peak]:
-    """Within the block; known behind it."""
+    """Yield an object whose `value` is the block's peak memory, once the block has ended."""
     peak = Peak()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

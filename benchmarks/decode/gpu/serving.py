@@ -45,7 +45,7 @@ class Way(NamedTuple):
 
 
 def measure(world: World, shape: str, work: Callable[[], Workload], batch_size: int, way: Way) -> Row:
-    """Seconds, tokens per second and memory."""
+    """Return seconds, tokens per second and memory of a way to answer."""
     model, texts = world.target(shape), work()
     implementation = model.config._attn_implementation
     with torch.no_grad(), peak_bytes(world.device) as peak:
@@ -84,8 +84,8 @@ def _timed(world: World, model: PreTrainedModel, texts: Workload, batch_size: in
 
 def engine(make: Callable[[PreTrainedModel, Workload], SmartSpecConfig]) -> Way:
     """
-    This library's engine, made anew with a new source, and timed from the first request on. The target runs at its
-    cost, arg max included, and says the given answers.
+    Return this library's engine. Each run makes a new one with a new source, and is timed from the first request on.
+    The target runs at its cost, arg max included, and picks the given answers.
     """
 
     def answer(model: PreTrainedModel, work: Workload, batch_size: int) -> Row:
@@ -117,8 +117,8 @@ def engine(make: Callable[[PreTrainedModel, Workload], SmartSpecConfig]) -> Way:
 
 def generate(is_compiled: bool = False, **arguments: Any) -> Way:
     """
-    transformers' `generate`, in batches that are as long as their longest answer. What it says makes no difference to
-    what it takes.
+    Return transformers' `generate`, in batches that are as long as their longest answer. Which tokens it generates
+    makes no difference to its time.
     """
 
     def answer(model: PreTrainedModel, work: Workload, batch_size: int) -> Row:
@@ -134,7 +134,7 @@ def generate(is_compiled: bool = False, **arguments: Any) -> Way:
 
 
 def assisted(make_arguments: Callable[[], dict[str, Any]]) -> Way:
-    """transformers' assisted `generate`, one request at a time; the target says the given answers."""
+    """Return transformers' assisted `generate`, one request at a time; the target picks the given answers."""
 
     def answer(model: PreTrainedModel, work: Workload, batch_size: int) -> Row:
         arguments = make_arguments()
@@ -155,7 +155,9 @@ def assisted(make_arguments: Callable[[], dict[str, Any]]) -> Way:
 
 @contextmanager
 def _unchanged(draft: PreTrainedModel | None) -> Iterator[None]:
-    """transformers leaves the draft length that it has learnt, and more, on the draft's generation config."""
+    """
+    Restore the draft's generation config, on which transformers leaves the draft length that it has learnt, and more.
+    """
     before: Any = None if draft is None else copy.deepcopy(draft.generation_config)
     try:
         yield
@@ -166,8 +168,8 @@ def _unchanged(draft: PreTrainedModel | None) -> Iterator[None]:
 
 def continuous(**options: Any) -> Way:
     """
-    transformers' `generate_batch`, timed from the first request on: its memory is there, its graphs are captured, and
-    it has answered some. It cannot be made to say given answers, but to say as much.
+    Return transformers' `generate_batch`, timed from the first request on, when its memory is allocated, its graphs are
+    captured, and it has answered some requests. It generates its own tokens, as many as the given answers have.
     """
 
     def answer(model: PreTrainedModel, work: Workload, batch_size: int) -> Row:

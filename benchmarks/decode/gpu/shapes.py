@@ -1,4 +1,4 @@
-"""The models and texts of the bench: the embedded target, and the same at the cost of large ones."""
+"""Models and texts of the bench: a target as it is, and enlarged to the cost of large ones."""
 
 import gc
 from collections.abc import Sequence
@@ -12,25 +12,27 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from hf_smartspec.commands.common.arguments import UsageError
 from hf_smartspec.commands.common.cost_matched import enlarge
-from hf_smartspec.commands.common.demo import find_demo
 from hf_smartspec.commands.common.models import PROMPTS, encode, left_padded, load_model, load_tokenizer
 from hf_smartspec.commands.common.recordings import Fields, Texts, read_requests
 from hf_smartspec.commands.common.runs import eos_ids, up_to_end
+from hf_smartspec.commands.common.setup import Setup
+
+from .arguments import OWN
 
 
 @dataclass(frozen=True)
 class Plan:
     """
-    What is measured, and how large it is.
+    Sizes of what is measured.
 
     Args:
         shapes (`dict`): Parameters of the cost-matched targets, by name.
         dtype (`str`): Of theirs.
         batch_sizes (sequence of `int`): Those that matter most first.
         widths (dict): Tokens per row of a verification, by batch size.
-        context, new_tokens (`int`): Tokens of the prompts, and behind them, where the text does not matter.
-        text_tokens (`int`): The same behind prompts of real text, at most.
-        requests (`int`): That are served one after the other at batch 1 of real text.
+        context, new_tokens (`int`): Tokens of the prompts, and of the answers, where the text does not matter.
+        text_tokens (`int`): Most tokens of the answers to prompts of real text.
+        requests (`int`): Number of requests of real text that are served one after the other at batch 1.
         correct_sizes, correct_tokens: Batch sizes, and new tokens, where tokens are compared.
         copied (`int`): Bytes by which the bandwidth is measured.
         repeats (`int`): Timed runs of a forward; runs of a whole batch are at most `runs`.
@@ -54,7 +56,7 @@ class Plan:
 
     @classmethod
     def smoke(cls) -> "Plan":
-        """The same code in seconds, on any device; the figures mean nothing."""
+        """Return sizes with which the same code takes seconds on any device; its figures mean nothing."""
         return cls(
             shapes={"7B": 0.0},  # as small as the embedded target
             dtype="float32",
@@ -83,70 +85,87 @@ class Workload(NamedTuple):
         return sum(map(len, self.responses))
 
     def cut(self, num_tokens: int) -> "Workload":
-        """With shorter answers."""
+        """Return the same requests with shorter answers."""
         return Workload(self.prompts, [response[:num_tokens] for response in self.responses])
 
 
 class World:
-    """The device with what lies on it; models are loaded, and made, when they are asked for."""
+    """
+    The device and the models on it, which are loaded and enlarged when they are asked for.
 
-    def __init__(self, plan: Plan, device: torch.device):
-        folder = find_demo()
-        if folder is None:
-            raise UsageError("the embedded models are not here: run this in a checkout of the repository")
-        tokenizer = load_tokenizer(str(folder / "models" / "target"))
-        assert tokenizer is not None, "found beside the model"
-        self.plan, self.device, self._folder = plan, device, folder
+    Args:
+        names (`dict`): Folders or hub ids: "target" and, if there is one, "draft".
+        prompts (`Path`): A .jsonl file of prompts and responses.
+
+    Raises:
+        UsageError: If the target has no tokenizer.
+    """
+
+    def __init__(self, plan: Plan, device: torch.device, names: dict[str, str], prompts: Path):
+        tokenizer = load_tokenizer(names["target"])
+        if tokenizer is None:
+            raise UsageError(f"--model: {names['target']!r} has no tokenizer")
+        self.plan, self.device, self.names, self._prompts = plan, device, names, prompts
         self.tokenizer: PreTrainedTokenizerBase = tokenizer
         self._loaded: dict[tuple[str, str], PreTrainedModel] = {}
         self._shape: tuple[str, PreTrainedModel] | None = None
         self._own_text: dict[int, Workload] = {}
 
-    def embedded(self, name: str, dtype: str) -> PreTrainedModel:
-        """ "target" or "draft", as it is."""
+    def loaded(self, name: str, dtype: str) -> PreTrainedModel:
+        """Return "target" or "draft" as it is."""
         if (name, dtype) not in self._loaded:
-            model = load_model(str(self._folder / "models" / name), dtype, str(self.device))
+            model = load_model(self.names[name], dtype, str(self.device))
             if model.generation_config.pad_token_id is None:
                 model.generation_config.pad_token_id = 0
             self._loaded[name, dtype] = model
         return self._loaded[name, dtype]
 
-    @property
-    def draft(self) -> PreTrainedModel:
-        return self.embedded("draft", self.plan.dtype)
+    def draft(self, dtype: str | None = None) -> PreTrainedModel | None:
+        """Return the draft model in `dtype`, by default the plan's; None if there is none."""
+        return self.loaded("draft", dtype or self.plan.dtype) if "draft" in self.names else None
 
     def target(self, shape: str) -> PreTrainedModel:
-        """The cost-matched target, one at a time. It knows no end of sequence: texts say how long they are."""
+        """
+        Return the target at a size, of which one is kept at a time. It has no end-of-sequence token: texts have their
+        lengths.
+        """
         if self._shape is None or self._shape[0] != shape:
-            self._shape = None  # before there is another
+            self._shape = None  # frees its memory before another one is made
             gc.collect()
-            small = self.embedded("target", self.plan.dtype)
-            model = enlarge(small, max(self.plan.shapes[shape], small.num_parameters()))
+            if shape == OWN:
+                model = load_model(self.names["target"], self.plan.dtype, str(self.device))
+            else:
+                small = self.loaded("target", self.plan.dtype)
+                model = enlarge(small, max(self.plan.shapes[shape], small.num_parameters()))
             model.generation_config = GenerationConfig(pad_token_id=0)
             self._shape = shape, model
         return self._shape[1]
 
+    def setup(self, model: PreTrainedModel, draft: PreTrainedModel | None) -> Setup:
+        """Return what `sources_by_name` takes, for sources that draft for this model."""
+        return Setup(model, draft, [], max_new_tokens=0, max_batch_size=1, seed=0)
+
     def prompts(self) -> list[list[int]]:
-        """Neutral ones of different lengths."""
+        """Return neutral prompts of different lengths."""
         return encode(PROMPTS, self.tokenizer, self._longest_prompt(self.plan.correct_tokens))
 
     def _longest_prompt(self, num_tokens: int) -> int:
-        positions: int = self.embedded("target", self.plan.dtype).config.max_position_embeddings
+        positions: int = self.loaded("target", "float32").config.max_position_embeddings
         return min(self.plan.context, positions - num_tokens)
 
     def requests(self) -> list[Texts]:
-        return read_requests(Path(self._folder / "prompts.jsonl"), Fields(), None)
+        return read_requests(self._prompts, Fields(), None)
 
     def random_text(self, num_rows: int) -> Workload:
-        """Where it matters how many tokens there are, not which."""
+        """Return random tokens, for measurements that depend on their number only."""
         plan, rng = self.plan, np.random.default_rng(num_rows)
-        vocab_size = self.embedded("target", plan.dtype).config.vocab_size
+        vocab_size = self.loaded("target", "float32").config.vocab_size
         sizes = [(num_rows, plan.context), (num_rows, plan.new_tokens)]
         prompts, responses = (list(rng.integers(4, vocab_size, size)) for size in sizes)
         return Workload(prompts, responses)
 
     def recorded_text(self, num_rows: int) -> Workload:
-        """What people answered."""
+        """Return the prompts with their recorded responses."""
         limit, items = self.plan.text_tokens, self.requests()
         items = items[:: max(len(items) // num_rows, 1)][:num_rows]
         prompts = encode(["\n".join(item.context) for item in items], self.tokenizer, self._longest_prompt(limit))
@@ -156,11 +175,11 @@ class World:
     @torch.no_grad()
     def own_text(self, num_rows: int) -> Workload:
         """
-        What the embedded target says by itself, in float32. Where there are fewer prompts than rows, they come again
+        Return what the target generates as it is, in float32. Where there are fewer prompts than rows, they come again
         without their first tokens.
         """
         if num_rows not in self._own_text:
-            model, limit = self.embedded("target", "float32"), self.plan.text_tokens
+            model, limit = self.loaded("target", "float32"), self.plan.text_tokens
             texts = ["\n".join(item.context) for item in self.requests()]
             texts = texts[:: max(len(texts) // num_rows, 1)]
             rows = encode(texts, self.tokenizer, self._longest_prompt(limit))

@@ -5,12 +5,10 @@ from functools import partial
 
 from transformers import PreTrainedModel
 
-from hf_smartspec.candidates import DraftModelCandidates
-from hf_smartspec.commands.common.sources import new_source
-from hf_smartspec.goodput import NoSpeculation
 from hf_smartspec.prepare.config import SmartSpecConfig
 
 from ...kit.session import Case, Section
+from ...kit.sources import sources_by_name
 from ...kit.tables import Column, Row, Rows
 from .arguments import ACCEPTANCE, COMPILED, TEXT
 from .known import FixedAcceptance
@@ -25,8 +23,8 @@ _COMPILED_SIZES = (1, 8)  # of batches: each is compiled by itself
 
 
 def acceptance(world: World, shape: str, share: float) -> Section:
-    """Known texts, drafted with known acceptance."""
-    ways = {PLAIN: generate(), "none": engine(_undrafted)}
+    """Return measurements of known texts, drafted at known rates of acceptance."""
+    ways = {PLAIN: generate(), "none": engine(partial(_drafted, world, "none"))}
     ways |= {rate_name(rate): engine(partial(_known, rate)) for rate in RATES} | {CONTINUOUS: continuous()}
 
     def cases() -> Iterator[Case]:
@@ -38,7 +36,10 @@ def acceptance(world: World, shape: str, share: float) -> Section:
 
 
 def text(world: World, shape: str, share: float) -> Section:
-    """What the embedded target says, with the embedded draft model; and what people said, drafted from text."""
+    """
+    Return measurements of the target's own text, drafted by its draft model too, and of recorded answers, drafted from
+    text.
+    """
 
     def cases() -> Iterator[Case]:
         for batch_size in world.plan.batch_sizes:
@@ -51,7 +52,7 @@ def text(world: World, shape: str, share: float) -> Section:
 
 
 def compiled(world: World, shape: str, share: float) -> Section:
-    """The peers with static memory and compiled forwards, however long compiling may take."""
+    """Return measurements of transformers' compiled forms, which may take very long to compile."""
     level = int(world.device.type == "cuda")  # elsewhere, `generate` does not compile either
     ways = {
         PLAIN: generate(),
@@ -87,17 +88,13 @@ def _case(
 
 def _ways(world: World, batch_size: int) -> dict[str, Way]:
     ways: dict[str, Way] = {PLAIN: generate()}
+    has_draft = "draft" in world.names
     if batch_size == 1:
-        ways |= {
-            "assistant_model": assisted(lambda: {"assistant_model": world.draft}),
-            "transformers' lookup": assisted(lambda: {"prompt_lookup_num_tokens": 10}),
-        }
-    ways |= {name: engine(partial(_drafted, world, name)) for name in _SOURCES}
+        if has_draft:
+            ways["assistant_model"] = assisted(lambda: {"assistant_model": world.draft()})
+        ways["transformers' lookup"] = assisted(lambda: {"prompt_lookup_num_tokens": 10})
+    ways |= {name: engine(partial(_drafted, world, name)) for name in _SOURCES if has_draft or name != "draft"}
     return ways if batch_size == 1 else ways | {CONTINUOUS: continuous()}
-
-
-def _undrafted(model: PreTrainedModel, work: Workload) -> SmartSpecConfig:
-    return SmartSpecConfig("none", policy=NoSpeculation())
 
 
 def _known(rate: float, model: PreTrainedModel, work: Workload) -> SmartSpecConfig:
@@ -106,12 +103,14 @@ def _known(rate: float, model: PreTrainedModel, work: Workload) -> SmartSpecConf
 
 
 def _drafted(world: World, name: str, model: PreTrainedModel, work: Workload) -> SmartSpecConfig:
-    drafter = DraftModelCandidates(world.draft) if name == "draft" else None
-    return SmartSpecConfig(new_source(name, model, drafter, wrong_token=0))
+    draft = world.draft() if name == "draft" else None
+    return sources_by_name([name], world.setup(model, draft))[name]()
 
 
 def ratio(rows: Rows, name: str) -> float | None:
-    """Tokens per second by those of the same section's plain `generate` at the same batch size; None if unknown."""
+    """
+    Return tokens per second by those of the same section's plain `generate` at the same batch size; None if unknown.
+    """
     plain = rows.get(f"{name.rpartition(', ')[0]}, {PLAIN}")
     return rows[name]["tokens_per_second"] / plain["tokens_per_second"] if plain and name in rows else None
 

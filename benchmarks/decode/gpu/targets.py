@@ -1,4 +1,4 @@
-"""What the library wants to reach on a GPU, and what it does."""
+"""Figures that the library aims at on a GPU, held against those that were measured."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -8,7 +8,6 @@ from ...kit.tables import Row
 from . import speed, verification
 from .arguments import ACCEPTANCE, TEXT, VERIFICATION
 
-_SHAPE = "7B"
 Results = dict[str, dict[str, Row]]
 
 
@@ -33,39 +32,42 @@ class Target(NamedTuple):
         }
 
 
-def targets(batch_sizes: Iterable[int]) -> list[Target]:
+def targets(shape: str, batch_sizes: Iterable[int]) -> list[Target]:
+    """Return the bounds for a shape; those on batches of other requests for each of the batch sizes."""
     half = speed.rate_name(0.7)
     found = [
-        Target(f"{_SHAPE}, batch 1, verification of 16 tokens / bandwidth limit", 1.15, True, _verification),
-        Target(f"{_SHAPE}, batch 1, {half} / generate", 2.5, False, partial(_ratio, f"batch 1, {half}")),
-        Target(f"{_SHAPE}, batch 128, the slowest of ours / generate", 0.98, False, partial(_least, 128)),
+        Target(
+            f"{shape}, batch 1, verification of 16 tokens / bandwidth limit", 1.15, True, partial(_verification, shape)
+        ),
+        Target(f"{shape}, batch 1, {half} / generate", 2.5, False, partial(_ratio, shape, f"batch 1, {half}")),
+        Target(f"{shape}, batch 128, the slowest of ours / generate", 0.98, False, partial(_least, shape, 128)),
     ]
     for size in sorted(batch_sizes):
-        text = f"{_SHAPE}, batch {size}, {half} / generate_batch"
-        found.append(Target(text, 1.5, False, partial(_to_continuous, size, half)))
+        text = f"{shape}, batch {size}, {half} / generate_batch"
+        found.append(Target(text, 1.5, False, partial(_to_continuous, shape, size, half)))
     return found
 
 
-def _verification(results: Results) -> float | None:
-    row = results.get(f"{VERIFICATION} {_SHAPE}", {}).get(verification.case_name(1, 16))
+def _verification(shape: str, results: Results) -> float | None:
+    row = results.get(f"{VERIFICATION} {shape}", {}).get(verification.case_name(1, 16))
     return None if row is None else row["times_limit"]
 
 
-def _ratio(name: str, results: Results) -> float | None:
-    return speed.ratio(results.get(f"{ACCEPTANCE} {_SHAPE}", {}), name)
+def _ratio(shape: str, name: str, results: Results) -> float | None:
+    return speed.ratio(results.get(f"{ACCEPTANCE} {shape}", {}), name)
 
 
-def _least(size: int, results: Results) -> float | None:
-    """Of everything of ours at that batch size, with drafts or without."""
+def _least(shape: str, size: int, results: Results) -> float | None:
+    """Return the lowest ratio of all measurements of this library at that batch size, with drafts or without."""
     ratios = []
     for section in (ACCEPTANCE, TEXT):
-        rows = results.get(f"{section} {_SHAPE}", {})
+        rows = results.get(f"{section} {shape}", {})
         names = [name for name, row in rows.items() if f"batch {size}, " in name and "steps" in row]
         ratios += [ratio for name in names if (ratio := speed.ratio(rows, name)) is not None]
     return min(ratios, default=None)
 
 
-def _to_continuous(size: int, name: str, results: Results) -> float | None:
-    rows = results.get(f"{ACCEPTANCE} {_SHAPE}", {})
+def _to_continuous(shape: str, size: int, name: str, results: Results) -> float | None:
+    rows = results.get(f"{ACCEPTANCE} {shape}", {})
     own, other = (rows.get(f"batch {size}, {way}") for way in (name, speed.CONTINUOUS))
     return None if own is None or other is None else own["tokens_per_second"] / other["tokens_per_second"]

@@ -49,7 +49,7 @@ def _cases(world: World, shape: str, bandwidth: dict[str, Row]) -> Iterator[Case
 
 
 def _measured(world: World, shape: str, batch_size: int, width: int, way: str, bandwidth: dict[str, Row]) -> Row:
-    """Every row has the plan's context behind it; the plain forward is transformers' own."""
+    """Time a forward after the plan's context in every row; the plain forward is transformers' own."""
     model = world.target(shape)
     context = world.plan.context
     size = (batch_size, context + width)
@@ -94,7 +94,7 @@ def _own_forward(model: PreTrainedModel, tokens: np.ndarray, context: int, is_re
 
 
 def _plain_forward(model: PreTrainedModel, tokens: np.ndarray):
-    """Of one token behind the others."""
+    """Return a forward over one more token per row."""
     ids = torch.from_numpy(tokens).to(model.device)
     cache = DynamicCache(config=model.config)
     given: dict[str, Any] = {cache_name(model.forward): cache}

@@ -1,4 +1,4 @@
-"""What a step asks of the device: times that the host waits, launches, and how long the device is busy."""
+"""Waits of the host, launches and busy time of the device, per step."""
 
 import warnings
 from collections import Counter
@@ -12,12 +12,12 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
-from hf_smartspec.candidates import DraftModelCandidates
 from hf_smartspec.commands.common.models import left_padded
 from hf_smartspec.generate import enabled
 from hf_smartspec.prepare.config import SmartSpecConfig
 
 from ...kit.session import Case, Section
+from ...kit.sources import sources_by_name
 from ...kit.tables import Column, Row, Rows
 from .arguments import WAITS
 from .shapes import World
@@ -25,9 +25,10 @@ from .shapes import World
 _SHORT, _LONG = 4, 12  # new tokens of the two calls that are compared: what a call costs by itself cancels out
 _WAITING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 _LAUNCHING = ("cudaLaunchKernel", "cuLaunchKernel")  # and those that begin so
+_SOURCES, _DRAFTED = ("none", "prompt_lookup:4", "suffix:8"), ("draft:4", "draft:9:3")
 _WAYS: Sequence[tuple[str, dict[str, Any], Sequence[str]]] = (  # with the sources; none named: all of them
     ("greedy", {"do_sample": False}, ()),
-    ("sampled", {"do_sample": True, "seed": 5, "top_k": 50}, ("none", "draft chain of 4")),
+    ("sampled", {"do_sample": True, "seed": 5, "top_k": 50}, ("none", "draft:4")),
 )
 _KINDS = ("warned", "waits", "copies", "launches", "graphs", "operations", "device_seconds")
 
@@ -46,19 +47,18 @@ def _per_step(name: str, row: Row, _: Rows) -> float:
 
 
 def _cases(world: World, shape: str) -> Iterator[Case]:
-    sources = {
-        "none": lambda: SmartSpecConfig("none"),
-        "prompt lookup of 4": lambda: SmartSpecConfig("prompt_lookup", num_nodes=4),
-        "suffix of 8": lambda: SmartSpecConfig("suffix", num_nodes=8),
-        "draft chain of 4": lambda: SmartSpecConfig(DraftModelCandidates(world.draft), num_nodes=4),
-        "draft tree of 9": lambda: SmartSpecConfig(DraftModelCandidates(world.draft, width=3), num_nodes=9),
-    }
+    names = [*_SOURCES, *(_DRAFTED if "draft" in world.names else ())]
+
+    def new_config(name: str) -> SmartSpecConfig:
+        """Return a new source when it is measured: models are loaded then."""
+        return sources_by_name([name], world.setup(world.target(shape), world.draft()))[name]()
+
     for batch_size in sorted({1, min(8, max(world.plan.batch_sizes))}):
         plain = partial(_plain, world, shape, batch_size)
         yield Case(f"batch {batch_size}, greedy, plain generate", partial(_measured, plain))
-        for way, arguments, names in _WAYS:
-            for name in names or sources:
-                call = partial(_own, world, shape, batch_size, sources[name], arguments)
+        for way, arguments, chosen in _WAYS:
+            for name in (name for name in names if not chosen or name in chosen):
+                call = partial(_own, world, shape, batch_size, partial(new_config, name), arguments)
                 yield Case(f"batch {batch_size}, {way}, {name}", partial(_measured, call))
 
 
@@ -70,7 +70,7 @@ def _own(
     arguments: dict[str, Any],
     num_tokens: int,
 ) -> int:
-    """Steps of a call."""
+    """Generate with a source and return the number of steps."""
     model = world.target(shape)
     with enabled(model):
         output: Any = model.generate(
@@ -94,7 +94,7 @@ def _inputs(world: World, model: PreTrainedModel, batch_size: int) -> dict[str, 
 
 
 def _measured(call: Callable[[int], int]) -> Row:
-    """Of a step: what a long call has more than a short one, by the steps that it has more."""
+    """Return figures of a step: the difference of a long and a short call, by the difference of their steps."""
     call(_LONG)  # warms up
     totals, steps = [], []
     for num_tokens in (_SHORT, _LONG):
@@ -109,7 +109,7 @@ def _measured(call: Callable[[int], int]) -> Row:
 
 @contextmanager
 def _counting_warnings(counts: Counter[str]) -> Iterator[None]:
-    """torch's own warnings of operations that wait for the device; it does not know all of them."""
+    """Count torch's warnings of operations that wait for the device, which do not cover all of them."""
     if not torch.cuda.is_available():
         yield
         return
@@ -126,7 +126,7 @@ def _counting_warnings(counts: Counter[str]) -> Iterator[None]:
 
 @contextmanager
 def _profiling(counts: Counter[str]) -> Iterator[None]:
-    """Calls of CUDA's runtime and what the kernels take; without CUDA, operations of torch."""
+    """Count calls of CUDA's runtime, and the seconds of kernels; without CUDA, operations of torch."""
     activity = ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU
     with profile(activities=[activity]) as profiler:
         yield

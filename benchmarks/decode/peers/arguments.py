@@ -5,6 +5,7 @@ from pathlib import Path
 
 from hf_smartspec.commands.common.arguments import number, positive, positive_number
 
+from ...kit.arguments import add_session_arguments
 from .known import KINDS, PEERS
 
 
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-new-tokens", type=positive, metavar="N", help="of each (default: 64)")
     parser.add_argument("--repeats", type=positive, metavar="N", help="turns, of which the median (default: 3)")
-    parser.add_argument("--threads", type=positive, default=2, metavar="N", help="everybody's (default: 2)")
+    parser.add_argument("--threads", type=positive, default=2, metavar="N", help="of each engine (default: 2)")
     parser.add_argument(
         "--timeout", type=positive_number, default=900.0, metavar="S", help="for one answer of a peer (default: 900)"
     )
@@ -51,11 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--python", action="append", default=[], type=_interpreter, metavar="NAME=FILE",
         help="an interpreter that has the peer already, for example built for this CPU, in place of an environment",
     )  # fmt: skip
-    parser.add_argument(
-        "--json", type=Path, default=Path("bench-peers.json"), metavar="FILE",
-        help="written anew after every measurement (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument("--resume", action="store_true", help="leave out what the file holds already")
+    add_session_arguments(parser, Path("bench-peers.json"))
 
 
 def _interpreter(text: str) -> tuple[str, Path]:

@@ -13,14 +13,15 @@ _NO_TORCH = "torch<0\n"  # no peer here needs one, and gigabytes are not fetched
 
 
 def cache_folder() -> Path:
-    """Where environments lie if nothing else is said."""
+    """Return the default folder of environments."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "hf-smartspec" / "peers"
 
 
 def python_of(folder: Path, name: str, requirements: tuple[str, ...]) -> Path:
     """
-    The interpreter of the environment `folder / name`, made where it is missing or was made for others.
+    Return the interpreter of the environment `folder / name`, which is made where it is missing or was made for other
+    requirements.
 
     Raises:
         PeerError: if something cannot be installed.
@@ -43,7 +44,7 @@ def python_of(folder: Path, name: str, requirements: tuple[str, ...]) -> Path:
 
 
 def _run(command: list[str], log: Path) -> None:
-    """Runs it with its output in a file, as building a peer takes minutes and says much."""
+    """Run a command with its output in a file, as building a peer takes minutes and prints much."""
     with log.open("w") as file:
         status = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT).returncode
     if status:

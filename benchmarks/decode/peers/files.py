@@ -18,7 +18,8 @@ def write_files(
     target: PreTrainedModel, draft: PreTrainedModel, needed: Iterable[str], kind: str, folder: Path
 ) -> dict[str, str]:
     """
-    Paths by the names of the files. Models are in `kind`'s precision already: int8 is made of bfloat16.
+    Write the needed files and return their paths by name. Models are in `kind`'s precision already: int8 is made of
+    bfloat16.
 
     Args:
         needed (iterable of `str`): Of "model" and "draft" (torch's pickles), "gguf" and "draft_gguf", and "arrays" and
@@ -45,7 +46,7 @@ def write_files(
 
 def write_arrays(model: PreTrainedModel, path: Path) -> None:
     """
-    Every weight of a Llama in float32 under its name, and as "config" its sizes in JSON.
+    Write every weight of a Llama in float32 under its name, and its sizes in JSON as "config".
 
     Raises:
         ValueError: for other models.

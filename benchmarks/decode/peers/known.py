@@ -26,7 +26,7 @@ class Peer(NamedTuple):
     settings: dict[str, Any] = {}  # noqa: RUF012  never changed
 
     def python(self, name: str, folder: Path) -> Path:
-        """The interpreter that runs it; its environment is made where there is none."""
+        """Return the interpreter that runs it; make its environment where there is none."""
         return python_of(folder, name, self.requirements) if self.requirements else Path(sys.executable)
 
 
@@ -39,4 +39,4 @@ PEERS = {
         "openvino_genai", ("arrays", "draft_arrays"), requirements=("openvino==2026.4.1", "openvino-genai==2026.4.1.0")
     ),
 }
-BASELINES = (("transformers", "plain"), ("smartspec", "generate on it"))  # plain `generate`; in int8, the second
+BASELINES = ("transformers, plain", "smartspec, generate on it")  # plain `generate`; in int8, the second

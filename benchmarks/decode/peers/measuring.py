@@ -1,131 +1,193 @@
-"""Peers take turns: everybody decodes the same prompts once, then again, so that the load meets all of them."""
+"""
+Measurements of peers: each of their ways on each group of prompts, in turns, and their tokens against `generate`'s.
+"""
 
+import argparse
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cached_property, partial
+from importlib.util import find_spec
+from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
-from .known import BASELINES
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from hf_smartspec.commands.common.models import left_padded
+from hf_smartspec.commands.common.progress import track
+
+from ...kit.session import Case, Section, Session
+from ...kit.tables import Column, Row, Rows
+from .environments import cache_folder
+from .files import write_files
+from .known import BASELINES, PEERS
 from .processes import PeerError, PeerProcess
-from .texts import Group
+from .texts import Group, Prompts
 
-Row = dict[str, Any]
-Rows = dict[str, Row]  # by the name of what was measured
-
-
-class Entry(NamedTuple):
-    """One line of the table: a peer's way to decode a group of prompts."""
-
-    peer: str
-    way: str
-    group: Group
-
-    def __str__(self) -> str:
-        return f"{self.peer}, {self.way}, {self.group.text}, batch {self.group.batch_size}"
-
-    def new_row(self) -> Row:
-        row = {"peer": self.peer, "way": self.way, "text": self.group.text, "batch_size": self.group.batch_size}
-        return row | {"seconds": []}
+_REFERENCE_ROWS = 8  # that are decoded together
+Models = Callable[[str], tuple[PreTrainedModel, PreTrainedModel]]  # by dtype: target and draft model
 
 
-class Measuring:
+class PeerBench:
     """
-    Fills `rows`; what is there is not measured again, and what fails is named in `failures`.
+    Processes of peers, of one kind of weights at a time. Peers that cannot be had are named among the session's
+    failures; the others go on.
 
     Args:
-        processes (dict): Of the peers, by their names.
-        reference (list of lists of `int`): The tokens of every prompt that are compared with.
-        repeats (`int`): Turns, behind one that warms up.
-        done (callable): Called after every measurement, with its name.
+        args (`Namespace`): The command's arguments.
+        session (`Session`): Keeps the results.
+        load (callable): Returns target and draft model in a dtype.
+        prompts (`Prompts`): All prompts.
     """
 
-    def __init__(
-        self,
-        processes: dict[str, PeerProcess],
-        reference: Sequence[Sequence[int]],
-        repeats: int,
-        rows: Rows,
-        failures: dict[str, str],
-        done: Callable[[str], None],
-    ):
-        self.processes, self.reference, self.repeats = processes, reference, repeats
-        self.rows, self.failures, self.done = rows, failures, done
+    def __init__(self, args: argparse.Namespace, session: Session, load: Models, prompts: Prompts):
+        self.args, self.session, self.load = args, session, load
+        groups = prompts.groups(args.texts, args.batch_sizes, args.num_prompts)
+        asked = sorted({number for group in groups for call in group.calls for number in call})
+        place = {number: index for index, number in enumerate(asked)}  # peers get the prompts that they are asked
+        self.prompts = [prompts.ids[number] for number in asked]
+        self.groups = [item._replace(calls=[[place[row] for row in call] for call in item.calls]) for item in groups]
+        self._stack, self._kind = ExitStack(), ""
+        self._processes: dict[str, PeerProcess] = {}
+        self._warm: set[tuple[str, str, str]] = set()
 
-    def run(self, groups: Sequence[Group]) -> None:
-        for group in groups:
-            entries = [entry for entry in self._entries(group) if not self._is_measured(entry)]
-            for entry in entries:
-                self.rows.pop(str(entry), None)
-                self.failures.pop(str(entry), None)
-            for turn in range(1 + self.repeats):
-                for entry in entries:
-                    if str(entry) not in self.failures:
-                        self._measure(entry, turn)
-                    self.done(str(entry))
+    def __enter__(self) -> "PeerBench":
+        return self
 
-    def num_calls(self, groups: Sequence[Group]) -> int:
-        return (1 + self.repeats) * sum(
-            not self._is_measured(entry) for group in groups for entry in self._entries(group)
-        )
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
 
-    def _entries(self, group: Group) -> Iterator[Entry]:
-        """Some ways take one row only."""
-        for peer, process in self.processes.items():
-            ways = [way for way, in_batches in process.ways.items() if in_batches or group.batch_size == 1]
-            yield from (Entry(peer, way, group) for way in ways)
+    def sections(self) -> list[Section]:
+        return [
+            Section(
+                f"{kind}, {group.text}, batch {group.batch_size}", partial(self._cases, kind, group), _COLUMNS,
+                first="engine, decoding", turns=self.args.repeats, summary=_summary,
+            )
+            for kind in self.args.kinds for group in self.groups
+        ]  # fmt: skip
 
-    def _is_measured(self, entry: Entry) -> bool:
-        return len(self.rows.get(str(entry), {"seconds": []})["seconds"]) >= self.repeats
+    def _cases(self, kind: str, group: Group) -> Iterator[Case]:
+        if self._kind != kind:
+            self._start(kind)
+        for peer, process in self._processes.items():
+            for way, in_batches in process.ways.items():
+                if in_batches or group.batch_size == 1:
+                    yield Case(f"{peer}, {way}", partial(self._measured, peer, way, group))
 
-    def _measure(self, entry: Entry, turn: int) -> None:
-        try:
-            seconds, tokens = self._decode(entry)
-        except PeerError as error:
-            self.failures[str(entry)] = str(error)
-            self.rows.pop(str(entry), None)
-            return
-        if turn:
-            row = self.rows.setdefault(str(entry), entry.new_row())
-            row["seconds"].append(seconds)
-            row |= self._compared(entry.group, tokens)
+    def _measured(self, peer: str, way: str, group: Group) -> Row:
+        if (key := (peer, way, str(group))) not in self._warm:
+            self._decode(peer, way, group)
+            self._warm.add(key)
+        seconds, tokens = self._decode(peer, way, group)
+        expected = [self._reference[number] for call in group.calls for number in call]
+        return {"seconds": seconds} | compared(tokens, expected)
 
-    def _decode(self, entry: Entry) -> tuple[float, list[list[int]]]:
-        """Seconds and tokens of all calls."""
-        answers = [self.processes[entry.peer].decode(entry.way, call) for call in entry.group.calls]
+    def _decode(self, peer: str, way: str, group: Group) -> tuple[float, list[list[int]]]:
+        """Return the seconds and the tokens of all calls."""
+        answers = [self._processes[peer].decode(way, call) for call in group.calls]
         tokens = [row for answer in answers for row in answer.tokens]
-        wanted, lengths = len(self.reference[0]), {len(row) for row in tokens}
-        if lengths != {wanted}:
-            raise PeerError(f"decoded {sorted(lengths)} tokens in place of {wanted}")
+        if (lengths := {len(row) for row in tokens}) != {self.args.max_new_tokens}:
+            raise PeerError(f"decoded {sorted(lengths)} tokens in place of {self.args.max_new_tokens}")
         return sum(answer.seconds for answer in answers), tokens
 
-    def _compared(self, group: Group, tokens: list[list[int]]) -> Row:
-        """In half precision and in int8 engines round differently: they differ from the first near-tie on."""
-        expected = [self.reference[number] for call in group.calls for number in call]
-        same = list(map(agreeing, tokens, expected))
-        return {
-            "num_rows": len(tokens),
-            "num_tokens": sum(map(len, tokens)),
-            "num_same_rows": sum(count == len(row) for count, row in zip(same, tokens)),
-            "num_same_tokens": sum(same),
+    @cached_property
+    def _pythons(self) -> dict[str, Path]:
+        """Interpreters of the peers that can be had here."""
+        found, given = {}, dict(self.args.python)
+        for name in track(self.args.peers, desc="making environments"):
+            with self._failing(name):
+                if "gguf" in PEERS[name].files and find_spec("gguf") is None:
+                    raise PeerError('its file is written by gguf: pip install "hf-smartspec[gguf]"')
+                folder = (self.args.cache or cache_folder()).absolute()
+                found[name] = given.get(name) or PEERS[name].python(name, folder)
+        return found
+
+    @cached_property
+    @torch.no_grad()
+    def _reference(self) -> list[list[int]]:
+        """New tokens of every prompt by `generate` in float32, without an end of sequence."""
+        model, _ = self.load("float32")
+        model.generation_config = GenerationConfig(pad_token_id=0)
+        found = []
+        for first in track(range(0, len(self.prompts), _REFERENCE_ROWS), desc="the tokens to compare with"):
+            inputs = left_padded(self.prompts[first : first + _REFERENCE_ROWS], 0, model.device)
+            output: Any = model.generate(**inputs, max_new_tokens=self.args.max_new_tokens, do_sample=False)
+            found += output[:, inputs["input_ids"].shape[1] :].tolist()
+        return found
+
+    def _start(self, kind: str) -> None:
+        """Start all peers that run this kind of weights, in place of those of the kind before."""
+        self._stack.close()
+        self._kind, self._processes = kind, {}
+        self._warm.clear()
+        models = self.load("bfloat16" if kind == "int8" else kind)
+        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="smartspec-peers-")))
+        peers = {name: PEERS[name] for name in self._pythons if kind in PEERS[name].kinds}
+        files = {file for peer in peers.values() for file in peer.files}
+        job = {
+            "prompts": self.prompts,
+            "num_tokens": self.args.max_new_tokens,
+            "threads": self.args.threads,
+            "kind": kind,
+            "files": write_files(*models, files, kind, folder / "files"),
         }
+        for name, peer in track(list(peers.items()), desc=f"{kind}: loading"):
+            with self._failing(f"{kind}: {name}"):
+                module, own = f"runners.{peer.runner}", job | {"settings": peer.settings}
+                process = PeerProcess(self._pythons[name], module, own, folder / name, self.args.timeout)
+                self._stack.callback(process.close)
+                self._processes[name] = process
+                self.session.report["peers"][name] = process.about
+
+    @contextmanager
+    def _failing(self, name: str) -> Iterator[None]:
+        """Name a failure in the block among those of the session."""
+        failures = self.session.report["failures"]
+        failures.pop(name, None)
+        try:
+            yield
+        except (PeerError, OSError) as error:
+            failures[name] = str(error)
+
+
+def compared(tokens: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> Row:
+    """
+    Return how many tokens are the expected ones up to the first difference of each row. In half precision and in int8,
+    engines round differently, so that they differ from the first near-tie on.
+    """
+    same = list(map(agreeing, tokens, expected))
+    return {
+        "num_rows": len(tokens),
+        "num_tokens": sum(map(len, tokens)),
+        "num_same_rows": sum(count == len(row) for count, row in zip(same, tokens)),
+        "num_same_tokens": sum(same),
+    }
 
 
 def agreeing(tokens: Sequence[int], expected: Sequence[int]) -> int:
-    """How many tokens are the same up to the first difference."""
+    """Return the number of tokens up to the first difference."""
     return next((index for index, (a, b) in enumerate(zip(tokens, expected)) if a != b), len(tokens))
 
 
-def finish(rows: Rows) -> None:
-    """
-    Adds "tokens_per_second" and "ratio": to plain `generate` on the same prompts, the median over turns, each with its
-    neighbour; None where that was not measured.
-    """
-    for row in rows.values():
-        row["tokens_per_second"] = row["num_tokens"] / median(row["seconds"])
-        base = next((found for baseline in BASELINES if (found := _counterpart(rows, row, baseline))), None)
-        row["ratio"] = base and median(plain / own for plain, own in zip(base["seconds"], row["seconds"]))
+def _summary(runs: Sequence[Row]) -> Row:
+    seconds = median(run["seconds"] for run in runs)
+    return dict(runs[-1]) | {"seconds": seconds, "tokens_per_second": runs[-1]["num_tokens"] / seconds}
 
 
-def _counterpart(rows: Rows, row: Row, baseline: tuple[str, str]) -> Row | None:
-    wanted = (*baseline, row["text"], row["batch_size"])
-    names = ("peer", "way", "text", "batch_size")
-    return next((found for found in rows.values() if tuple(found[name] for name in names) == wanted), None)
+def ratio(row: Row, rows: Rows) -> float | None:
+    """Return plain `generate`'s seconds by the row's, the median over turns; None where it was not measured."""
+    base = next((rows[name] for name in BASELINES if name in rows), None)
+    if base is None:
+        return None
+    plain, own = (item.get("runs", [item]) for item in (base, row))
+    return median(before["seconds"] / after["seconds"] for before, after in zip(plain, own))
+
+
+_COLUMNS = (
+    Column("tokens/s", "tokens_per_second", "{:.1f}"),
+    Column("x plain", ratio, "{:.2f}"),
+    Column("tokens as float32", lambda row, _: row["num_same_tokens"] / row["num_tokens"], "{:.0%}"),
+    Column("rows", lambda row, _: f"{row['num_same_rows']} of {row['num_rows']}"),
+)

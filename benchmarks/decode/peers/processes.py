@@ -25,7 +25,7 @@ class Answer(NamedTuple):
 
 class PeerProcess:
     """
-    Loads a model and decodes when it is asked to; in between it waits.
+    A process that loads a model and waits for requests to decode.
 
     Args:
         python (`Path`): Interpreter of the peer's environment.
@@ -59,7 +59,7 @@ class PeerProcess:
 
     def decode(self, way: str, rows: Sequence[int]) -> Answer:
         """
-        Asks for the new tokens of these rows of the job's prompts.
+        Return the new tokens of these rows of the job's prompts.
 
         Raises:
             PeerError: if it fails, or takes longer than the timeout.
@@ -83,7 +83,10 @@ class PeerProcess:
         timer.start()
         try:
             line = self._process.stdout.readline()
-        finally:  # also where it is interrupted: a timer that goes on keeps Python from ending
+        except BaseException:  # an answer that comes later would be taken for the next one
+            self._kill()
+            raise
+        finally:  # also after an interruption: a running timer keeps Python from ending
             timer.cancel()
         if self._is_late:
             raise PeerError(f"took longer than {self.timeout:g} s")
@@ -99,7 +102,7 @@ class PeerProcess:
         self._kill()
 
     def _kill(self) -> None:
-        """With all that it has started: compilers, workers."""
+        """End the process and all that it has started, such as compilers and workers."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -109,6 +112,6 @@ class PeerProcess:
 
 
 def _environment(job: dict[str, Any]) -> dict[str, str]:
-    """Its runners on the path, and as many threads as everybody has."""
+    """Return the environment variables of a peer: its runners on the path, and its number of threads."""
     paths = [str(RUNNERS), *([str(_SOURCES)] if job["settings"].get("needs_library") else [])]
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(job["threads"])}

@@ -1,4 +1,4 @@
-"""What the peers are asked: sets of prompts, one by one or as a batch."""
+"""Prompts of the peers, one by one or as a batch."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,7 +13,7 @@ _MIXED = "mixed"
 
 class Group(NamedTuple):
     """
-    What is decoded in one turn.
+    Prompts that are decoded in one turn.
 
     Args:
         text (`str`): Of what kind the prompts are.
@@ -38,7 +38,9 @@ class Prompts(NamedTuple):
 
     @classmethod
     def read(cls, files: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_len: int) -> "Prompts":
-        """Rows of .jsonl files are of the kind that their "category" names, others of the kind "text"."""
+        """
+        Return the prompts of files. Rows of .jsonl files are of the kind under "category", others of the kind "text".
+        """
         found: dict[tuple[int, ...], str] = {}
         for file in files:
             for row in read_prompts(file):
@@ -48,8 +50,8 @@ class Prompts(NamedTuple):
 
     def groups(self, texts: Sequence[str], batch_sizes: Sequence[int], most: int) -> list[Group]:
         """
-        Prompts of these kinds: up to `most` of each one by one; as a batch where there are enough of a kind, else one
-        batch of all kinds in turn.
+        Return prompts of these kinds: up to `most` of each one by one; as a batch where there are enough of a kind,
+        else one batch of all kinds in turn.
 
         Raises:
             UsageError: for kinds that there are not, and batches of more rows than there are prompts.
@@ -70,7 +72,7 @@ class Prompts(NamedTuple):
         return [number for number, found in enumerate(self.texts) if found == text]
 
     def _mixed(self, size: int) -> list[int]:
-        """The first of every kind, then the second, …"""
+        """Return the first prompt of every kind, then the second, and so on."""
         if size > len(self.ids):
             raise UsageError(f"--batch-sizes: {size} rows need as many different prompts; there are {len(self.ids)}")
         places = {number: self._numbers(text).index(number) for number, text in enumerate(self.texts)}

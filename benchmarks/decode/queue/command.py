@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from functools import partial
 
 from hf_smartspec.commands.common.outputs import check_outputs
-from hf_smartspec.commands.common.setup import Setup, load_setup
+from hf_smartspec.commands.common.setup import Setup
 
 from ...kit import ways
 from ...kit.claims import Claim
+from ...kit.models import described, new_setup
 from ...kit.plots import plot_bars
 from ...kit.session import Case, Section, new_session, print_head
 from ...kit.tables import Rows
@@ -19,12 +20,11 @@ _NAME = "queue"
 
 def run(args: argparse.Namespace) -> int:
     check_outputs(args)
-    setup = load_setup(args).shuffled()  # one data set after the other would hide how ragged batches are
-    ways.check_draft(args.assistant, setup, "--assistant")
+    # In random order: one data set after the other would hide how ragged batches are.
+    setup = new_setup(args, args.assistant, "--assistant").shuffled()
     model, free = setup.model, ("assistant", "skip", "repetitions")
     session = new_session(args, model.device, model.dtype, {"parameters": model.num_parameters()}, free)
-    size = f"{len(setup.prompts)} prompts, {model.num_parameters() / 1e6:.0f} M parameters"
-    console = print_head(session, _NAME, size)
+    console = print_head(session, _NAME, f"{described(args, model)}, {len(setup.prompts)} prompts")
     try:
         return session.run([_section(args, setup)], console)
     finally:
@@ -42,7 +42,7 @@ def _section(args: argparse.Namespace, setup: Setup) -> Section:
             yield Case(way.name, partial(way.measure, setup))
 
     def claims(rows: Rows) -> list[Claim]:
-        """In float32, all outputs are the same, but those of `generate_batch` where it cannot replay."""
+        """Claim in float32 that all outputs are the same, except for `generate_batch`, which cannot replay."""
         if args.dtype != "float32" or (args.replay and next(iter(rows)) == ways.CONTINUOUS):
             return []
         different = {name: len(row["checksums"]) - ways.num_same(row, rows) for name, row in rows.items()}

@@ -66,7 +66,7 @@ class RolloutBench:
         self.session = new_session(args, model.device, model.dtype, about, free=["assistants"])
 
     def section(self) -> Section:
-        """One run after the other; all are compared with the first."""
+        """Return one run after the other; all are compared with the first."""
         report = self.session.report
         exact = report["environment"]["dtype"] == "float32"
         cases = [Case(_shown(name), partial(self._run, name)) for name in self.names]
@@ -99,7 +99,7 @@ class RolloutBench:
         return tokenizer
 
     def _new_models(self) -> tuple[PreTrainedModel, PreTrainedModel | None]:
-        """The policy, and what rolls out for it at the cost of more parameters."""
+        """Return the policy and, at the cost of more parameters, the model that generates in its place."""
         args = self.args
         policy = load_model(self.name, args.dtype, args.device)
         if not (num := num_parameters(args)):
@@ -112,7 +112,7 @@ class RolloutBench:
     def _assistant(
         self, name: str, policy: PreTrainedModel, larger: PreTrainedModel | None
     ) -> tuple[Any, OnlineDistillation | None]:
-        """New drafters, of which those of earlier runs know nothing."""
+        """Return new drafters, which have learnt nothing from earlier runs."""
         if name == PLAIN:
             return PLAIN, None
         own = name.removeprefix(_ONLINE)

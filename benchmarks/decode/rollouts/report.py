@@ -50,7 +50,7 @@ def same_training(row: Row, rows: Rows) -> bool:
 
 
 def claims(rows: Rows) -> list[Claim]:
-    """In float32, speculation changes nothing."""
+    """Claim for float32 that speculation changes nothing."""
     return [
         Claim(
             f"{name}: completions, losses and weights are those without speculation",

@@ -1,4 +1,4 @@
-"""What completions of arithmetic problems earn, by rules: GSM8K's calculator notes, and the form of the answer."""
+"""Rewards of completions of arithmetic problems, by rules: GSM8K's calculator notes, and the form of the answer."""
 
 import operator
 import re
@@ -10,7 +10,10 @@ _OPERATORS = {"-": operator.sub, "+": operator.add, "*": operator.mul}
 
 
 def arithmetic(completions: list[Any], **_: Any) -> list[float]:
-    """Of each: the share of notes like <<3*4=12>> that are right, and a half more if it ends in #### and a number."""
+    """
+    Return for each completion the share of its notes like <<3*4=12>> that are right, and a half more if it ends in ####
+    and a number.
+    """
     return [_reward(item if isinstance(item, str) else item[-1]["content"]) for item in completions]
 
 

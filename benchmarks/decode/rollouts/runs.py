@@ -1,4 +1,4 @@
-"""A run of GRPO by TRL, each of whose rollouts is also made plainly, side by side."""
+"""A run of GRPO by TRL. Each of its rollouts is made without drafts too, side by side."""
 
 import hashlib
 import importlib
@@ -29,7 +29,7 @@ Generate = Callable[..., torch.Tensor]
 
 
 class Settings(NamedTuple):
-    """As the command's arguments."""
+    """Arguments of the command."""
 
     num_generations: int
     prompts_per_step: int
@@ -57,7 +57,7 @@ class Rollout(NamedTuple):
 @dataclass
 class Run:
     """
-    What a run yielded.
+    Results of a run.
 
     Args:
         rollouts (list of `Rollout`): In order.
@@ -86,7 +86,7 @@ class Run:
 
 class PairedRollouts:
     """
-    Takes the place of the policy's `generate`: each call is made with an assistant, without drafts, and by transformers
+    Replacement of the policy's `generate`: each call is made with an assistant, without drafts, and by transformers
     itself, from the same state of torch's random numbers and in turns.
 
     Args:
@@ -110,7 +110,7 @@ class PairedRollouts:
             disable(self.larger)
 
     def warm_up(self, inputs: torch.Tensor) -> None:
-        """Measures the model's speed, compiles what has to be."""
+        """Generate a few tokens, so that the model's speed is measured and code is compiled."""
         with torch.random.fork_rng(), torch.no_grad():
             for assistant in (None, PLAIN, self.assistant):
                 options: dict[str, Any] = {"max_new_tokens": _WARM_UP, "do_sample": True, "assistant": assistant}
@@ -163,7 +163,7 @@ def train(
     progress: Callable[[], None] = lambda: None,
 ) -> Run:
     """
-    Trains the policy, which rolls out with the assistant.
+    Train the policy, which generates its rollouts with the assistant.
 
     Args:
         prompts (sequence): Texts, or chats.
@@ -222,6 +222,6 @@ class _AfterSteps(TrainerCallback):
 
 
 def check_libraries() -> None:
-    """Raises `UsageError` where TRL is not installed."""
+    """Raise `UsageError` where TRL is not installed."""
     if importlib.util.find_spec("trl") is None:
         raise UsageError('rollouts are those of TRL: pip install "hf-smartspec[rl]"')

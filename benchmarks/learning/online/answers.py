@@ -1,4 +1,4 @@
-"""What the target has answered, beside the results: whoever resumes does not ask again."""
+"""Answers of the target, kept beside the results, so that a resumed run does not generate them again."""
 
 import hashlib
 import json
@@ -30,7 +30,7 @@ class Answers:
         self._known: dict[str, list[list[int]]] = _read(path) if path is not None and resumes else {}
 
     def of(self, asked: Sequence[Recording], max_new_tokens: int, desc: str) -> list[Recording]:
-        """The same requests with what the target answers."""
+        """Return the same requests with the target's answers."""
         key = self._key(asked, max_new_tokens)
         found = self._known.get(key)
         if found is not None and len(found) == len(asked):
@@ -42,7 +42,7 @@ class Answers:
         return texts
 
     def _key(self, asked: Sequence[Recording], max_new_tokens: int) -> str:
-        """Of the prompts, and of who answers them."""
+        """Return a digest of the prompts and of the target's weights."""
         digest = hashlib.sha256(str(max_new_tokens).encode())
         for item in asked:
             digest.update(len(item.prompt).to_bytes(8, "little") + item.prompt.astype(np.int64).tobytes())
@@ -52,7 +52,7 @@ class Answers:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What cannot be read is asked again."""
+    """Return the answers in a file; none if it cannot be read, so that they are generated again."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):

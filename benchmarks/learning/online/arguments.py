@@ -5,14 +5,11 @@ from pathlib import Path
 
 from hf_smartspec.commands.common.arguments import add_target_arguments, positive, positive_number
 
+from ...kit.arguments import add_session_arguments
+
 SPEED, LIVE, LOAD = LIVE_PARTS = ("speed", "live", "load")
-
+TABLE, ONLINE, SHIFT, SEVERAL = PARTS = ("table", "online", "shift", "several")
 RANDOM = ("draft", "medusa", "eagle3")
-
-
-TABLE, ONLINE, SHIFT, SEVERAL = "table", "online", "shift", "several"
-
-PARTS = (TABLE, ONLINE, SHIFT, SEVERAL)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,16 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--random", choices=RANDOM, default="draft", help="what begins at random in part 'live' (default: draft)"
     )
-    parser.add_argument("--seconds", type=positive, default=600, metavar="S", help="of part 'live' (default: 600)")
+    parser.add_argument("--live-seconds", type=positive, default=600, metavar="S", help="of part 'live' (default: 600)")
     parser.add_argument("--load-requests", type=positive, default=64, metavar="N", help="of part 'load' (default: 64)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables for a page")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="also draw the figures into this folder")
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="also write everything, anew after every part, and answers beside it"
-    )
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="leave out what the file of --json holds already, and ask for no answers again",
-    )
+    add_session_arguments(parser)

@@ -1,28 +1,30 @@
 """`python -m benchmarks online`: what drafters learn from the requests that they draft for."""
 
 import argparse
-from collections.abc import Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 from torch import nn
 from transformers import PreTrainedModel
 
 from hf_smartspec.candidates import MedusaHeads
 from hf_smartspec.candidates.committed import LAST
-from hf_smartspec.commands.common.arguments import UsageError, command_of
-from hf_smartspec.commands.common.console import make_console
+from hf_smartspec.commands.common.arguments import UsageError
 from hf_smartspec.commands.common.data_sets import DataSet
 from hf_smartspec.commands.common.demo import demo_folder
 from hf_smartspec.commands.common.figures import check_folder
 from hf_smartspec.commands.common.models import load_draft, load_model
-from hf_smartspec.commands.common.outputs import check_output, replace_json, resumed
+from hf_smartspec.commands.common.outputs import check_output
 from hf_smartspec.commands.common.recordings import Fields, Texts, read_requests, read_rows
 from hf_smartspec.commands.common.setup import load_target, max_prompt_len
-from hf_smartspec.commands.common.timing import environment
 
-from ...kit.tables import as_markdown, print_lines
+from ...kit.claims import Claim
+from ...kit.models import described
+from ...kit.session import Case, Section, new_session, print_head
+from ...kit.tables import Row, Rows, as_markdown, print_lines
 from .answers import Answers
 from .arguments import LIVE, LIVE_PARTS, LOAD, SPEED
 from .live import live, random_drafter, speed
@@ -39,34 +41,44 @@ def run(args: argparse.Namespace) -> int:
         check_output(path)
     if args.plots:
         check_folder(args.plots)
-    if args.resume and args.json is None:
-        raise UsageError("--resume goes with --json")
     texts = _texts(args)
     if not set(args.parts) & set(LIVE_PARTS):
-        args.parameters = 0  # what is replayed costs nothing
+        args.parameters = 0  # replayed requests run no forward of the target
     larger, tokenizer = load_target(args)
     if larger.config.is_encoder_decoder and set(args.parts) & set(LIVE_PARTS):
-        raise UsageError("--parts: behind an encoder, what is replayed is measured only")
-    report: dict[str, Any] = {
-        "command": command_of(args),
-        "environment": environment(larger.device, larger.dtype) | _conditions(args, larger),
-        "is_smoke": False,
-        "parts": {},
-    }
-    if args.resume and args.json.exists():
-        report = resumed(args.json, report)
-    small = load_model(args.model or str(demo_folder("--model") / "models" / "target"), args.dtype, args.device)
-    sizes = (args.requests + args.test, 0, max_prompt_len(args, small), args.max_new_tokens)
-    data = [DataSet.of(name, requests, tokenizer, *sizes) for name, requests in texts.items()]
+        raise UsageError("--parts: encoder-decoders have the replayed parts only")
+    session = new_session(args, larger.device, larger.dtype, {"parameters": larger.num_parameters()}, ["parts"])
+    bench = OnlineBench(args, larger, tokenizer, texts)
+    exact = session.report["environment"]["dtype"] == "float32"  # else near-ties may be broken in another way
+    sections = [
+        Section(part, partial(bench.cases, part), show=_show, claims=claims if exact else lambda rows: ())
+        for part in args.parts
+    ]
     try:
-        _measure(args, small, larger, data, tokenizer, report)
-    finally:  # interrupted, what was measured so far is still worth reading
-        _show(args, report)
-    return 1 if _num_different(report) else 0
+        return session.run(sections, print_head(session, "online", described(args, larger)))
+    finally:
+        parts = {part: row for part in args.parts for row in session.rows(part).values()}
+        if args.markdown and parts:
+            args.markdown.write_text(as_markdown(tables(parts)), encoding="utf-8")
+        if args.plots and parts:
+            plot(parts, args.plots)
+
+
+def _show(console: Console, rows: Rows) -> None:
+    for lines in tables(dict(rows)):
+        print_lines(console, lines)
+
+
+def claims(rows: Rows) -> list[Claim]:
+    """Return whether outputs equal those without speculation, for the parts that compare them."""
+    compared = [rows[LIVE]["different"]] if LIVE in rows else []
+    compared += [row["different"] for task in rows.get(SPEED, {"rows": {}})["rows"].values() for row in task.values()]
+    text = "all outputs are those of plain generate"
+    return [Claim(text, not any(compared), f"{sum(compared)} differ" if any(compared) else "")] if compared else []
 
 
 def _texts(args: argparse.Namespace) -> dict[str, list[Texts]]:
-    """Requests by task."""
+    """Return the requests by task."""
     texts: dict[str, list[Texts]] = {}
     for word in args.files:
         name, _, field = word.partition(":")
@@ -83,58 +95,71 @@ def _texts(args: argparse.Namespace) -> dict[str, list[Texts]]:
     return {name: [items[index] for index in generator.permutation(len(items))] for name, items in texts.items()}
 
 
-def _conditions(args: argparse.Namespace, larger: PreTrainedModel) -> dict[str, Any]:
-    names = ("files", "requests", "test", "interval", "learning_rate", "max_new_tokens", "max_prompt", "model", "draft")
-    found = {name: getattr(args, name) for name in names}
-    return found | {"base": str(args.base) if args.base else None, "parameters": larger.num_parameters()}
+class OnlineBench:
+    """
+    The models and answered requests of all parts, which are made when the first part needs them.
 
+    Args:
+        args (`Namespace`): The command's arguments.
+        larger (`PreTrainedModel`): The target at the cost at which live parts are measured.
+        tokenizer: The target's.
+        texts (`dict`): Requests by task.
+    """
 
-def _measure(
-    args: argparse.Namespace,
-    small: PreTrainedModel,
-    larger: PreTrainedModel,
-    data: Sequence[DataSet],
-    tokenizer: Any,
-    report: dict[str, Any],
-) -> None:
-    missing = [part for part in args.parts if part not in report["parts"]]
-    if not missing:
-        return
-    draft = load_draft(args.draft or str(demo_folder("--draft") / "models" / "draft"), small, args.dtype)
-    layers = (LAST,) if SPEED in missing else ()
-    answers = Answers(small, _beside(args.json), args.resume)
-    tasks = [answer(answers, item, args.test, args.max_new_tokens, layers) for item in data]
-    drafter: nn.Module = draft if args.base is None else _based(args, answers, draft, tokenizer)
-    experiments = Experiments(small, drafter, tasks, args)
-    for part in missing:
+    def __init__(
+        self, args: argparse.Namespace, larger: PreTrainedModel, tokenizer: Any, texts: dict[str, list[Texts]]
+    ):
+        self.args, self.larger, self.tokenizer = args, larger, tokenizer
+        name = args.model or str(demo_folder("--model") / "models" / "target")
+        self.small = load_model(name, args.dtype, args.device)
+        sizes = (args.requests + args.test, 0, max_prompt_len(args, self.small), args.max_new_tokens)
+        self.data = [DataSet.of(name, requests, tokenizer, *sizes) for name, requests in texts.items()]
+
+    def cases(self, part: str) -> list[Case]:
+        return [Case(part, partial(self._measured, part))]
+
+    def _measured(self, part: str) -> Row:
+        args, tasks = self.args, self._tasks
         if part == SPEED:
-            report["parts"][part] = speed(larger, _drafters(small, larger, drafter), tasks, args)
-        elif part == LIVE:
-            report["parts"][part] = live(larger, random_drafter(args.random, larger, draft, args.seed), tasks, args)
-        elif part == LOAD:
-            report["parts"][part] = load(larger, drafter, tasks, args)
-        else:
-            report["parts"][part] = experiments.run(part)
-        if args.json:
-            replace_json(args.json, report)
+            return speed(self.larger, _drafters(self.small, self.larger, self._drafter), tasks, args)
+        if part == LIVE:
+            return live(self.larger, random_drafter(args.random, self.larger, self._draft, args.seed), tasks, args)
+        if part == LOAD:
+            return load(self.larger, self._drafter, tasks, args)
+        return Experiments(self.small, self._drafter, tasks, args).run(part)
 
+    @cached_property
+    def _answers(self) -> Answers:
+        """Answers are kept in results.answers.json beside results.json."""
+        path = self.args.json
+        return Answers(self.small, path and path.with_suffix(".answers.json"), self.args.resume)
 
-def _beside(path: Path | None) -> Path | None:
-    """Where answers are kept: results.answers.json beside results.json."""
-    return None if path is None else path.with_suffix(".answers.json")
+    @cached_property
+    def _tasks(self) -> list[Task]:
+        layers = (LAST,) if SPEED in self.args.parts else ()
+        args = self.args
+        return [answer(self._answers, item, args.test, args.max_new_tokens, layers) for item in self.data]
 
+    @cached_property
+    def _draft(self) -> PreTrainedModel:
+        args = self.args
+        return load_draft(args.draft or str(demo_folder("--draft") / "models" / "draft"), self.small, args.dtype)
 
-def _based(args: argparse.Namespace, answers: Answers, draft: PreTrainedModel, tokenizer: Any) -> nn.Module:
-    """A draft model that knows other texts only."""
-    requests = read_requests(args.base, Fields(turns="none"), None, False)
-    data = DataSet.of("base", requests, tokenizer, args.requests + 1, 0, args.max_prompt, args.max_new_tokens)
-    base: Task = answer(answers, data, 1, args.max_new_tokens)
-    drafter = random_drafter("draft", answers.target, draft, args.seed)
-    return distilled(drafter, base.stream, options_of(args), _BASE_EPOCHS, f"distilling {args.base}")
+    @cached_property
+    def _drafter(self) -> nn.Module:
+        """The draft model, or one of random weights that is distilled on answers to other prompts."""
+        args = self.args
+        if args.base is None:
+            return self._draft
+        requests = read_requests(args.base, Fields(turns="none"), None, False)
+        sizes = (args.requests + 1, 0, args.max_prompt, args.max_new_tokens)
+        base = answer(self._answers, DataSet.of("base", requests, self.tokenizer, *sizes), 1, args.max_new_tokens)
+        drafter = random_drafter("draft", self.small, self._draft, args.seed)
+        return distilled(drafter, base.stream, options_of(args), _BASE_EPOCHS, f"distilling {args.base}")
 
 
 def _drafters(small: PreTrainedModel, larger: PreTrainedModel, drafter: nn.Module) -> dict[str, nn.Module]:
-    """The draft model, and the demo's Medusa heads where they fit what is measured."""
+    """Return the draft model, and the demo's Medusa heads where they fit the target."""
     found = {"draft": drafter}
     folder = demo_folder("--draft") / "models" / "medusa"
     if larger.config.hidden_size == small.config.hidden_size and folder.is_dir():
@@ -143,21 +168,3 @@ def _drafters(small: PreTrainedModel, larger: PreTrainedModel, drafter: nn.Modul
         except ValueError:  # of another target
             return found
     return found
-
-
-def _num_different(report: dict[str, Any]) -> int:
-    parts = report["parts"]
-    rows = [row for methods in parts.get(SPEED, {}).get("rows", {}).values() for row in methods.values()]
-    exact = report["environment"]["dtype"] == "float32"  # else ties may be broken otherwise
-    return int(exact and sum(row["different"] for row in rows) + parts.get(LIVE, {}).get("different", 0))
-
-
-def _show(args: argparse.Namespace, report: dict[str, Any]) -> None:
-    found = tables(report)
-    console = make_console()
-    for lines in found:
-        print_lines(console, lines)
-    if args.markdown and found:
-        args.markdown.write_text(as_markdown(found), encoding="utf-8")
-    if args.plots and found:
-        plot(report, args.plots)

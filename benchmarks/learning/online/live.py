@@ -28,7 +28,7 @@ _WINDOWS = 8  # of the live run
 
 
 def _generate(model: PreTrainedModel, sample: Sample, num: int, assistant: Any = None) -> tuple[float, list[int], Any]:
-    """Seconds, tokens and statistics of one request."""
+    """Return seconds, tokens and statistics of one request."""
     ids = torch.from_numpy(sample.prompt).long()[None].to(model.device)
     generate: Any = model.generate
     arguments = {"max_new_tokens": num, "do_sample": False, "attention_mask": torch.ones_like(ids)}
@@ -42,8 +42,8 @@ def _generate(model: PreTrainedModel, sample: Sample, num: int, assistant: Any =
 
 def speed(target: PreTrainedModel, drafters: dict[str, nn.Module], tasks: Sequence[Task], args: Any) -> dict[str, Any]:
     """
-    Tables 3 and 4: what each drafter yields before and after it has learnt the stream online, one request at a time,
-    and what Eq. 1 predicts of the acceptance rate.
+    Measure tables 3 and 4: each drafter before and after it has learnt the stream online, one request at a time, beside
+    the speed-up that Eq. 1 predicts from the acceptance rate.
     """
     rows: dict[str, Any] = {}
     num = args.max_new_tokens
@@ -87,7 +87,7 @@ def _measured(target: PreTrainedModel, methods: dict[str, nn.Module], task: Task
 
 
 def random_drafter(kind: str, target: PreTrainedModel, draft: PreTrainedModel, seed: int) -> nn.Module:
-    """One with random weights, of the draft's size, or of the target's for heads."""
+    """Return a drafter of random weights, of the draft's size, or for heads of the target's."""
     torch.manual_seed(seed)
     dtype, device = target.dtype, target.device
     if kind == "draft":
@@ -107,8 +107,8 @@ def random_drafter(kind: str, target: PreTrainedModel, draft: PreTrainedModel, s
 
 def live(target: PreTrainedModel, drafter: nn.Module, tasks: Sequence[Task], args: Any) -> dict[str, Any]:
     """
-    Requests one after the other, each decoded plainly and with a drafter that begins with random weights and learns
-    between them: seconds count what it takes to learn.
+    Serve requests one after the other, each decoded without speculation and with a drafter that begins with random
+    weights and learns between them; seconds include those of learning.
     """
     online = OnlineDistillation(
         every_requests=args.interval, learning_rate=args.learning_rate, background=False, batch_tokens=1024, shadow=4
@@ -128,13 +128,13 @@ def live(target: PreTrainedModel, drafter: nn.Module, tasks: Sequence[Task], arg
             rows.append({"plain": plain, "online": seconds, "tokens": len(tokens), "learning": learnt.seconds,
                          "drafted": counts.drafted_tokens, "accepted": counts.accepted_tokens})  # fmt: skip
             progress.update(1)
-            if time.perf_counter() - begin > args.seconds:
+            if time.perf_counter() - begin > args.live_seconds:
                 break
     return {"requests": rows, "windows": _windows(rows), "different": different, "report": online.report()}
 
 
 def _windows(rows: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
-    """Parts of the run, as many requests each."""
+    """Return figures of parts of the run, each of as many requests."""
     size = max(len(rows) // _WINDOWS, 1)
     found = []
     for first in range(0, len(rows) - size + 1, size):

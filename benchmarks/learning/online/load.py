@@ -1,4 +1,4 @@
-"""What learning in the background costs the requests that are served meanwhile."""
+"""Cost of learning in the background to the requests that are served meanwhile."""
 
 import time
 from collections.abc import Sequence
@@ -23,14 +23,14 @@ _WARMING = 4  # requests that are served before, both ways
 
 def load(target: PreTrainedModel, drafter: nn.Module, tasks: Sequence[Task], args: Any) -> dict[str, Any]:
     """
-    Latency of requests that arrive at random, with and without learning in the background, in turn and at the same
-    times: at low load, where there is capacity, and at high load, where there is none. The numbers of one request stand
-    in the same place in both lists.
+    Measure the latency of requests that arrive at random, with and without learning in the background, in turn and at
+    the same times: at low load, where there is capacity, and at high load, where there is none. The numbers of one
+    request stand in the same place in both lists.
     """
     samples = [sample for group in zip(*(task.stream for task in tasks)) for sample in group]
     samples = samples[: args.load_requests]
     alone = _service_seconds(target, drafter, samples[:4], args.max_new_tokens)
-    for learns in (True, False):  # whatever happens only once
+    for learns in (True, False):  # warm up
         _served(target, drafter, samples[:_WARMING], np.zeros(len(samples)), learns, args)
     rows: dict[str, Any] = {name: {"off": [], "on": [], "updates": []} for name in LOADS}
     with track(total=len(LOADS) * _ROUNDS * 2, desc="serving") as progress:
@@ -58,7 +58,7 @@ def _service_seconds(target: PreTrainedModel, drafter: nn.Module, samples: Seque
 def _served(
     target: PreTrainedModel, drafter: nn.Module, samples: Sequence[Sample], gaps: np.ndarray, learns: bool, args: Any
 ) -> tuple[list[float], int]:
-    """Latencies, and updates that were brought to their end while requests came."""
+    """Return latencies, and the number of updates that ended while requests came."""
     online = None
     if learns:
         online = OnlineDistillation(every_requests=args.interval, learning_rate=_NO_RATE, batch_tokens=512)

@@ -56,7 +56,7 @@ class Experiments:
         return parts[part]()
 
     def table(self) -> Row:
-        """Table 1: acceptance rates after two epochs offline, by what is learnt from, and by loss."""
+        """Measure table 1: acceptance rates after two epochs offline, by the texts learnt from, and by loss."""
         rows: Row = {}
         with track(total=len(self.tasks) * len(VARIANTS), desc="distilling offline") as progress:
             for task in self.tasks:
@@ -71,7 +71,7 @@ class Experiments:
         return {"rows": rows}
 
     def _said(self, stream: Sequence[Sample], share: float) -> list[Sample]:
-        """The same prompts, answered by the drafter, or by both in turn."""
+        """Return the same prompts, answered by the drafter, or by drafter and target in turn."""
         assert isinstance(self.drafter, PreTrainedModel), "student sampling is for draft models"
         found: list[Sample] = []
         for first in track(range(0, len(stream), 16), desc="drafting answers"):
@@ -81,7 +81,9 @@ class Experiments:
         return found
 
     def online(self) -> Row:
-        """Figure 3: acceptance over requests, beside a drafter that was distilled offline on the first tenth."""
+        """
+        Measure figure 3: acceptance over requests, beside a drafter that was distilled offline on the first tenth.
+        """
         rows: Row = {}
         for task in self.tasks:
             first = round(_OFFLINE_SHARE * len(task.stream))
@@ -106,7 +108,7 @@ class Experiments:
         return {"rows": rows}
 
     def shift(self) -> Row:
-        """Figures 4 and 11: tasks one after the other, and into each other; figure 9: what is forgotten."""
+        """Measure figures 4 and 11, tasks one after the other and merging, and figure 9, what is forgotten."""
         found: Row = {}
         for name, order in (("sudden", _sudden(self.tasks)), ("gradual", _gradual(self.tasks, self.args.seed))):
             replay = Replay(self.drafter, self.options)
@@ -125,7 +127,9 @@ class Experiments:
         return {"rows": found, "offline": offline}
 
     def several(self) -> Row:
-        """Figures 5 and 6: requests of all kinds in a random order, one drafter for all against one for each kind."""
+        """
+        Measure figures 5 and 6: requests of all kinds in a random order, one drafter for all against one for each kind.
+        """
         order = list(chain.from_iterable([(task.name, item) for item in task.stream] for task in self.tasks))
         order = [order[index] for index in np.random.default_rng(self.args.seed).permutation(len(order))]
         together = Replay(self.drafter, self.options)
@@ -147,7 +151,7 @@ def _sudden(tasks: Sequence[Task]) -> list[tuple[str, Sample]]:
 
 
 def _gradual(tasks: Sequence[Task], seed: int) -> list[tuple[str, Sample]]:
-    """Each task's requests come mostly where they would in a sudden shift, and partly a phase earlier or later."""
+    """Return the requests of tasks that merge: mostly in the phase of a sudden shift, some a phase earlier or later."""
     generator = np.random.default_rng(seed)
     placed = []
     for phase, task in enumerate(tasks):
@@ -157,7 +161,7 @@ def _gradual(tasks: Sequence[Task], seed: int) -> list[tuple[str, Sample]]:
 
 
 def frequent_tokens(before: nn.Module, after: nn.Module, samples: Sequence[Sample]) -> Row:
-    """Figure 7 and table 6: precision and recall of the most frequent tokens, means over these."""
+    """Measure figure 7 and table 6: precision and recall of the most frequent tokens, means over these."""
     counts = Counter(int(token) for item in samples for token in item.response)
     tokens = [token for token, _ in counts.most_common(_FREQUENT)]
     return {name: _precision(module, samples, tokens) for name, module in (("original", before), ("online", after))}

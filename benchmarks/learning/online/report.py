@@ -15,10 +15,10 @@ from .streams import mean
 LATEST = 50  # requests that are averaged, as in the paper
 
 
-def tables(report: dict[str, Any]) -> list[Lines]:
-    """Those of the parts that have been measured."""
+def tables(parts: dict[str, Any]) -> list[Lines]:
+    """Return the tables of the parts that have been measured."""
     makers = {TABLE: _table, ONLINE: _online, SHIFT: _shift, SEVERAL: _several, SPEED: _speed, LIVE: _live, LOAD: _load}
-    return [lines for part, make in makers.items() if part in report["parts"] for lines in make(report["parts"][part])]
+    return [lines for part, make in makers.items() if part in parts for lines in make(parts[part])]
 
 
 def _number(value: float | None) -> str:
@@ -153,9 +153,8 @@ def _load(part: dict[str, Any]) -> list[Lines]:
     return [Lines("Latency beside learning in the background, which changes no drafts here", columns, rows)]
 
 
-def plot(report: dict[str, Any], folder: Path) -> None:
-    """The figures of the parts that have been measured."""
-    parts = report["parts"]
+def plot(parts: dict[str, Any], folder: Path) -> None:
+    """Draw the figures of the parts that have been measured."""
     if ONLINE in parts:
         _draw(folder / "online.png", _chosen(parts[ONLINE], ("unchanged", "static", "online")), "requests")
     if SHIFT in parts:
@@ -166,7 +165,7 @@ def plot(report: dict[str, Any], folder: Path) -> None:
 
 
 def _chosen(part: dict[str, Any], names: Sequence[str]) -> dict[str, dict[str, Sequence[float]]]:
-    """Some of the lines of each task."""
+    """Return some of the lines of each task."""
     return {task: {name: row[name] for name in names} for task, row in part["rows"].items()}
 
 
@@ -182,7 +181,7 @@ def _draw(path: Path, panels: dict[str, dict[str, Sequence[float]]], label: str)
 
 
 def running(values: Sequence[float]) -> np.ndarray:
-    """Means over the latest requests up to each."""
+    """Return the means over the latest requests up to each."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
     ends = np.arange(1, len(values) + 1)
     starts = np.maximum(ends - LATEST, 0)

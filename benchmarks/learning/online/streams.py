@@ -34,7 +34,7 @@ class Task(NamedTuple):
 
 
 def answer(answers: Answers, data: DataSet, num_test: int, max_new_tokens: int, layers: Sequence[int] = ()) -> Task:
-    """What the target says to prompts, greedily, and what it thought of each token."""
+    """Return the target's greedy answers to prompts, with its distribution of each token."""
     if len(data.prompts) <= num_test:
         raise UsageError(f"{data.name!r} has {len(data.prompts)} different prompts, and {num_test} are for judging")
     asked = [Recording(np.array(prompt, np.int64), np.empty(0, np.int64)) for prompt in data.prompts]
@@ -66,15 +66,15 @@ def options_of(args: Any, **changes: Any) -> LearningOptions:
 
 
 def copied(drafter: nn.Module) -> nn.Module:
-    """One of its own weights; what it shares with its target stays shared."""
+    """Return a copy with weights of its own; weights that it shares with its target stay shared."""
     shared = getattr(drafter, "_target_parts", None) or list(getattr(drafter, "outputs", ()))
     return copy.deepcopy(drafter, {id(item): item for item in shared})
 
 
 def shadow(student: Student, samples: Sequence[Sample]) -> list[tuple[np.ndarray, np.ndarray]]:
     """
-    Of each sample the first tokens that the drafter would have drafted behind each token of the text, as tokens of the
-    target, and those that came: for heads, of the tokens that the first head drafts.
+    Return for each sample the tokens that the drafter would have drafted first after each token of the text, as tokens
+    of the target, and the tokens that came; of heads, the first one's.
     """
     found: dict[int, tuple[np.ndarray, np.ndarray]] = {}
     order = {id(sample): index for index, sample in enumerate(samples)}
@@ -96,7 +96,7 @@ def shadow(student: Student, samples: Sequence[Sample]) -> list[tuple[np.ndarray
 
 
 def acceptance(student: Student, samples: Sequence[Sample]) -> list[float]:
-    """Of each sample, the share of first drafted tokens that the target chose: its acceptance rate."""
+    """Return the acceptance rate of each sample: the share of first drafted tokens that the target chose."""
     return [float((drafted == came).mean()) if len(came) else 0.0 for drafted, came in shadow(student, samples)]
 
 
@@ -106,8 +106,8 @@ def mean(values: Sequence[float]) -> float:
 
 class Replay:
     """
-    Algorithm 1 over requests that were answered before: each is drafted for with the weights that were there when it
-    came, and is then learnt.
+    Algorithm 1 over requests that were answered before: each is drafted with the weights of its time, and is then
+    learnt.
 
     Args:
         drafter (`nn.Module`): Stays as it is: a copy learns.
@@ -118,7 +118,7 @@ class Replay:
         self.learner = Learner(student_of(self.drafter), options)
 
     def serve(self, samples: Sequence[Sample], desc: str = "") -> list[float]:
-        """The acceptance rate of each."""
+        """Return the acceptance rate of each sample, drafted before it is learnt."""
         rates: list[float] = []
         learner = self.learner
         interval = learner.options.every_requests or len(samples)
@@ -135,7 +135,7 @@ class Replay:
         return rates
 
     def judge(self, samples: Sequence[Sample]) -> list[float]:
-        """Acceptance rates of what drafts now."""
+        """Return acceptance rates of the present weights."""
         student = self.learner.student
         student.take(student.live_weights())
         return acceptance(student, samples)
@@ -148,7 +148,7 @@ def distilled(
     epochs: int,
     desc: str = "distilling offline",
 ) -> nn.Module:
-    """A copy that has learnt all samples offline, so many times."""
+    """Return a copy that has learnt all samples offline, in `epochs` passes."""
     options = replace(options, every_requests=1, passes=epochs, shadow=0, max_bytes=2**40)
     replay = Replay(drafter, options)
     for sample in samples:
@@ -161,5 +161,5 @@ def distilled(
 
 
 def judged(drafter: nn.Module, samples: Sequence[Sample]) -> float:
-    """Its mean acceptance rate."""
+    """Return a drafter's mean acceptance rate."""
     return mean(acceptance(student_of(drafter), samples))

@@ -10,7 +10,7 @@ from hf_smartspec.commands.common.arguments import (
     positive_number,
 )
 
-from ...kit.arguments import add_session_arguments
+from ...kit.arguments import add_session_arguments, add_tokenizer_argument
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,9 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="seconds between exchanges of shared trees (default: 5)",
     )  # fmt: skip
     parser.add_argument("--max-new-tokens", type=positive, default=128, metavar="N", help="default: 128")
-    parser.add_argument(
-        "--model", "--tokenizer", dest="tokenizer", metavar="MODEL",
-        help="folder or hub id whose tokenizer is used (default: the demo's)",
-    )  # fmt: skip
+    add_tokenizer_argument(parser)
     parser.add_argument("--seed", type=not_negative, default=0, metavar="N", help="default: 0")
     add_session_arguments(parser)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks replicas`: real text on several simulated engines, by who serves what and what they share."""
+"""`python -m benchmarks replicas`: real text on several simulated engines, by router and by what replicas share."""
 
 import argparse
 import copy
@@ -11,12 +11,12 @@ import numpy as np
 
 from hf_smartspec.candidates import SuffixTreeCandidates
 from hf_smartspec.commands.common.arguments import UsageError
-from hf_smartspec.commands.common.demo import demo_folder
-from hf_smartspec.commands.common.recordings import Fields, Recording, read_requests, tokenize, tokenizer_of
+from hf_smartspec.commands.common.recordings import Fields, Recording, read_requests, tokenize
 from hf_smartspec.goodput import CostModel, DraftCost, GoodputAuction
 from hf_smartspec.replicas.routing import Affinity, LeastLoaded, PowerOfTwo, RoundRobin, Router
 from hf_smartspec.simulator import Device, LoadRequest, SimulatedEngine, SimulatedFleet, datasheet_cost, poisson
 
+from ...kit.models import choose_model, files_of, tokenizer_of
 from ...kit.session import Case, Section, new_session, print_head
 from ...kit.tables import Column
 
@@ -51,6 +51,7 @@ WAYS = (
 
 
 def run(args: argparse.Namespace) -> int:
+    choose_model(args)
     session = new_session(args, free=["replicas"], is_simulated=True)
     texts = _texts(args)
     about = "Simulated: replicas of a 7 B model, each on an A100 by its data sheet; "
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _section(texts: Sequence[Sequence[Recording]], num: int, args: argparse.Namespace) -> Section:
-    """All ways to spread requests over so many replicas."""
+    """Return all ways to spread requests over so many replicas."""
     cost = datasheet_cost(Device.a100(), 6.7e9, 32, 4096)
 
     def cases() -> Iterator[Case]:
@@ -72,9 +73,8 @@ def _section(texts: Sequence[Sequence[Recording]], num: int, args: argparse.Name
 
 
 def _texts(args: argparse.Namespace) -> list[list[Recording]]:
-    """By file."""
-    files = args.files or [demo_folder("FILE", *([] if args.tokenizer else ["--tokenizer"])) / "prompts.jsonl"]
-    tokenizer = tokenizer_of(args.tokenizer)
+    """Return the recordings by file."""
+    tokenizer, files = tokenizer_of(args), files_of(args)
     limit = max(args.requests * max(args.replicas), args.tenants)  # more are never asked
     found = [tokenize(read_requests(path, Fields(), limit), tokenizer, _MAX_PROMPT) for path in files]
     found = [[item for item in items if len(item.response)] for items in found]
@@ -87,7 +87,7 @@ def _texts(args: argparse.Namespace) -> list[list[Recording]]:
 
 
 def _requests(texts: Sequence[Sequence[Recording]], num_replicas: int, args: argparse.Namespace) -> list[LoadRequest]:
-    """Tenants in a random order, each going through texts of its own."""
+    """Return requests of tenants in a random order, each with texts of its own."""
     rng = np.random.default_rng([args.seed, num_replicas])
     times = poisson(args.rate * num_replicas, args.requests * num_replicas, rng)
     systems = rng.integers(_SYSTEM_FROM, 2**31 - 1, (args.tenants, args.system))
@@ -118,7 +118,7 @@ def _serve(
 
 
 class Exchange:
-    """Has suffix trees tell one another what they kept since the last time."""
+    """An exchange between suffix trees of the outputs that each has kept since the last one."""
 
     def __init__(self, sources: Sequence[SuffixTreeCandidates]):
         self.sources = sources

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hf_smartspec.commands.common.arguments import not_negative, positive, positive_number
 
-from ...kit.arguments import add_session_arguments
+from ...kit.arguments import add_session_arguments, add_tokenizer_argument
 
 FIGURES = ("1", "5", "11", "12", "14", "15", "cv")
 
@@ -25,10 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace-seconds", type=positive_number, metavar="S", help="the beginning of the traces only (default: all)"
     )
     parser.add_argument("--trace-rate", type=positive_number, metavar="R", help="play traces at R requests per second")
-    parser.add_argument(
-        "--model", "--tokenizer", dest="tokenizer", metavar="MODEL",
-        help="folder or hub id whose tokenizer is used (default: the demo's)",
-    )  # fmt: skip
+    add_tokenizer_argument(parser)
     parser.add_argument("--seed", type=not_negative, default=0, metavar="N", help="default: 0")
     add_session_arguments(parser)
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="also draw the figures into this folder")

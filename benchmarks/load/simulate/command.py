@@ -10,12 +10,12 @@ from pathlib import Path
 from rich.console import Console
 
 from hf_smartspec.commands.common.arguments import UsageError
-from hf_smartspec.commands.common.demo import demo_folder
 from hf_smartspec.commands.common.figures import check_folder
-from hf_smartspec.commands.common.recordings import Fields, Recording, read_requests, tokenize, tokenizer_of
+from hf_smartspec.commands.common.recordings import Fields, Recording, read_requests, tokenize
 from hf_smartspec.simulator import LoadRequest, read_trace, with_acceptance
 
 from ...kit.claims import Claim
+from ...kit.models import choose_model, files_of, tokenizer_of
 from ...kit.plots import Panel, plot_lines
 from ...kit.session import Case, Section, new_session, print_head
 from ...kit.tables import Lines, Row, Rows, print_lines
@@ -28,6 +28,7 @@ _MAX_TRACE_PROMPT, _MAX_TRACE_OUTPUT = 4096, 1024
 
 
 def run(args: argparse.Namespace) -> int:
+    choose_model(args)
     session = new_session(args, free=["figures", "traces"])
     if args.plots:
         check_folder(args.plots)
@@ -61,9 +62,11 @@ def _claims(rows: Rows) -> list[Claim]:
 def _recordings(args: argparse.Namespace) -> dict[str, list[Recording]]:
     if "12" not in args.figures:
         return {}
-    files = args.files or [demo_folder("FILE", *([] if args.tokenizer else ["--tokenizer"])) / "prompts.jsonl"]
-    tokenizer = tokenizer_of(args.tokenizer)
-    return {path.name: tokenize(read_requests(path, Fields(), args.requests), tokenizer, _MAX_PROMPT) for path in files}
+    tokenizer = tokenizer_of(args)
+    return {
+        path.name: tokenize(read_requests(path, Fields(), args.requests), tokenizer, _MAX_PROMPT)
+        for path in files_of(args)
+    }
 
 
 def _trace_requests(path: Path, args: argparse.Namespace, world: World) -> list[LoadRequest]:
@@ -80,7 +83,7 @@ def _trace_requests(path: Path, args: argparse.Namespace, world: World) -> list[
 
 
 def trace_figure(name: str, requests: list[LoadRequest], world: World) -> Figure:
-    """Latencies of all policies on one trace."""
+    """Return latencies of all policies on one trace."""
     span = requests[-1].arrival
     title = f"{len(requests)} requests in {span:.0f} s, draft model of alpha {ALPHA}"
     figure = Figure(f"trace {name}", title, "percentile (0: mean)", "latency, s")

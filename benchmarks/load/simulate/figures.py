@@ -19,7 +19,7 @@ _RATES = (2.0, 6.0, 14.0)  # requests per second
 def _speedups(
     names: Sequence[str], loads: Mapping[float, Callable[[str], LoadResult]]
 ) -> dict[str, dict[float, float]]:
-    """No speculation's mean latency by each policy's; `loads` run a policy by name, by x."""
+    """Return no speculation's mean latency by each policy's. `loads` are functions by x that run a policy by name."""
     series: dict[str, dict[float, float]] = {name: {} for name in names}
     for x, run in loads.items():
         plain = run("none").mean_latency
@@ -29,7 +29,7 @@ def _speedups(
 
 
 def _worst_ratio(series: Mapping[str, Mapping[float, float]], name: str, others: Sequence[str]) -> float:
-    """A series' least value by the best of the others at the same x."""
+    """Return a series' least value by the best of the others at the same x."""
     return min(value / max(series[other][x] for other in others) for x, value in series[name].items())
 
 

@@ -1,4 +1,4 @@
-"""What the simulated figures have in common: models, loads, policies, and how figures are told."""
+"""Models, loads, policies and the form of the simulated figures."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -65,7 +65,7 @@ class Figure:
 @dataclass
 class World:
     """
-    What all figures assume.
+    Assumptions of all figures.
 
     Args:
         target (`CostModel`): A 7 B model on an A100, by default, as in the papers.
@@ -95,7 +95,7 @@ class World:
         return LoadRequest.of_lengths(times, lengths, lengths, self.rng(1))
 
     def chat_lengths(self, times: np.ndarray) -> list[LoadRequest]:
-        """Prompts of medium length, and longer outputs of higher variance (SmartSpec, Figure 10)."""
+        """Return prompts of medium length with longer outputs of higher variance (SmartSpec, Figure 10)."""
         rng = self.rng(2)
         prompts = np.clip(rng.lognormal(4.5, 0.8, len(times)), 8, 1024).astype(int)
         outputs = np.clip(rng.lognormal(4.8, 0.9, len(times)), 4, 1024).astype(int)
@@ -137,7 +137,7 @@ class RandomLength(LengthPolicy):
 
 
 def lookup_table(world: World) -> BatchLookupTable:
-    """The grid search of every batch size, by the cost model (Su et al., section 4)."""
+    """Return the grid search of every batch size, by the cost model (Su et al., section 4)."""
 
     def seconds_per_token(batch_size: int, length: int) -> float:
         if length > DRAFT_LENGTH:

@@ -16,7 +16,11 @@ ATTACKS = ("prompts", "streams")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", metavar="MODEL", help="folder or hub id (default: the demo's target)")
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="folder or hub id (default: SmolLM2, where it is in the cache, else the demo's target)",
+    )
     parser.add_argument(
         "--prompts", type=Path, metavar="FILE", help=".jsonl, or lines of text, for the others (default: short ones)"
     )

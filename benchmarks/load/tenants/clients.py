@@ -1,4 +1,6 @@
-"""Tenants of a server: those that ask one short question after the other, and one that wants all of it."""
+"""
+Tenants of a server: clients that ask short questions one after the other, and one that asks for all of its capacity.
+"""
 
 import argparse
 import asyncio
@@ -23,7 +25,7 @@ _PROMPTS = ("def add_{}(a, b):", "The capital of country {} is", "SELECT name FR
 
 
 class Asked(NamedTuple):
-    """What a tenant waited for each of its answers, in seconds, and their texts."""
+    """Latency of each of a tenant's answers, in seconds, and their texts."""
 
     seconds: list[float]
     texts: list[str]
@@ -36,7 +38,7 @@ def _client(server: TenantServer, tenant: int) -> httpx.AsyncClient:
 
 
 async def ask_all(server: TenantServer, args: argparse.Namespace, num_requests: int) -> list[Asked]:
-    """All tenants but the attacker, the last one, at once: each asks one question after the other."""
+    """Return the answers to all tenants but the last one, the attacker; each asks one question after the other."""
     return await asyncio.gather(*(_ask(server, args, tenant, num_requests) for tenant in range(args.tenants - 1)))
 
 
@@ -56,7 +58,7 @@ async def _ask(server: TenantServer, args: argparse.Namespace, tenant: int, num_
 
 
 def _prompt(file: Path | None, number: int) -> str:
-    """A short one that nobody else asks for; those of a file, if there is one, come in turn."""
+    """Return a short prompt that no other request has; with a file, its prompts in turn."""
     if file is None:
         return _PROMPTS[number % len(_PROMPTS)].format(number)
     texts = _read(file)
@@ -71,7 +73,7 @@ def _read(file: Path) -> list[str]:
 @asynccontextmanager
 async def attacked(server: TenantServer, args: argparse.Namespace) -> Any:
     """
-    What the attacker asks for runs and waits, as far as the server lets it in. Yields a count of its requests by
+    Send the attacker's requests, which run and wait as far as the server admits them. Yield a count of its requests by
     status, which grows as they are answered.
     """
     statuses: Counter[int] = Counter()

@@ -1,10 +1,11 @@
-"""`python -m benchmarks tenants`: what one tenant of a server can do to the others."""
+"""`python -m benchmarks tenants`: the effect of one tenant of a server on the others' latency."""
 
 import argparse
 import asyncio
 from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from hf_smartspec.commands.common.models import read_prompts
 from hf_smartspec.commands.common.progress import track
 
 from ...kit.claims import Claim
+from ...kit.models import choose_model
 from ...kit.session import Case, Section, new_session, print_head
 from ...kit.tables import Column, Row, Rows, lines_of, print_lines
 
@@ -32,6 +34,7 @@ _WARM_UP = 3  # requests of each tenant, beforehand
 
 
 def run(args: argparse.Namespace) -> int:
+    choose_model(args)
     session = new_session(args)
     if args.tenants < 2:
         raise UsageError("--tenants: one attacks and the others are measured, so there must be at least 2")
@@ -62,8 +65,9 @@ def _claims(args: argparse.Namespace, rows: Rows) -> Iterator[Claim]:
 
 def _about(args: argparse.Namespace) -> str:
     what = {"prompts": "one request with 1,024 prompts", "streams": "20 streams with n=4 and log-probabilities"}
+    model = "the embedded target" if args.model is None else Path(args.model).name
     return (
-        f"{args.tenants - 1} tenants with short requests, and one that sends "
+        f"{model}: {args.tenants - 1} tenants with short requests, and one that sends "
         f"{' and '.join(what[name] for name in args.attack)}, of {args.attack_tokens} tokens each."
     )
 

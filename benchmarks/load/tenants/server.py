@@ -35,7 +35,7 @@ class TenantServer(NamedTuple):
 @contextmanager
 def tenant_server(args: argparse.Namespace) -> Iterator[TenantServer]:
     """
-    A server that ends with the block.
+    Yield a server that ends with the block.
 
     Raises:
         UsageError: if it does not start; with its last words.

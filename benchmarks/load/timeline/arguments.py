@@ -13,7 +13,7 @@ BUSY, QUIET = 0.8, 0.2  # of what can be served without speculation
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add_text_arguments(parser)
-    parser.set_defaults(limit=16)
+    parser.set_defaults(limit=16, resume=False, seconds=None)
     parser.add_argument(
         "--rates", type=positive_number, nargs=2, metavar=("BUSY", "QUIET"),
         help=f"requests per second (default: {BUSY} and {QUIET} of what can be served without speculation)",

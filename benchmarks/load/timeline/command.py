@@ -1,6 +1,7 @@
 """`python -m benchmarks timeline`: latency over time while busy and quiet phases alternate (Su et al., Figure 6)."""
 
 import argparse
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,17 +9,16 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from hf_smartspec.commands.common.arguments import UsageError, command_of
-from hf_smartspec.commands.common.console import make_console, table
+from hf_smartspec.commands.common.arguments import UsageError
+from hf_smartspec.commands.common.console import table
 from hf_smartspec.commands.common.figures import draw, from_zero, shared_legend
 from hf_smartspec.commands.common.names import shown
-from hf_smartspec.commands.common.outputs import check_outputs, write_json
+from hf_smartspec.commands.common.outputs import check_outputs
 from hf_smartspec.commands.common.progress import track
-from hf_smartspec.commands.common.setup import Setup, check_sources, load_setup
+from hf_smartspec.commands.common.setup import Setup
 from hf_smartspec.commands.common.sources import check_simulated
-from hf_smartspec.commands.common.timing import environment
 from hf_smartspec.commands.load.arguments import AUCTION, NONE, ORACLE
-from hf_smartspec.commands.load.costs import Calibrations
+from hf_smartspec.commands.load.costs import Calibration, Calibrations
 from hf_smartspec.commands.load.explain import LEGEND, print_explanations
 from hf_smartspec.commands.load.policies import Policies, is_fixed
 from hf_smartspec.commands.load.report import Cell, Point, latency_ratios, summaries
@@ -31,11 +31,16 @@ from hf_smartspec.commands.load.runs import (
     simulate_logged,
     warm_up,
 )
+from hf_smartspec.goodput import LengthPolicy
 from hf_smartspec.simulator import LoadResult, alternating
 
-from ...kit.claims import Claim, exit_status, print_claims
+from ...kit.claims import Claim
+from ...kit.models import described, new_setup
+from ...kit.session import Case, Section, new_session, print_head
+from ...kit.tables import Row
 from .arguments import BUSY, QUIET
 
+_NAME = "timeline"
 _LEAST_GAIN = 1.10  # what the auction is to gain on the best fixed length over mixed traffic
 
 
@@ -45,66 +50,69 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--policies: only simulations have an oracle, see --simulated")
     args.sources = [args.source]
     check_simulated(args.sources, args.simulated or "table" in args.policies)
-    setup = load_setup(args)
+    setup = new_setup(args, args.sources, "--source")
     args.source = shown(args.source)
-    check_sources(args, setup)
-    console = make_console()
+    session = new_session(args, setup.model.device, setup.model.dtype)
     cells: dict[str, Cell] = {name: Cell() for name in dict.fromkeys([NONE, *args.policies])}
+    section = Section(
+        _NAME, lambda: _cases(setup, args, cells), turns=args.repeats,
+        show=lambda console, _: _print(summarized(setup, args, cells), cells, args, console),
+        claims=lambda _: claims(summarized(setup, args, cells)),
+    )  # fmt: skip
     try:
-        measure(setup, args, cells)
-    finally:  # interrupted, what was measured so far is still worth reading
+        return session.run([section], print_head(session, _NAME, described(args, setup.model)))
+    finally:
         rows = summarized(setup, args, cells)
-        if rows:
-            _print(rows, args, console)
-            explanations = {name: cell.explanations[-1] for name, cell in cells.items() if cell.explanations}
-            if args.explain and explanations:
-                print_explanations("Why", explanations, console)
-                console.print(LEGEND, highlight=False)
-            if args.json:
-                system = environment(setup.model.device, setup.model.dtype)
-                report = {"command": command_of(args), "environment": system, "results": rows}
-                write_json(args.json, report)
-            if args.plot:
-                plot(rows, args, args.plot)
-    return exit_status(claims(rows))
+        session.report["results"][_NAME] = rows
+        session.write()
+        if rows and args.plot:
+            plot(rows, args, args.plot)
 
 
-def measure(setup: Setup, args: argparse.Namespace, cells: dict[str, Cell]) -> None:
-    """In every repetition one sequence of requests for all policies, in turns; fills in what came of it."""
-    with track(total=1 + args.repeats * len(cells), desc="serving") as progress:
-        progress.set_postfix_str(f"measuring what steps with {args.source} cost")
+def _cases(setup: Setup, args: argparse.Namespace, cells: dict[str, Cell]) -> Iterator[Case]:
+    """Yield the policies, which take turns; all serve the same requests, and new ones in every turn."""
+    with track(total=1, desc=f"measuring what steps with {args.source} cost") as progress:
         calibration = Calibrations(partial(calibrate, setup))[args.source]
         progress.update()
-        if args.rates is None:
-            most = capacity(setup, args.source, calibration)
-            args.rates = [float(f"{share * most:.2g}") for share in (BUSY, QUIET)]
-        policies = Policies(calibration.cost)
-        if "table" in cells:
-            policies.table = lookup_table(setup, args.source, calibration)
-        phases = [args.rates[phase % 2] for phase in range(args.phases)]
-        if not args.simulated:
-            warm_up(setup, args.source, policies.new(list(cells)[-1]))
-        for repeat in range(args.repeats):
-            rng = np.random.default_rng([setup.seed, repeat])
-            times = alternating(phases, args.period, round(sum(phases) * args.period), rng)
-            requests = new_requests(setup, times, rng)
-            order = list(cells.items())
-            for name, cell in order if repeat % 2 == 0 else reversed(order):
-                progress.set_postfix_str(name)
-                if args.simulated:
-                    new_policy = partial(policies.new, name)
-                    result, explanation = simulate_logged(setup, args.source, calibration, new_policy, requests)
-                    cell.results.append(result)
-                else:
-                    cell.results.append(result := LoadResult())
-                    explanation = serve(setup, args.source, policies.new(name), requests, result)
-                if args.explain:
-                    cell.explanations.append(explanation)
-                progress.update()
+    if args.rates is None:
+        most = capacity(setup, args.source, calibration)
+        args.rates = [float(f"{share * most:.2g}") for share in (BUSY, QUIET)]
+    policies = Policies(calibration.cost)
+    if "table" in cells:
+        policies.table = lookup_table(setup, args.source, calibration)
+    if not args.simulated:
+        warm_up(setup, args.source, policies.new(list(cells)[-1]))
+    for name, cell in cells.items():
+        yield Case(name, partial(_serve, setup, args, calibration, partial(policies.new, name), cell))
+
+
+def _serve(
+    setup: Setup,
+    args: argparse.Namespace,
+    calibration: Calibration,
+    new_policy: Callable[..., LengthPolicy],
+    cell: Cell,
+) -> Row:
+    """Serve the requests of a policy's next turn; the results are kept in its cell, also those of a broken turn."""
+    rng = np.random.default_rng([setup.seed, len(cell.results)])
+    phases = [args.rates[phase % 2] for phase in range(args.phases)]
+    requests = new_requests(setup, alternating(phases, args.period, round(sum(phases) * args.period), rng), rng)
+    if args.simulated:
+        result, explanation = simulate_logged(setup, args.source, calibration, new_policy, requests)
+        cell.results.append(result)
+    else:
+        cell.results.append(result := LoadResult())
+        explanation = serve(setup, args.source, new_policy(), requests, result)
+    if args.explain:
+        cell.explanations.append(explanation)
+    return {}
 
 
 def summarized(setup: Setup, args: argparse.Namespace, cells: dict[str, Cell]) -> dict[str, dict[str, Any]]:
-    """One row per policy; `gain`: the best fixed choice's mean latency by its own, median over the repetitions."""
+    """
+    Return a row per policy, of what has been measured; `gain` is the best fixed choice's mean latency by its own, the
+    median over the repetitions.
+    """
     rows = {row["policy"]: row for row in summaries({Point(setup.name, args.source, 0.0): cells})}
     best = next((name for name, row in rows.items() if row["is_best_fixed"]), NONE)
     for name, row in rows.items():
@@ -119,13 +127,13 @@ def summarized(setup: Setup, args: argparse.Namespace, cells: dict[str, Cell]) -
 
 
 def groups(result: LoadResult, size: int) -> list[tuple[float, float]]:
-    """Of every `size` requests in a row: the arrival of the first, and their mean latency, in seconds."""
+    """Return the arrival of the first of every `size` requests in a row, and their mean latency, in seconds."""
     parts = (result.served[first : first + size] for first in range(0, len(result.served), size))
     return [(part[0].arrival, float(np.mean([item.latency for item in part]))) for part in parts]
 
 
 def phase_latencies(result: LoadResult, period: float) -> tuple[float, float]:
-    """Mean latency of the requests that arrived in busy and in quiet phases, in seconds; NaN where there are none."""
+    """Return the mean latency of requests that arrived in busy and in quiet phases, in seconds, NaN without any."""
     by_phase: list[list[float]] = [[], []]
     for item in result.served:
         by_phase[int(item.arrival / period) % 2].append(item.latency)
@@ -133,7 +141,7 @@ def phase_latencies(result: LoadResult, period: float) -> tuple[float, float]:
     return busy, quiet
 
 
-def _print(rows: dict[str, dict[str, Any]], args: argparse.Namespace, console: Console) -> None:
+def _print(rows: dict[str, dict[str, Any]], cells: dict[str, Cell], args: argparse.Namespace, console: Console) -> None:
     kind = "simulated" if args.simulated else "real"
     title = (
         f"{args.source}, {kind} engine, {args.rates[0]:g} and {args.rates[1]:g} requests/s in turn, every "
@@ -151,11 +159,14 @@ def _print(rows: dict[str, dict[str, Any]], args: argparse.Namespace, console: C
         "*; medians over the repetitions.",
         highlight=False,
     )
-    print_claims(claims(rows), console)
+    explanations = {name: cell.explanations[-1] for name, cell in cells.items() if cell.explanations}
+    if explanations:
+        print_explanations("Why", explanations, console)
+        console.print(LEGEND, highlight=False)
 
 
 def claims(rows: dict[str, dict[str, Any]]) -> list[Claim]:
-    """What the auction is to gain, where it was measured beside a fixed length."""
+    """Return whether the auction gains enough, where it was measured beside a fixed length."""
     auction = rows.get(AUCTION)
     if auction is None or auction["gain"] is None or not any(is_fixed(name) for name in rows if name != NONE):
         return []

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hf_smartspec.commands.common.arguments import add_output_arguments, not_negative
 
-from ...kit.arguments import add_resume_arguments
+from ...kit.arguments import add_resume_arguments, add_tokenizer_argument
 
 LEAST_TOKENS = 4  # of a tree, a quarter of which is timed
 
@@ -32,10 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--max-bytes", type=partial(_at_least, LEAST_BYTES), default=2**24, metavar="N",
                         help="bound on the tree that has to forget (default: 16777216)")  # fmt: skip
-    parser.add_argument(
-        "--model", "--tokenizer", dest="tokenizer", metavar="MODEL",
-        help="folder or hub id whose tokenizer is used (default: the demo's)",
-    )  # fmt: skip
+    add_tokenizer_argument(parser)
     add_output_arguments(parser)
     add_resume_arguments(parser)
 

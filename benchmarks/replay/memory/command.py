@@ -1,4 +1,4 @@
-"""`python -m benchmarks memory`: what suffix trees and datastores cost as they grow."""
+"""`python -m benchmarks memory`: costs of suffix trees and datastores as they grow."""
 
 import argparse
 import tempfile
@@ -11,12 +11,12 @@ import numpy as np
 from rich.console import Console
 
 from hf_smartspec.commands.common.arguments import UsageError
-from hf_smartspec.commands.common.demo import demo_folder
 from hf_smartspec.commands.common.outputs import check_outputs
 from hf_smartspec.commands.common.progress import track
-from hf_smartspec.commands.common.recordings import Fields, read_requests, tokenize, tokenizer_of
+from hf_smartspec.commands.common.recordings import Fields, read_requests, tokenize
 
 from ...kit.claims import Claim
+from ...kit.models import choose_model, files_of, tokenizer_of
 from ...kit.plots import Panel, plot_lines
 from ...kit.session import Case, Section, new_session, print_head
 from ...kit.tables import Column, Row, Rows, lines_of, print_lines
@@ -38,6 +38,7 @@ _TREE, _EVICTION, _DATASTORE = "suffix tree", "eviction", "datastore"
 
 def run(args: argparse.Namespace) -> int:
     check_outputs(args)
+    choose_model(args)
     session = new_session(args, free=["tokens"])
     stream = _stream(args)
     text = {"outputs": stream.num_outputs, "tokens": stream.num_tokens, "held_out": len(stream.held_out)}
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _sizes(stream: TextStream, sizes: Iterable[int]) -> Iterator[Case]:
-    """One tree, which grows from case to case."""
+    """Yield the sizes of one tree, which grows from case to case."""
     probe = TreeProbe(stream)
     for size in sorted(set(sizes)):
         yield Case(f"{size:,}", partial(probe.measure, size))
@@ -124,15 +125,14 @@ def _show_datastore(num_rows: int, console: Console, rows: Rows) -> None:
 
 def _stream(args: argparse.Namespace) -> TextStream:
     """
-    The responses of all files, but those of up to `BATCH_SIZE` requests from everywhere in them, which are held out: at
-    most half of those that are long enough.
+    Return the responses of all files, except for up to `BATCH_SIZE` requests from all parts of them, which are held
+    out: at most half of those that are long enough.
 
     Raises:
         UsageError: if there are fewer than two of these.
     """
-    files = args.files or [demo_folder("FILE", *([] if args.tokenizer else ["--tokenizer"])) / "prompts.jsonl"]
-    requests = [item for path in files for item in read_requests(path, Fields(), None)]
-    tokenizer = tokenizer_of(args.tokenizer)
+    tokenizer = tokenizer_of(args)
+    requests = [item for path in files_of(args) for item in read_requests(path, Fields(), None)]
     responses: list[np.ndarray] = []
     for first in track(range(0, len(requests), _CHUNK), desc="tokenizing"):
         texts = [item.response for item in requests[first : first + _CHUNK]]
@@ -148,7 +148,7 @@ def _stream(args: argparse.Namespace) -> TextStream:
 
 
 def plot(rows: Sequence[dict[str, Any]], num_rows: int, path: Path) -> None:
-    """Every cost against the number of tokens."""
+    """Draw every cost against the number of tokens."""
     panels = {
         "insert, µs per token": "insert_us_per_token",
         "remove, µs per token": "remove_us_per_token",

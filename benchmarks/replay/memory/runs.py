@@ -1,4 +1,4 @@
-"""The measurements behind `python -m benchmarks memory`."""
+"""Measurements of `python -m benchmarks memory`."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,8 +28,8 @@ _MICROSECONDS = 1e6
 
 class TextStream:
     """
-    Outputs without end: real ones in random order, and further passes over them in which every tenth token is replaced
-    at random by one of another place.
+    An endless stream of outputs: real ones in random order, and further passes over them in which every tenth token is
+    replaced at random by one of another place.
 
     Args:
         responses (sequence of `np.ndarray`, int): Token ids.
@@ -56,7 +56,7 @@ class TextStream:
 
 
 def take(outputs: Iterator[np.ndarray], num_tokens: int) -> list[np.ndarray]:
-    """The next outputs, until they have so many tokens; the last one may be cut."""
+    """Return the next outputs, until they have so many tokens; the last one may be cut."""
     taken: list[np.ndarray] = []
     while num_tokens > 0:
         taken.append(next(outputs)[:num_tokens])
@@ -76,7 +76,7 @@ class TreeProbe:
 
     def measure(self, num_tokens: int) -> dict[str, Any]:
         """
-        Times everything where the tree holds `num_tokens`, more than before.
+        Time everything where the tree holds `num_tokens`, more than before.
 
         Raises:
             UsageError: if these do not fit into memory.
@@ -95,7 +95,7 @@ class TreeProbe:
         }
 
     def _fill(self, num_tokens: int) -> float:
-        """Adds outputs of so many tokens; microseconds per token."""
+        """Add outputs of so many tokens and return microseconds per token."""
         seconds = 0.0
         for output in track(take(self._outputs, num_tokens), desc="filling"):
             start = perf_counter()
@@ -106,7 +106,7 @@ class TreeProbe:
         return seconds * _MICROSECONDS / max(num_tokens, 1)
 
     def _remove(self, num_tokens: int) -> float:
-        """Forgets the oldest outputs, of so many tokens or a few more; microseconds per token."""
+        """Forget the oldest outputs, of so many tokens or a few more, and return microseconds per token."""
         removed, seconds, count = 0, 0.0, 0
         while removed < num_tokens:
             number, length = self._numbers[count]
@@ -122,8 +122,8 @@ class TreeProbe:
 
 def draft_costs(source: TreeCandidateGenerator, held_out: Sequence[Recording]) -> dict[str, float]:
     """
-    Microseconds per draft call behind every token of the held-out responses, one row and all rows at once: the median
-    call, of a few passes the fastest one.
+    Return microseconds per draft call after every token of the held-out responses, for one row and for all rows at
+    once: the median call, and of a few passes the fastest one.
     """
     single = [[call for recording in held_out for call in _draft(source, [recording])] for _ in range(_PASSES)]
     batch = [_draft(source, held_out) for _ in range(_PASSES)]
@@ -151,7 +151,7 @@ def _mean_size(passes: list[list[_Call]]) -> float:
 
 
 def _draft(source: TreeCandidateGenerator, recordings: Sequence[Recording]) -> list[_Call]:
-    """Drafts. Rows move on by one token, whatever was drafted."""
+    """Draft after every token of the recordings; rows advance by one token, regardless of the drafts."""
     ids, limits, calls = list(range(len(recordings))), [NUM_NODES] * len(recordings), []
     for name, (prompt, _) in zip(ids, recordings):
         source.start(name, prompt)
@@ -167,7 +167,7 @@ def _draft(source: TreeCandidateGenerator, recordings: Sequence[Recording]) -> l
 
 
 def measure_eviction(stream: TextStream, max_bytes: int) -> dict[str, Any]:
-    """Outputs go on coming where memory is full, so that every token added makes room for itself."""
+    """Measure a tree of full memory, where every token added replaces another."""
     source, outputs = SuffixTreeCandidates(max_bytes), iter(stream)
     num_added = 0
     for output in track(outputs, desc="filling a bounded tree", unit=" outputs"):
@@ -191,7 +191,7 @@ def measure_eviction(stream: TextStream, max_bytes: int) -> dict[str, Any]:
 
 
 def measure_datastore(stream: TextStream, num_tokens: int, path: Path) -> dict[str, Any]:
-    """Builds a datastore file and drafts from it."""
+    """Build a datastore file and draft from it."""
     documents = take(iter(stream), num_tokens)
     start = perf_counter()
     build_datastore(documents, path)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hf_smartspec.commands.common.arguments import positive
 
-from ...kit.arguments import add_session_arguments
+from ...kit.arguments import add_session_arguments, add_tokenizer_argument
 
 ABLATIONS = ("trees", "length", "size", "shift", "datastore", "hybrid")
 
@@ -21,10 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--earlier", type=positive, default=1000, metavar="N",
         help="requests before them, whose outputs sources know (default: 1000)",
     )  # fmt: skip
-    parser.add_argument(
-        "--model", "--tokenizer", dest="tokenizer", metavar="MODEL",
-        help="folder or hub id whose tokenizer is used (default: the demo's)",
-    )  # fmt: skip
+    add_tokenizer_argument(parser)
     parser.add_argument(
         "--models", type=Path, metavar="FOLDER",
         help="with a target and a draft in it, for the hybrid (default: the demo's)",

@@ -23,7 +23,8 @@ _PARTS = ("suffix", "draft")  # of the hybrid
 
 def ratio_claim(text: str, ratios: Mapping[str, float], least: float = 1.0, most: float = np.inf) -> Claim:
     """
-    Holds if the ratio of most data sets lies above `least` and not above `most`, and so does the geometric mean of all.
+    Return a claim that holds if the ratio of most data sets lies above `least` and not above `most`, and so does the
+    geometric mean of all.
     """
     values = [ratio for ratio in ratios.values() if np.isfinite(ratio) and ratio > 0]
     mean, count = geometric_mean(values), sum(least < value <= most for value in values)
@@ -32,7 +33,7 @@ def ratio_claim(text: str, ratios: Mapping[str, float], least: float = 1.0, most
 
 
 def count_claim(text: str, holds: Mapping[str, bool]) -> Claim:
-    """Holds if it does in most data sets."""
+    """Return a claim that holds if it does in most data sets."""
     return Claim(text, sum(holds.values()) > len(holds) / 2, _of(sum(holds.values()), len(holds)))
 
 

@@ -1,4 +1,4 @@
-"""`benchmarks sources`: what each part of the model-free sources contributes, as the papers' ablations ask."""
+"""`benchmarks sources`: the contribution of each part of the model-free sources, as in the papers' ablations."""
 
 import argparse
 import math
@@ -13,9 +13,9 @@ from rich.markup import escape
 from hf_smartspec.commands.common.arguments import UsageError
 from hf_smartspec.commands.common.demo import find_demo
 from hf_smartspec.commands.common.figures import check_folder
-from hf_smartspec.commands.common.recordings import tokenizer_of
 
 from ...kit.claims import Claim
+from ...kit.models import choose_model, tokenizer_of
 from ...kit.session import Case, Section, new_session, print_head
 from ...kit.tables import Lines, Rows, print_lines
 from . import claims, plots, runs, sources
@@ -66,7 +66,7 @@ ABLATIONS = {
         {"tokens per step": "{tokens_per_step:.2f}"},
         claims.shift_claims,
         plots.plot_shifts,
-        "Behind the shift: `kept` goes on adding outputs, `frozen` adds none, `fresh` begins with nothing.",
+        "After the shift: `kept` goes on adding outputs, `frozen` adds none, `fresh` begins with nothing.",
     ),
     "datastore": Ablation(
         "SSSD's sources: the request's own text, a datastore of the earlier outputs, both",
@@ -89,12 +89,13 @@ ABLATIONS = {
 
 
 def run(args: argparse.Namespace) -> int:
+    choose_model(args)
     session = new_session(args, free=["only"])
     if args.plots:
         check_folder(args.plots)
     models = _models(args)
     names = _names(args, models)
-    splits = sources.read_splits(args.files, args.limit, args.earlier, tokenizer_of(args.tokenizer))
+    splits = sources.read_splits(args.files, args.limit, args.earlier, tokenizer_of(args))
     sizes = {split.name: {"earlier": len(split.earlier), "replayed": len(split.replayed)} for split in splits}
     session.report["data_sets"] = sizes
     workload = runs.Workload(splits, models)
@@ -119,7 +120,7 @@ def _figures(rows: Rows) -> Figures:
 
 
 def _models(args: argparse.Namespace) -> Path | None:
-    """The folder of the hybrid's models; None where there are none."""
+    """Return the folder of the hybrid's models; None where there are none."""
     if args.models is None:
         demo = find_demo()
         return None if demo is None else demo / "models"
@@ -130,7 +131,7 @@ def _models(args: argparse.Namespace) -> Path | None:
 
 
 def _names(args: argparse.Namespace, models: Path | None) -> list[str]:
-    """The ablations that can be run; raises `UsageError` if one was asked for that cannot."""
+    """Return the ablations that can be run. Raise `UsageError` if one was asked for that cannot."""
     missing = {}
     if len(args.files) < 2:
         missing["shift"] = "a shift needs two files: from one to the next"
@@ -154,7 +155,7 @@ def _show(name: str, figures: Figures, console: Console) -> None:
 
 
 def _series(figures: Figures, form: str) -> Iterator[tuple[str, list[str]]]:
-    """The series that have these numbers, with all settings that occur in any data set."""
+    """Yield the series that have these numbers, with all settings that occur in any data set."""
     for series in next(iter(figures.values()), {}):
         settings = dict.fromkeys(setting for groups in figures.values() for setting in groups[series])
         if any(_cell(numbers, form) for numbers in next(iter(figures.values()))[series].values()):
@@ -162,7 +163,7 @@ def _series(figures: Figures, form: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _cell(numbers: Numbers | None, form: str) -> str:
-    """One setting's numbers; nothing where it was not measured."""
+    """Return one setting's numbers as text, empty where it was not measured."""
     try:
         known = {key: math.nan if value is None else value for key, value in (numbers or {}).items()}
         return form.format(**known).replace("nan%", "-").replace("nan", "-")

@@ -15,7 +15,10 @@ _SIZE = (5.0, 3.4)  # inches of one panel
 
 
 def plot_bars(figures: Figures, path: Path, series: str, keys: dict[str, str], legend: str | None = None) -> None:
-    """A group of bars per data set, one bar per setting; a panel for each of `keys` (of the numbers: what it says)."""
+    """
+    Draw a group of bars per data set, one bar per setting, and a panel for each of `keys`, which name numbers and their
+    labels.
+    """
     settings = list(next(iter(figures.values()))[series])
     width = 0.8 / len(settings)
 
@@ -48,7 +51,7 @@ def plot_hybrids(figures: Figures, path: Path) -> None:
 
 
 def plot_lengths(figures: Figures, path: Path) -> None:
-    """Accepted against drafted tokens: a curve per way to choose the length, a panel per data set."""
+    """Draw accepted against drafted tokens: a curve per way to choose the length, a panel per data set."""
     labels = {
         "alpha": r"$\alpha$ · match length",
         "fixed": "fixed number of nodes",
@@ -102,7 +105,7 @@ def plot_sizes(figures: Figures, path: Path) -> None:
 
 
 def plot_shifts(figures: Figures, path: Path) -> None:
-    """Tokens per step over the requests, a panel per shift."""
+    """Draw tokens per step over the requests, a panel per shift."""
     labels = {"kept": "memory kept", "frozen": "memory kept, nothing added", "fresh": "fresh start at the shift"}
 
     def paint(figure: Any, axes: list[Any]) -> None:

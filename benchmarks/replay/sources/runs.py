@@ -1,4 +1,4 @@
-"""The measurements behind `benchmarks sources`: replays, a shift of the workload, and a hybrid with a model."""
+"""Measurements of `benchmarks sources`: replays, a shift of the workload, and a hybrid with a model."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
@@ -37,14 +37,14 @@ _TAUS = (0.0, 0.5, 1.0, 2.0, 4.0)
 
 
 class Workload(NamedTuple):
-    """What ablations run on."""
+    """Texts and models of the ablations."""
 
     splits: list[Split]
     models: Path | None  # a folder with `target` and `draft`
 
 
 def replay_settings(settings: Callable[[Split], list[SourceSpec]], workload: Workload) -> Iterator[Case]:
-    """Every data set is replayed with all settings side by side."""
+    """Yield every data set, replayed with all settings side by side."""
     for split in workload.splits:
         yield _case(split.name, partial(_replay, DataSet(split.name, split.replayed), settings(split)))
 
@@ -70,9 +70,9 @@ def _replay(data: DataSet, specs: Sequence[SourceSpec]) -> Series:
 
 def shifts(workload: Workload) -> Iterator[Case]:
     """
-    From each data set to the next one. Trees that know the first one's earlier outputs serve its replayed requests,
-    then those of the second: `kept` goes on learning, `frozen` keeps no outputs behind the shift, and `fresh` begins
-    there, knowing nothing.
+    Yield the shifts from each data set to the next one. Trees that know the first one's earlier outputs serve its
+    replayed requests, then those of the second: `kept` goes on learning, `frozen` keeps no outputs after the shift, and
+    `fresh` begins there, knowing nothing.
     """
     for before, after in pairwise(workload.splits):
         requests = [*after.earlier, *after.replayed][-_REQUESTS_BEHIND_SHIFT * len(before.replayed) :]
@@ -112,9 +112,9 @@ def _run(source: SuffixTreeCandidates, recordings: Sequence[Recording]) -> Tally
 
 def hybrids(workload: Workload) -> Iterator[Case]:
     """
-    A target answers some of the replayed prompts by itself; its answers are then replayed with suffix trees that begin
-    empty, with its draft model, and with both at several thresholds. The draft model really runs. `speed_up` takes the
-    measured seconds of drafting, and verification as one forward of the target over one token.
+    Yield replays of the target's own answers to some of the prompts, with suffix trees that begin empty, with its draft
+    model, and with both at several thresholds. The draft model really runs. `speed_up` takes the measured seconds of
+    drafting, and verification as one forward of the target over one token.
     """
     if workload.models is None:
         return
@@ -138,7 +138,7 @@ def _hybrid(
 
 def load_pair(models: Path) -> tuple[PreTrainedModel, PreTrainedModel, PreTrainedTokenizerBase]:
     """
-    The models of the folders `target` and `draft`.
+    Load the models of the folders `target` and `draft`, and the target's tokenizer.
 
     Raises:
         UsageError: unless both are there, with a tokenizer.
@@ -153,7 +153,7 @@ def load_pair(models: Path) -> tuple[PreTrainedModel, PreTrainedModel, PreTraine
 
 @torch.no_grad()
 def _answers(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, split: Split) -> list[Recording]:
-    """What the target itself answers (greedily), as recordings."""
+    """Return the target's own greedy answers, as recordings."""
     texts = ["\n".join(request.context)[-_HYBRID_LETTERS:] for request in split.texts[:_HYBRID_PROMPTS]]
     prompts = encode(texts, tokenizer, _HYBRID_PROMPT_LEN)
     pad_id, end_ids = _special_ids(target)
@@ -173,14 +173,14 @@ def _special_ids(target: PreTrainedModel) -> tuple[int, list[int]]:
 
 
 def _until_end(tokens: np.ndarray, end_ids: list[int]) -> np.ndarray:
-    """The answer with its first end of sequence."""
+    """Return the answer up to and with its first end of sequence."""
     ends = np.flatnonzero(np.isin(tokens, end_ids))
     return tokens[: ends[0] + 1].copy() if len(ends) else tokens.copy()
 
 
 @torch.no_grad()
 def _step_seconds(target: PreTrainedModel, recording: Recording, num_steps: int = 32) -> float:
-    """Median seconds of a forward over one token, behind a prompt."""
+    """Return the median seconds of a forward over one token, after a prompt."""
     ids = torch.tensor(recording.prompt[None], device=target.device)
     cache = {cache_name(target.forward): target(ids, use_cache=True)[CACHE]}
     seconds = []
@@ -192,7 +192,7 @@ def _step_seconds(target: PreTrainedModel, recording: Recording, num_steps: int 
 
 
 class ShortDrafts(DraftModelCandidates):
-    """Chains of the model's usual length, also where a source that costs nothing may propose more nodes."""
+    """Chains of the model's default length, also where a source that costs nothing may propose more nodes."""
 
     def propose(
         self, request_ids: Sequence[Hashable], max_nodes: Sequence[int], price: LevelPrice | None = None

@@ -1,4 +1,7 @@
-"""Material of `python -m benchmarks sources`: recorded requests split in two, and sources with parts taken away."""
+"""
+Texts and sources of `python -m benchmarks sources`: recorded requests split in two, and sources without some of their
+parts.
+"""
 
 from collections.abc import Hashable, Iterable, Sequence
 from functools import partial
@@ -44,8 +47,8 @@ def read_splits(
     paths: Sequence[Path], limit: int, num_earlier: int, tokenizer: PreTrainedTokenizerBase, max_prompt: int = 2048
 ) -> list[Split]:
     """
-    The first `num_earlier + limit` requests of every file: the last `limit` are replayed, or half of them all where
-    there are too few.
+    Return the first `num_earlier + limit` requests of every file: the last `limit` are replayed, or half of them all
+    where there are too few.
 
     Raises:
         UsageError: for files that cannot be read, hold fewer than two responses with tokens, or are named twice.
@@ -69,7 +72,7 @@ def read_splits(
 
 
 def _with_tokens(requests: Sequence[Texts], tokenizer: PreTrainedTokenizerBase) -> list[Texts]:
-    """Those that `tokenize` keeps, so that texts and recordings correspond."""
+    """Return the requests that `tokenize` keeps, so that texts and recordings correspond."""
     responses = [request.response for request in requests]
     ids = tokenizer(responses, add_special_tokens=False, verbose=False).input_ids
     return [request for request, tokens in zip(requests, ids) if len(tokens)]
@@ -80,7 +83,7 @@ def _kept(prompt: np.ndarray, response: np.ndarray) -> np.ndarray:
 
 
 def suffix_trees(outputs: Iterable[np.ndarray] = (), **options: Any) -> SuffixTreeCandidates:
-    """Suffix trees that know some outputs from the beginning."""
+    """Return suffix trees that know some outputs from the beginning."""
     source = SuffixTreeCandidates(max_match=_MAX_MATCH, **options)
     source.add_outputs(outputs, progress=False)
     return source
@@ -129,7 +132,10 @@ class GlobalTreeOnly(TreeCandidateGenerator):
 
 
 def tree_settings(split: Split) -> list[SourceSpec]:
-    """The global tree, the request's own, and both; the last `_MAX_MATCH` tokens alone show what `global` has left."""
+    """
+    Return the global tree, the request's own, and both; `neither` has the last `_MAX_MATCH` tokens, which `global` has
+    too.
+    """
     outputs = split.outputs
     return [
         SourceSpec("neither", "trees", partial(GlobalTreeOnly, keep_outputs=False), None),
@@ -140,7 +146,9 @@ def tree_settings(split: Split) -> list[SourceSpec]:
 
 
 def length_settings(split: Split) -> list[SourceSpec]:
-    """Draft lengths: alpha times the match length, a fixed number of nodes, or down to a learnt path probability."""
+    """
+    Return draft lengths: alpha times the match length, a fixed number of nodes, or down to a learnt path probability.
+    """
     known = partial(suffix_trees, split.outputs)
     published = partial(known, scoring="counts", min_probability=0.0)
     series = {
@@ -156,7 +164,9 @@ def length_settings(split: Split) -> list[SourceSpec]:
 
 
 def size_settings(split: Split) -> list[SourceSpec]:
-    """More and more of the earlier outputs, drawn at random, each set within the next; nothing is added to them."""
+    """
+    Return trees of more and more of the earlier outputs, drawn at random, each set within the next; nothing is added.
+    """
     outputs, order = split.outputs, np.random.default_rng(0).permutation(len(split.earlier))
     return [
         SourceSpec(
@@ -171,7 +181,7 @@ def size_settings(split: Split) -> list[SourceSpec]:
 
 
 def datastore_settings(split: Split) -> list[SourceSpec]:
-    """SSSD's two sources, calibrated, each alone and together, with the same number of nodes for all."""
+    """Return SSSD's two sources, calibrated, alone and together, with the same number of nodes for all."""
     store = Datastore.from_documents([response for _, response in split.earlier])
 
     def build(*names: str) -> TreeCandidateGenerator:

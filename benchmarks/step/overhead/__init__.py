@@ -1,1 +1,1 @@
-"""What the machinery costs by itself: around forwards, and between them."""
+"""Cost of the machinery, around forwards and between them."""

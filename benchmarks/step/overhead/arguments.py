@@ -13,8 +13,10 @@ QUANTIZED = "quantized"  # takes minutes, and is measured where it is asked for
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--model", metavar="MODEL", help="folder, hub id or .gguf file (default: random weights; quantized: the demo's)"
-    )
+        "--model", metavar="MODEL",
+        help="folder, hub id or .gguf file (default: SmolLM2, where it is in the cache, else random weights; "
+        "quantized: the demo's target)",
+    )  # fmt: skip
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="default: bfloat16")
     add_device_argument(parser)
     parser.add_argument("--threads", type=positive, default=2, metavar="N", help="CPU threads (default: 2)")
@@ -28,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--repeats", type=positive, metavar="N", help="measurements per setting (default: 7; 3 of what is quantized)"
     )
     parser.add_argument(
-        "--layers", type=positive, default=15, metavar="N", help="15 layers make 205 M parameters (default: 15)"
+        "--layers", type=positive, metavar="N", help="random weights of N layers; 15 make 205 M parameters"
     )
     parser.add_argument(
         "--parts",
@@ -46,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="which these decode (default: the demo's)")
     parser.add_argument("--num-prompts", type=positive, default=2, metavar="N", help="of these (default: 2)")
     parser.add_argument(
-        "--max-new-tokens", type=positive, default=32, metavar="N", help="behind each of these (default: 32)"
+        "--max-new-tokens", type=positive, default=32, metavar="N", help="for each of these (default: 32)"
     )
     parser.add_argument(
         "--host-steps", type=positive, default=100, metavar="N", help="measured steps without a forward (default: 100)"

@@ -1,8 +1,9 @@
-"""`python -m benchmarks overhead`: what the machinery costs, with speculation's gains left out."""
+"""`python -m benchmarks overhead`: the cost of the machinery, without speculation's gains."""
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
 
 from hf_smartspec.commands.common.models import load_model, use_machine
+from hf_smartspec.commands.common.setup import Setup
 from hf_smartspec.commands.common.timing import Stopwatch, side_by_side
 from hf_smartspec.drafts.tree import DraftTree
 from hf_smartspec.generate import enabled
@@ -18,49 +20,62 @@ from hf_smartspec.target_model.compat import cache_name
 from hf_smartspec.target_model.layout.rows import RowInput
 from hf_smartspec.target_model.written import packed_forward
 
+from ...kit.models import choose_model
 from ...kit.session import Case, Section, new_session, print_head
+from ...kit.sources import sources_by_name
 from ...kit.tables import Column, Row
 from . import host, int8
 from .arguments import QUANTIZED
-from .stubs import llama_config
+from .stubs import VOCAB_SIZE, llama_config
 
 CONTEXT = 256  # cached tokens per row before the measured forward
+_LAYERS = 15  # of a model of random weights
 
 
 def run(args: argparse.Namespace) -> int:
+    named = args.model
+    if args.layers is None:
+        choose_model(args)
     use_machine(args)
     device, dtype = torch.device(args.device), getattr(torch, args.dtype)
     session = new_session(args, device, dtype, free=["parts"], context=CONTEXT)
-    sections = [section for part, section in _sections(args).items() if part in args.parts]
-    return session.run(sections, print_head(session, "overhead"))
+    sections = [section for part, section in _sections(args, named).items() if part in args.parts]
+    name = f"random weights, {args.layers or _LAYERS} layers" if args.model is None else Path(args.model).name
+    return session.run(sections, print_head(session, "overhead", name))
 
 
-def _sections(args: argparse.Namespace) -> dict[str, Section]:
-    """By part; those that run a model share it."""
+def _sections(args: argparse.Namespace, named: str | None) -> dict[str, Section]:
+    """
+    Return the sections by part; those that run a model share it.
+
+    Args:
+        named (`str`, *optional*): The model that the user names; without one, the part "quantized" enlarges the
+            embedded target.
+    """
     sizes = (args.num_prompts, args.max_new_tokens, args.repeats or 3)
     model = cache(partial(_model, args))
     return {
         "host": host.section(args.host_steps),
-        QUANTIZED: int8.section(args.model, args.parameters, args.prompts, args.dtype, *sizes),
+        QUANTIZED: int8.section(named, args.parameters, args.prompts, args.dtype, *sizes),
         "forward": _forward_section(model, args.batch_sizes, args.widths, args.repeats or 7),
         "step": _step_section(model, batch_size=8, repeats=1),
         "none": _none_section(model, batch_size=8, new_tokens=32),
     }
 
 
-def _model(args: argparse.Namespace, num_layers: int | None = None) -> PreTrainedModel:
-    """The given model, or one of random weights: its cost is real, its text is not."""
-    if args.model and num_layers is None:
+def _model(args: argparse.Namespace) -> PreTrainedModel:
+    """Return the chosen model, or one of random weights."""
+    if args.model:
         return load_model(args.model, args.dtype, args.device)
-    model = random_llama(num_layers or args.layers)
+    model = random_llama(args.layers or _LAYERS)
     return model.to(device=args.device, dtype=getattr(torch, args.dtype))  # type: ignore[call-arg]
 
 
-def random_llama(num_layers: int, seed: int = 0) -> LlamaForCausalLM:
-    """A Llama of random weights; 15 layers have 205 M parameters. Its cost is real, its text is not."""
+def random_llama(num_layers: int, vocab_size: int = VOCAB_SIZE, seed: int = 0) -> LlamaForCausalLM:
+    """Return a Llama of random weights, whose cost is real and whose text is not; 15 layers have 205 M parameters."""
     torch.manual_seed(seed)
     sizes = {"num_key_value_heads": 4, "intermediate_size": 2880, "max_position_embeddings": 4096}
-    config = llama_config(1024, num_layers, num_heads=16, **sizes)
+    config = llama_config(1024, num_layers, num_heads=16, vocab_size=vocab_size, **sizes)
     return LlamaForCausalLM(config).eval()
 
 
@@ -83,7 +98,7 @@ def _forward_section(
 
 @torch.no_grad()
 def forward_overhead(model: PreTrainedModel, batch_size: int, width: int, repeats: int) -> Row:
-    """Plain forward over `[batch, width]` tokens against the packed forward over the same tokens."""
+    """Time the plain forward over `[batch, width]` tokens and the packed forward over the same tokens."""
     ids = torch.randint(3, model.config.vocab_size, (batch_size, CONTEXT + width), device=model.device)
     functions = {"plain": _plain_forward(model, ids, width), "packed": _packed_forward(model, ids, width)}
     seconds = side_by_side(functions, repeats, model.device)
@@ -120,28 +135,28 @@ def _packed_forward(model, ids, width):
     return forward
 
 
-def _step_section(model: Callable[..., PreTrainedModel], batch_size: int, repeats: int) -> Section:
+def _step_section(new_model: Callable[[], PreTrainedModel], batch_size: int, repeats: int) -> Section:
+    """Return the steps of sources that draft in vain: what is drafted has no part in what is measured."""
     columns = (
         Column("ms per step", lambda row, _: f"{row['total'] / row['steps'] * 1e3:.1f}"),
         Column("outside the forwards", "outside_share", "{:.1%}"),
     )
 
     def cases() -> Iterator[Case]:
-        draft, sources = model(num_layers=1), {}
-        if draft.config.vocab_size == model().config.vocab_size:  # not of every model of one's own
-            sources["draft model, 4 nodes"] = SmartSpecConfig(draft, num_nodes=4)
-            sources["draft model, tree of 8"] = SmartSpecConfig(draft, num_nodes=8, width=3)
-        sources["prompt lookup, 4 nodes"] = SmartSpecConfig("prompt_lookup", num_nodes=4)
-        for name, config in sources.items():
-            yield Case(name, partial(step_overhead, model(), draft, config, batch_size, repeats))
+        model = new_model()
+        draft: Any = random_llama(1, model.config.get_text_config(decoder=True).vocab_size)
+        draft = draft.to(device=model.device, dtype=model.dtype)
+        setup = Setup(model, draft, [], max_new_tokens=0, max_batch_size=batch_size, seed=0)
+        for name, new_config in sources_by_name(("draft:4", "draft:8:3", "prompt_lookup:4"), setup).items():
+            yield Case(name, partial(step_overhead, model, draft, new_config(), batch_size, repeats))
 
-    return Section("step", cases, columns, f"A step of the engine at batch {batch_size}", "source")
+    return Section("step", cases, columns, f"A step of the engine at batch {batch_size}", "source:nodes:width")
 
 
 def step_overhead(
     model: PreTrainedModel, draft: PreTrainedModel, config: SmartSpecConfig, batch_size: int, repeats: int = 3
 ) -> Row:
-    """The share of generation time that is spent outside the two models' forwards."""
+    """Return the share of generation time that is spent outside the two models' forwards."""
     ids = torch.randint(3, model.config.vocab_size, (batch_size, 64), device=model.device)
     runs = []
     for _ in range(repeats + 1):  # the first one warms up
@@ -169,7 +184,7 @@ def _none_section(model: Callable[[], PreTrainedModel], batch_size: int, new_tok
 
 
 def no_speculation(model: PreTrainedModel, batch_size: int, new_tokens: int = 64, repeats: int = 3) -> dict[str, float]:
-    """Plain `generate` against the engine without drafts: ragged prompts, rows that end at different lengths."""
+    """Time plain `generate` and the engine without drafts on ragged prompts, whose rows end at different lengths."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(8, 96, batch_size)
     ids = torch.zeros(batch_size, int(lengths.max()), dtype=torch.long, device=model.device)
@@ -177,7 +192,9 @@ def no_speculation(model: PreTrainedModel, batch_size: int, new_tokens: int = 64
     for row, length in enumerate(lengths):
         ids[row, -length:] = torch.from_numpy(rng.integers(3, model.config.vocab_size, length))
         mask[row, -length:] = 1
-    arguments: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": new_tokens, "do_sample": False}
+    arguments: dict[str, Any] = {
+        "attention_mask": mask, "max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0
+    }  # fmt: skip
     arguments["eos_token_id"] = _ends(model.generate(ids, **arguments, eos_token_id=None), ids.shape[1])
     outputs = {}
 
@@ -198,6 +215,6 @@ def no_speculation(model: PreTrainedModel, batch_size: int, new_tokens: int = 64
 
 
 def _ends(sequences: torch.Tensor, prompt_length: int) -> list[int]:
-    """Token ids that, taken as ends of sequence, stop the rows at lengths spread over the whole run."""
+    """Return token ids that, taken as ends of sequence, stop the rows at lengths spread over the whole run."""
     generated = sequences[:, prompt_length:].tolist()
     return [line[(row + 1) * len(line) // len(generated) - 1] for row, line in enumerate(generated)]

@@ -1,4 +1,4 @@
-"""What a step takes on the host: everything but the target's forward, which is a stub."""
+"""Host time of a step: everything but the target's forward, which is a stub."""
 
 import copy
 import sys
@@ -52,7 +52,7 @@ _FREE = CostModel(alpha=0.0, gamma=0.0, delta=0.01)  # where all nodes of a tree
 
 
 class Setting(NamedTuple):
-    """A loop in full swing, and what of its steps is no host time."""
+    """A running loop, and the seconds of its steps that are no host time."""
 
     loop: DecodingLoop
     forward: StubForward
@@ -65,8 +65,8 @@ class Setting(NamedTuple):
 
 def section(num_steps: int, num_rows: Sequence[int] = ROWS) -> Section:
     """
-    A step's milliseconds of one thread, its calls of Python functions and its nodes, by kind of drafts and number of
-    rows. What other programs take shows in the median, and hardly in the least.
+    Return a step's milliseconds of one thread, its calls of Python functions and its nodes, by kind of drafts and
+    number of rows. Other programs' load shows in the median, and hardly in the least.
     """
     settings = [(drafts, num) for drafts in DRAFTS for num in num_rows]
     cases = [Case(f"{drafts}, {num}", partial(_alone, drafts, num, num_steps)) for drafts, num in settings]
@@ -92,7 +92,7 @@ def _claims(rows: Rows) -> list[Claim]:
 
 
 def _alone(drafts: str, num_rows: int, num_steps: int) -> Row:
-    """With one thread."""
+    """Measure with one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -126,7 +126,7 @@ def _measured(drafts: str, num_rows: int, num_steps: int) -> dict[str, Any]:
 
 
 def _num_calls(setting: Setting) -> float:
-    """Calls of Python functions in a step, without those of the stubs."""
+    """Return the calls of Python functions in a step, without those of the stubs."""
     num, depth = 0, 0
 
     def count(frame: FrameType, event: str, _: object) -> None:
@@ -148,7 +148,10 @@ def _num_calls(setting: Setting) -> float:
 
 
 def make_setting(drafts: str, num_rows: int, num_steps: int, seed: int = 0) -> Setting:
-    """Rows in the midst of texts that go on for so many steps; every row is a call of its own, as in an engine."""
+    """
+    Return rows in the middle of texts that are long enough for `num_steps`; every row is a call of its own, as in an
+    engine.
+    """
     rng, clock = np.random.default_rng(seed), EventClock()
     cost = _FREE if drafts.startswith("trees") else _GPU
     forward = StubForward(num_rows, cost, clock, partial(_look, _watched()))
@@ -169,12 +172,12 @@ def make_setting(drafts: str, num_rows: int, num_steps: int, seed: int = 0) -> S
 
 @cache
 def _watched() -> LlamaForCausalLM:
-    """A model with as many modules as one of 7 billion parameters has nearly."""
+    """Return a model with nearly as many modules as one of 7 billion parameters has."""
     return LlamaForCausalLM(llama_config(8, _WATCHED_LAYERS, 2, intermediate_size=8)).eval()
 
 
 def _look(model: LlamaForCausalLM) -> None:
-    """Whether the model is still as it was written out; the stub computes all the same."""
+    """Check whether the model is as it was when it was written out; the stub computes regardless of the result."""
     written_decoder(model)
 
 

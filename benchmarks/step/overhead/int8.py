@@ -1,4 +1,4 @@
-"""What int8 is worth: the embedded target, cost-matched, decodes real prompts one at a time in both, side by side."""
+"""Gain of int8: a target decodes real prompts one at a time in its dtype and in int8, side by side."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -33,8 +33,8 @@ def section(
     repeats: int,
 ) -> Section:  # fmt: skip
     """
-    For every size and way to decode, tokens per second at batch 1 in `dtype` and in int8, and their ratio. No answer is
-    remembered.
+    Return for every size and way to decode the tokens per second at batch 1 in `dtype` and in int8, and their ratio.
+    Suffix trees are emptied before every run.
 
     Args:
         name (`str`, *optional*): Of the model; else the embedded target, at each of the sizes.
@@ -65,6 +65,8 @@ def _loaded(
     name: str | None, path: Path | None, dtype: str, num_prompts: int, num_tokens: int
 ) -> tuple[PreTrainedModel, list[torch.Tensor]]:
     """
+    Return the model and the prompts.
+
     Raises:
         UsageError: for models and prompts that cannot be used.
     """
@@ -80,6 +82,8 @@ def _loaded(
 
 def _pair(small: PreTrainedModel, size: float) -> dict[str, PreTrainedModel]:
     """
+    Return the target at this size in its dtype and in int8.
+
     Raises:
         UsageError: for sizes that cannot be had, and CPUs that have no int8 products.
     """

@@ -1,4 +1,4 @@
-"""A target that answers at once and knows what it will say, and the texts and trees of a step's host time."""
+"""A target that takes no time and picks the tokens of known texts, and the texts and trees of a step's host time."""
 
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -23,10 +23,12 @@ CALL = 2**14  # columns that a further call of attention costs: those of 8 heads
 _DEPTH, _CHANCE = 8, 0.7  # of drawn trees: levels, and how likely each one's first node is right
 
 
-def llama_config(hidden_size: int, num_layers: int, num_heads: int, **others: Any) -> LlamaConfig:
-    """Of a Llama with tied embeddings and the usual special tokens."""
+def llama_config(
+    hidden_size: int, num_layers: int, num_heads: int, vocab_size: int = VOCAB_SIZE, **others: Any
+) -> LlamaConfig:
+    """Return the config of a Llama with tied embeddings and the usual special tokens."""
     return LlamaConfig(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
         num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
@@ -39,14 +41,14 @@ def llama_config(hidden_size: int, num_layers: int, num_heads: int, **others: An
 
 
 def stub_config() -> LlamaConfig:
-    """Of a head so small that `call_columns` is `CALL`."""
+    """Return the config of a head so small that `call_columns` is `CALL`."""
     return llama_config(4, 1, 1, intermediate_size=8)
 
 
 class StubForward(PackedForward):
     """
-    A `PackedForward` whose written-out decoder computes nothing: lays out every step as any other, and picks the tokens
-    of known texts. What that takes is kept in `seconds`, since it stands for the device's work.
+    A `PackedForward` whose written-out decoder computes nothing: it lays out every step as usual, and picks the tokens
+    of known texts. The time of these picks is kept in `seconds`, since it stands for the device's work.
 
     Args:
         num_rows (`int`): Rows.
@@ -66,7 +68,7 @@ class StubForward(PackedForward):
         self.cache.layers.append(layer)
 
     def set_text(self, row: CacheRow, text: np.ndarray) -> None:
-        """What the row's request will say, from its prompt on, int64 `[length]`."""
+        """Set the row's text, prompt included, int64 `[length]`."""
         self._texts[row] = text.tolist()
 
     def text(self, row: CacheRow) -> list[int]:
@@ -91,23 +93,23 @@ class StubForward(PackedForward):
         return self._decode
 
     def _decode(self, layout: StepLayout, *_: Any) -> torch.Tensor:
-        """One line of zeros, as often as asked for."""
+        """Return one line of zeros, as often as asked for."""
         return self._logits.expand(layout.tokens.shape[1] if layout.kept is None else len(layout.kept), -1)
 
     def argmax(self, logits: torch.Tensor) -> list[int]:
         return self._picks
 
     def top(self, logits: torch.Tensor, count: int, num_lines: int, with_argmax: bool) -> None:
-        """Nothing: the tokens are not those of the logits."""
+        """Do nothing: the tokens are not those of the logits."""
 
 
 class DrawnTrees(TreeCandidateGenerator):
     """
-    Trees of so many nodes that hold some of what a request will say. Drawing them takes no part in the `seconds` of a
-    step, which are those of the machinery.
+    Trees of `num_nodes` nodes, some of which are right. The time of drawing them is no part of a step's `seconds`,
+    which are those of the machinery.
 
     Args:
-        texts (dict): What each request will say, behind its prompt, int64 `[length]`.
+        texts (dict): Each request's text after its prompt, int64 `[length]`.
         num_nodes (`int`): Of every tree.
     """
 
@@ -146,7 +148,7 @@ class DrawnTrees(TreeCandidateGenerator):
 
 
 def repetitive_text(length: int, rng: np.random.Generator) -> np.ndarray:
-    """A text of 40 phrases of 4 to 24 tokens that come again and again, int64 `[length]`."""
+    """Return a text of 40 phrases of 4 to 24 tokens that come again and again, int64 `[length]`."""
     phrases = [rng.integers(3, VOCAB_SIZE, rng.integers(4, 24)) for _ in range(40)]
     order = rng.integers(0, len(phrases), -(-length // 4))
     return np.concatenate([phrases[index] for index in order])[:length]

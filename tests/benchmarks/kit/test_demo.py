@@ -14,9 +14,9 @@ from ..helpers import bench
         (["batch"], "FILE and --model"),
         (["queue"], "FILE and --model"),
         (["peers"], ""),
-        (["memory"], "FILE and --tokenizer"),
-        (["simulate"], "FILE and --tokenizer"),
-        (["sources", "{file}"], "--tokenizer"),
+        (["memory"], "FILE and --model"),
+        (["simulate"], "FILE and --model"),
+        (["sources", "{file}"], "--model"),
     ],
 )
 def test_a_bench_says_what_to_pass(arguments, needed, tmp_path, monkeypatch, capsys):

@@ -154,7 +154,7 @@ def test_timeline_tells_busy_from_quiet(folder, tmp_path, capsys, simulated):
     assert call("timeline", *models(folder), *asked, "--json", out[0], "--plot", out[1]) in (0, 1), (
         "tiny models gain nothing"
     )
-    results = json.loads(out[0].read_text())["results"]
+    results = json.loads(out[0].read_text())["results"]["timeline"]
     assert set(results) == {"none", "k=2", "k=4", "auction"}
     assert all(row["requests"] == 16 and len(row["groups"]) == 8 for row in results.values())
     text = capsys.readouterr().out
@@ -184,7 +184,7 @@ def test_timeline_policies_take_turns_in_every_repetition(folder, tmp_path, monk
     assert [name for name, _ in order] == names + names[::-1]
     arrivals = [times for _, times in order]
     assert arrivals[0] == arrivals[2] and arrivals[3] == arrivals[5] != arrivals[0]
-    results = json.loads(out.read_text())["results"]
+    results = json.loads(out.read_text())["results"]["timeline"]
     assert [name for name, row in results.items() if row["is_best_fixed"]] == ["k=1"]
     assert results["auction"]["gains"] == pytest.approx([0.8 / 0.5, 1.2 / 0.75])
     assert results["none"]["gain"] == pytest.approx((0.8 / 1.0 + 1.2 / 1.5) / 2)
@@ -258,7 +258,7 @@ def test_a_draft_must_be_there_to_be_measured(folder, capsys):
     assert call("load", folder / "data.jsonl", "--model", folder / "target", *TINY, "--sources", "draft") == 2
     assert "--sources: draft needs --draft" in capsys.readouterr().err
     assert call("timeline", folder / "data.jsonl", "--model", folder / "target", *TINY, "--source", "hybrid") == 2
-    assert "--sources: hybrid needs --draft" in capsys.readouterr().err
+    assert "--source: hybrid needs --draft" in capsys.readouterr().err
 
 
 def test_something_must_be_left_to_ask(folder, capsys):

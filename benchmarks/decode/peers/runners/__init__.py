@@ -1,1 +1,1 @@
-"""What runs in a peer's environment, which knows nothing of this library: `python -m runners.NAME JOB.json`."""
+"""Programs for peers' environments, which have nothing of this library: `python -m runners.NAME JOB.json`."""

@@ -1,4 +1,4 @@
-"""What runs on torch: a model from its file, and `generate` for as many tokens as are asked for."""
+"""Code of the peers on torch: a model from its file, and `generate` for as many tokens as are asked for."""
 
 import copy
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from .protocol import Decode, Prompts
 
 
 def load_model(job: dict[str, Any], name: str = "model") -> Any:
-    """Whole, with its class: the sizes of enlarged models are none that transformers would read from a config."""
+    """Load a whole pickled model with its class: transformers reads no sizes of enlarged models from a config."""
     torch.set_num_threads(job["threads"])
     model = torch.load(job["files"][name], weights_only=False)
     model.generation_config = GenerationConfig(pad_token_id=0)  # no end of sequence: as many tokens as are asked for
@@ -38,7 +38,10 @@ def generated(model: Any, arguments: dict[str, Any] | None = None) -> Decode:
 
 
 def unlearning(draft: Any) -> Callable[[int], None]:
-    """transformers leaves the draft length that it has learnt, and more, on the draft's generation config."""
+    """
+    Return a function that restores the draft's generation config, on which transformers leaves the draft length that it
+    has learnt, and more.
+    """
     before = copy.deepcopy(draft.generation_config)
 
     def prepare(num_rows: int) -> None:

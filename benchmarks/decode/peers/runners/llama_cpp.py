@@ -9,7 +9,7 @@ from .protocol import Engine, Prompts, Way, serve
 
 _LOOKUPS = ("ngram_simple", "ngram_map_k")
 _MATCHED, _DRAFTED = 3, 10  # tokens; its defaults, 12 and 48, are for long texts, and draft nothing in short ones
-_ROOM = 64  # tokens behind a row's end, for drafts
+_ROOM = 64  # tokens after a row's end, for drafts
 
 
 def load(job: dict[str, Any]) -> Engine:

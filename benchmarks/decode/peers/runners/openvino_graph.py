@@ -68,12 +68,12 @@ class Llama:
         return self._linear(joined, f"{name}o_proj.weight")
 
     def _heads(self, states: Any, name: str, num_heads: int) -> Any:
-        """`[batch, heads, tokens, head_dim]`"""
+        """Return `[batch, heads, tokens, head_dim]`."""
         split = op.reshape(self._linear(states, name), _int(0, 0, num_heads, self.config["head_dim"]), True)
         return op.transpose(split, _int(0, 2, 1, 3))
 
     def _kept(self, new: Any, name: str) -> Any:
-        """Keys or values of all tokens: a state to which the new ones are added."""
+        """Return keys or values of all tokens: a state to which the new ones are added."""
         groups, size = self.config["num_key_value_heads"], self.config["head_dim"]
         empty = op.broadcast(_float(0.0), op.concat([self.batch, _int(groups), _int(0), _int(size)], 0))
         state = op.read_value(empty, name, openvino.Type.f32, openvino.PartialShape([-1, groups, -1, size]))
@@ -82,7 +82,7 @@ class Llama:
         return kept
 
     def _repeated(self, kept: Any, times: int) -> Any:
-        """A key-value head for each query head."""
+        """Return a key-value head for each query head."""
         if times == 1:
             return kept
         groups, size = self.config["num_key_value_heads"], self.config["head_dim"]
@@ -91,7 +91,7 @@ class Llama:
         return op.reshape(spread, _int(0, groups * times, -1, size), True)
 
     def _mask(self) -> Any:
-        """`[batch, 1, tokens, all tokens]`, added to scores."""
+        """Return `[batch, 1, tokens, all tokens]`, which is added to scores."""
         whole, new = self._size(self.inputs["attention_mask"], 1), self._size(self.inputs["input_ids"], 1)
         all_places = op.range(_scalar(0), op.squeeze(whole, _int(0)), _scalar(1), "i64")
         places = op.add(op.range(_scalar(0), op.squeeze(new, _int(0)), _scalar(1), "i64"), op.subtract(whole, new))
@@ -101,7 +101,7 @@ class Llama:
         return op.select(seen, _float(0.0), _float(float(np.finfo(np.float32).min)))
 
     def _rotation(self) -> tuple[Any, Any]:
-        """Cosines and sines, `[batch, 1, tokens, head_dim]`."""
+        """Return cosines and sines, `[batch, 1, tokens, head_dim]`."""
         size, base = self.config["head_dim"], self.config["rope_theta"]
         frequencies = (base ** (-np.arange(0, size, 2) / size)).astype(np.float32)
         places = op.unsqueeze(op.convert(self.inputs["position_ids"], "f32"), _int(2))
@@ -125,7 +125,7 @@ class Llama:
         return op.matmul(states, self._matrix(name), False, True)
 
     def _matrix(self, name: str) -> Any:
-        """`[outputs, inputs]` in float32, from what is stored."""
+        """Return `[outputs, inputs]` in float32, from the stored kind of weights."""
         weight = self.weights[name]
         if self.kind == "float32":
             return op.constant(weight)
@@ -141,7 +141,9 @@ class Llama:
 
 
 def _placeholder() -> Any:
-    """A tokenizer that makes the token 0 of every text: target and draft are asked whether they have the same."""
+    """
+    Return a tokenizer that makes the token 0 of every text: OpenVINO compares target and draft by their tokenizers.
+    """
     text = op.parameter([-1], openvino.Type.string)
     text.output(0).set_names({"string_input"})
     results = []

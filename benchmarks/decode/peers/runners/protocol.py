@@ -47,7 +47,7 @@ class Engine(NamedTuple):
 
 def serve(load: Callable[[dict[str, Any]], Engine]) -> None:
     """
-    Answers until there are no more lines. What libraries print goes to stderr.
+    Answer lines of stdin until it ends. Output that libraries print goes to stderr.
 
     Args:
         load (callable): From a job, `{"files", "kind", "prompts", "num_tokens", "threads", "settings"}`.
@@ -68,7 +68,7 @@ def serve(load: Callable[[dict[str, Any]], Engine]) -> None:
 
 
 def _answer(ways: dict[str, Way], job: dict[str, Any], way: str, rows: list[int]) -> dict[str, Any]:
-    """An error is an answer too: the other ways go on."""
+    """Decode once; an error is an answer too, so that the other ways go on."""
     prompts = [job["prompts"][row] for row in rows]
     try:
         ways[way].prepare(len(rows))

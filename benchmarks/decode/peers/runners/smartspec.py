@@ -21,7 +21,7 @@ def load(job: dict[str, Any]) -> Engine:
         hf_smartspec.enable(model)
 
     def forget(num_rows: int) -> None:
-        """The suffix trees of `auto` keep the answers of all calls."""
+        """Empty the suffix trees of `auto`, which keep the answers of all calls."""
         hf_smartspec.suffix_trees(model).remove_namespace("")
 
     return Engine({name: Way(generated(model, arguments), True, forget) for name, arguments in ways.items()}, about())

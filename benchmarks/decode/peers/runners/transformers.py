@@ -22,7 +22,7 @@ def load(job: dict[str, Any]) -> Engine:
 
 
 def _compiled(job: dict[str, Any]) -> dict[str, Any]:
-    """One length of the cache for all prompts, so that nothing is compiled again."""
+    """Return arguments with one cache length for all prompts, so that nothing is compiled again."""
     config = CompileConfig()
     setattr(config, "_compile_all_devices", True)  # noqa: B010  transformers compiles on GPUs only, if it is not asked
     longest = max(map(len, job["prompts"])) + job["num_tokens"]

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from benchmarks.decode.drafters import command
+from benchmarks.decode.drafters import command, runs
+from benchmarks.decode.drafters.report import flat
 from hf_smartspec.commands.speed.loop import PLAIN
 from tests.folders import save_tiny_models
 
@@ -38,14 +39,14 @@ def test_all_parts(folder, tmp_path, capsys):
     options = ["--nodes", "3", "6", "--batch-size", "1", "4", "--parameters", "300000", "--markdown", page]
     assert call(folder, *drafters(folder), *options, "--json", out) == 0
     report = json.loads(out.read_text())
-    rows = {(row["part"], row["kind"], row["batch_size"], row["nodes"], row["drafter"]): row for row in report["rows"]}
+    rows = {(row["part"], row["kind"], row["batch_size"], row["nodes"], row["drafter"]): row for row in flat(report)}
     names = ["suffix", "draft", "medusa", "suffix+medusa"]
     for kind in ("first", "second"):
         assert all(("steps", kind, 1, nodes, name) in rows for nodes in (3, 6) for name in ["none", PLAIN, *names])
         assert all(rows["speed", kind, 1, 0, name]["speedup"] > 0 for name in names)
         assert ("trees", kind, 1, 6, "medusa, the best fixed tree") in rows
     assert all(rows["speed", "mixed", 4, 0, name]["statistics"]["steps"] > 0 for name in names)
-    assert not any(row["num_different"] or row["num_tied"] for row in report["rows"])
+    assert not any(row["num_different"] or row["num_tied"] for row in flat(report))
     for name in ("draft", "medusa"):
         counts = rows["steps", "first", 1, 6, name]["statistics"]
         assert counts["accepted_tokens"] > 0 and counts["seconds_draft"] > 0
@@ -60,14 +61,17 @@ def test_all_parts(folder, tmp_path, capsys):
 def test_what_has_been_measured_is_not_measured_again(folder, tmp_path, monkeypatch):
     out = tmp_path / "results.json"
     options = ["--nodes", "4", "--parts", "steps", "trees", "--json", out]
-    assert call(folder, "--drafters", folder / "draft", *options) == 0
-    first = json.loads(out.read_text())["rows"]
+    assert call(folder, *drafters(folder), *options, "--kinds", "first") == 0
+    first = json.loads(out.read_text())["results"]
     assert call(folder, *drafters(folder), *options, "--resume") == 0
     report = json.loads(out.read_text())
-    assert report["rows"][: len(first)] == first and report["reference"] == "draft"
-    more = [row["drafter"] for row in report["rows"][len(first) :] if row["part"] == "steps"]
-    assert set(more) == {"suffix", "medusa", "suffix+medusa"} and len(more) == 6
-    monkeypatch.setattr("benchmarks.decode.drafters.runs.measure", None)
+    assert report["reference"] == "draft" and report["results"]["trees"] == first["trees"]
+    steps = report["results"]["steps"]
+    assert (
+        set(steps) == {"first, 4 nodes", "second, 4 nodes"}
+        and steps["first, 4 nodes"] == first["steps"]["first, 4 nodes"]
+    )
+    monkeypatch.setattr(runs, "measure", None)
     assert call(folder, *drafters(folder), *options, "--resume") == 0
 
 
@@ -85,15 +89,16 @@ def test_what_differs_ends_with_an_error(folder, tmp_path, monkeypatch):
 
 
 def test_what_was_measured_is_shown_and_kept_if_interrupted(folder, tmp_path, monkeypatch, capsys):
-    out, measure = tmp_path / "results.json", command.DrafterBench._each
+    out, measure = tmp_path / "results.json", command.DrafterBench._measured
 
-    def interrupted(self, *args):
-        yield next(iter(measure(self, *args)))
-        raise KeyboardInterrupt
+    def interrupted(self, target, methods, data, *rest):
+        if data.name == "second":
+            raise KeyboardInterrupt
+        return measure(self, target, methods, data, *rest)
 
-    monkeypatch.setattr(command.DrafterBench, "_each", interrupted)
+    monkeypatch.setattr(command.DrafterBench, "_measured", interrupted)
     assert call(folder, *drafters(folder), "--json", out) == 130
-    assert {row["kind"] for row in json.loads(out.read_text())["rows"]} == {"first"}
+    assert {row["kind"] for row in flat(json.loads(out.read_text()))} == {"first"}
     assert "Tokens per step" in capsys.readouterr().out
 
 

@@ -98,8 +98,8 @@ def test_targets_hold_the_slowest_against_plain_decoding():
             "own, batch 128, generate_batch": speed(10.0),
         },
     }
-    found = [item.check(results) for item in targets([128, 8])]
+    found = [item.check(results) for item in targets("7B", [128, 8])]
     assert [item["measured"] for item in found] == [1.2, 2.6, 0.9, None, 2.0]
     assert [item["reached"] for item in found] == [False, True, False, None, True]
     assert found[0]["target"] == "at most 1.15" and found[1]["target"] == "at least 2.5"
-    assert all(item.check({})["reached"] is None for item in targets([8]))
+    assert all(item.check({})["reached"] is None for item in targets("7B", [8]))

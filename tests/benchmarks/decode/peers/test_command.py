@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.decode.peers import command
+from benchmarks.decode.peers import command, measuring
 from benchmarks.decode.peers.known import Peer
 from benchmarks.decode.peers.processes import Answer, PeerError
 from hf_smartspec.commands import main as cli
@@ -66,7 +66,7 @@ def demo(tmp_path, monkeypatch):
             raise PeerError("cannot be installed: no wheel")
         return Path("python")
 
-    monkeypatch.setattr(command, "PeerProcess", start)
+    monkeypatch.setattr(measuring, "PeerProcess", start)
     monkeypatch.setattr(Peer, "python", install)
     peers = {
         "transformers": Peer("good", ("model", "gguf")),
@@ -92,6 +92,11 @@ def bench(tmp_path, demo):
     return run
 
 
+def rows_of(report):
+    """Rows by section and name."""
+    return {(section, name): row for section, rows in report["results"].items() for name, row in rows.items()}
+
+
 def test_failing_peers_are_named_and_the_others_go_on(bench, demo, capsys):
     peers = ("transformers", "broken", "missing")
     status, report = bench("--peers", *peers, "--kinds", "float32", "int8")
@@ -114,36 +119,38 @@ def test_what_failed_once_is_tried_again(bench, demo):
     assert status == 1 and all("lookup" in name for name in report["failures"]) and report["failures"]
     FakeProcess.fails = False
     status, report = bench(*options)
-    assert status == 0 and not report["failures"] and len(report["results"]["float32"]) == 5
+    assert status == 0 and not report["failures"] and len(rows_of(report)) == 5
 
 
 def test_rows_say_how_fast_and_how_equal(bench, demo):
     status, report = bench("--kinds", "float32")
-    rows = report["results"]["float32"]
+    rows = rows_of(report)
     assert status == 0 and set(rows) == {
-        *(f"transformers, {way}, {text}, batch 1" for way in ("plain", "lookup") for text in ("sql", "chat")),
-        "transformers, plain, mixed, batch 4",  # three prompts of a kind make no batch of four
+        *(
+            (f"float32, {text}, batch 1", f"transformers, {way}")
+            for way in ("plain", "lookup")
+            for text in ("sql", "chat")
+        ),
+        ("float32, mixed, batch 4", "transformers, plain"),  # three prompts of a kind make no batch of four
     }
-    mixed = rows["transformers, plain, mixed, batch 4"]
-    assert mixed["seconds"] == [4.0] and mixed["tokens_per_second"] == 5.0 and mixed["ratio"] == 1.0
+    mixed = rows["float32, mixed, batch 4", "transformers, plain"]
+    assert mixed["seconds"] == 4.0 and mixed["tokens_per_second"] == 5.0
     assert all(row["num_same_rows"] == row["num_rows"] for row in rows.values())
     assert all(row["num_same_tokens"] == row["num_tokens"] for row in rows.values())
 
 
 def test_what_is_measured_is_not_measured_again(bench, demo, tmp_path, capsys):
     (_, calls), options = demo, ("--kinds", "float32", "--resume")
-    FakeProcess.interrupted_at = 9  # the second turn of the first group has ended, the second group has begun
+    FakeProcess.interrupted_at = 9  # the first group is measured, and the second is warming up
     assert bench(*options)[0] == cli.INTERRUPTED
-    before = json.loads((tmp_path / "out.json").read_text())["results"]["float32"]
-    assert set(before) == {"transformers, plain, sql, batch 1", "transformers, lookup, sql, batch 1"}
+    before = rows_of(json.loads((tmp_path / "out.json").read_text()))
+    assert set(before) == {("float32, sql, batch 1", f"transformers, {way}") for way in ("plain", "lookup")}
     assert "lookup" in capsys.readouterr().out
     FakeProcess.interrupted_at = None
     calls.clear()
     status, report = bench(*options)
-    assert status == 0 and len(report["results"]["float32"]) == 5
-    assert (
-        report["results"]["float32"]["transformers, plain, sql, batch 1"] == before["transformers, plain, sql, batch 1"]
-    )
+    rows = rows_of(report)
+    assert status == 0 and len(rows) == 5 and all(rows[name] == row for name, row in before.items())
     assert len([item for item in calls if item != "closed"]) == 2 * (4 + 1)  # chat, and the batch
     calls.clear()
     assert bench(*options)[0] == 0 and calls == ["closed"]
@@ -152,7 +159,7 @@ def test_what_is_measured_is_not_measured_again(bench, demo, tmp_path, capsys):
 
 def test_batches_of_one_kind_where_there_are_enough(bench):
     _, report = bench("--kinds", "float32", "--batch-sizes", "3")
-    assert {row["text"] for row in report["results"]["float32"].values()} == {"sql", "chat"}
+    assert set(report["results"]) == {"float32, sql, batch 3", "float32, chat, batch 3"}
 
 
 @pytest.mark.parametrize(
@@ -171,7 +178,7 @@ def test_what_cannot_be_asked_is_refused(demo, tmp_path, capsys, options, words)
 
 def test_interpreters_that_are_given_are_used(bench, demo, monkeypatch):
     used = []
-    start = command.PeerProcess
-    monkeypatch.setattr(command, "PeerProcess", lambda python, *rest: used.append(python) or start(python, *rest))
+    start = measuring.PeerProcess
+    monkeypatch.setattr(measuring, "PeerProcess", lambda python, *rest: used.append(python) or start(python, *rest))
     bench("--peers", "missing", "--python", "missing=/bin/sh", "--kinds", "float32")
     assert used == [Path("/bin/sh")]

@@ -1,15 +1,13 @@
 """GGUF files: names, shapes, what is stored, and queries and keys in the order in which llama.cpp rotates them."""
 
-import struct
-
-import numpy as np
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from benchmarks.decode.peers import gguf_file
-from benchmarks.decode.peers.gguf_file import converted, interleaved, q8_0, write_gguf
+from benchmarks.decode.peers.gguf_file import converted, interleaved, write_gguf
+
+gguf = pytest.importorskip("gguf")
 
 
 def new_llama(intermediate_size=48, tied=True, **options):
@@ -23,67 +21,31 @@ def new_llama(intermediate_size=48, tied=True, **options):
     ).eval()  # fmt: skip
 
 
-class Reader:
-    """A GGUF file, read as its specification says."""
-
-    def __init__(self, path):
-        self.data, self.place = path.read_bytes(), 0
-        assert self.take("4s") == b"GGUF" and self.take("I") == 3
-        num_tensors, num_entries = self.take("Q"), self.take("Q")
-        self.metadata = {self.text(): self.value(self.take("I")) for _ in range(num_entries)}
-        headers = [self.header() for _ in range(num_tensors)]
-        start = self.place + -self.place % 32
-        self.tensors = {name: (shape, kind, start + offset) for name, shape, kind, offset in headers}
-
-    def take(self, code):
-        (value,) = struct.unpack_from("<" + code, self.data, self.place)
-        self.place += struct.calcsize("<" + code)
-        return value
-
-    def text(self):
-        return self.take(f"{self.take('Q')}s").decode()
-
-    def value(self, kind):
-        if kind == 9:
-            item, length = self.take("I"), self.take("Q")
-            return [self.value(item) for _ in range(length)]
-        return self.text() if kind == 8 else self.take({4: "I", 5: "i", 6: "f"}[kind])
-
-    def header(self):
-        name, dims = self.text(), self.take("I")
-        shape = tuple(self.take("Q") for _ in range(dims))
-        return name, shape[::-1], self.take("I"), self.take("Q")
-
-    def weight(self, name):
-        """As float32, whatever it is stored in."""
-        shape, kind, start = self.tensors[name]
-        assert start % 32 == 0
-        count = int(np.prod(shape))
-        if kind == 0:
-            values = np.frombuffer(self.data, "<f4", count, start)
-        elif kind == 30:
-            values = (np.frombuffer(self.data, "<u2", count, start).astype(np.uint32) << 16).view(np.float32)
-        else:
-            blocks = np.frombuffer(self.data, np.dtype([("scale", "<f2"), ("numbers", "i1", 32)]), count // 32, start)
-            values = blocks["scale"].astype(np.float32)[:, None] * blocks["numbers"]
-        return torch.from_numpy(values.copy()).reshape(shape)
+def read(path):
+    """The fields of a file, and its tensors in float32 with their types."""
+    reader = gguf.GGUFReader(path)
+    tensors = {
+        item.name: (gguf.dequantize(item.data, item.tensor_type), item.tensor_type.name) for item in reader.tensors
+    }
+    return {name: field.contents() for name, field in reader.fields.items()}, tensors
 
 
 @pytest.mark.parametrize(("kind", "error"), [("float32", 0), ("bfloat16", 2**-8), ("int8", 0.01)])
 def test_a_file_holds_every_weight_once(tmp_path, kind, error):
     model = new_llama()
     write_gguf(model, tmp_path / "x.gguf", kind)
-    file = Reader(tmp_path / "x.gguf")
+    _, tensors = read(tmp_path / "x.gguf")
     expected = dict(converted(model))
-    assert set(file.tensors) == set(expected) and len(expected) == 2 + 2 * 9  # embeddings, the last norm, two layers
+    assert set(tensors) == set(expected) and len(expected) == 2 + 2 * 9  # embeddings, the last norm, two layers
     for name, weight in expected.items():
-        assert file.tensors[name][1] == (0 if weight.ndim == 1 else gguf_file._TYPES[kind])
-        assert (file.weight(name) - weight).abs().max() <= error * weight.abs().max()
+        stored, found = tensors[name]
+        assert found == ("F32" if weight.ndim == 1 else {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0"}[kind])
+        assert (torch.from_numpy(stored.copy()) - weight).abs().max() <= error * weight.abs().max()
 
 
 def test_metadata_describes_the_model(tmp_path):
     write_gguf(new_llama(intermediate_size=64), tmp_path / "x.gguf", "float32")
-    found = Reader(tmp_path / "x.gguf").metadata
+    found, _ = read(tmp_path / "x.gguf")
     assert found["general.architecture"] == "llama" and found["llama.block_count"] == 2
     assert (found["llama.attention.head_count"], found["llama.attention.head_count_kv"]) == (4, 2)
     assert found["llama.feed_forward_length"] == 64 and found["llama.rope.dimension_count"] == 16
@@ -127,20 +89,6 @@ def test_neighbours_rotated_on_interleaved_rows_score_as_halves_do():
     torch.testing.assert_close(scores, expected[0], rtol=1e-4, atol=1e-5)
     weight = torch.arange(8.0)[:, None].expand(8, 3)
     assert interleaved(weight, 2)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
-
-
-def test_q8_0_rounds_to_half_a_level_also_zeros():
-    weight = torch.randn(3, 64)
-    weight[1, :32] = 0
-    blocks = q8_0(weight)
-    assert blocks.shape == (6, 34) and blocks.dtype == torch.uint8
-    scales = blocks[:, :2].contiguous().view(torch.float16).float()
-    back = (scales * blocks[:, 2:].contiguous().view(torch.int8)).reshape(3, 64)
-    level = weight.reshape(6, 32).abs().amax(1) / 127
-    assert ((back - weight).abs().reshape(6, 32).amax(1) <= 0.6 * level).all()  # the scale itself is in float16
-    assert not back[1, :32].any()
-    with pytest.raises(ValueError, match="rows of 40"):
-        q8_0(torch.randn(2, 40))
 
 
 def test_other_models_and_kinds_are_refused(tmp_path):

@@ -32,11 +32,16 @@ def call(folder, *arguments, files=("first.jsonl", "second.jsonl")):
     return helpers.bench("online", *[folder / name for name in files], *models, *SHORT, *arguments)
 
 
+def parts_of(text):
+    """Rows by part."""
+    return {part: rows[part] for part, rows in json.loads(text)["results"].items()}
+
+
 def test_replayed_parts(folder, tmp_path, capsys, monkeypatch):
     out, page, plots = tmp_path / "results.json", tmp_path / "page.md", tmp_path / "plots"
     outputs = ["--json", out, "--markdown", page, "--plots", plots]
     assert call(folder, "--base", folder / "base.jsonl", *outputs) == 0
-    parts = json.loads(out.read_text())["parts"]
+    parts = parts_of(out.read_text())
     for task in ("first", "second"):
         assert set(parts["table"]["rows"][task]) == {"original", "FT", "TF", "SF", "MixF", "TF, reverse KL", "TF, JSD"}
         online = parts["online"]["rows"][task]
@@ -60,21 +65,22 @@ def test_replayed_parts(folder, tmp_path, capsys, monkeypatch):
     # What is there is not measured again.
     before = out.read_text()
     assert call(folder, "--base", folder / "base.jsonl", "--json", out, "--resume") == 0
-    assert json.loads(out.read_text())["parts"] == json.loads(before)["parts"]
+    assert parts_of(out.read_text()) == parts_of(before)
     # Nor is anybody asked again for what is missing.
     found = json.loads(before)
-    wanted = found["parts"].pop("several")
+    wanted = found["results"].pop("several")["several"]
     out.write_text(json.dumps(found))
     monkeypatch.setattr("benchmarks.learning.online.answers.answered", None)
     assert call(folder, "--base", folder / "base.jsonl", "--json", out, "--resume") == 0
-    assert json.loads(out.read_text())["parts"]["several"] == wanted
+    again = parts_of(out.read_text())["several"]
+    assert again["rows"] == wanted["rows"]
     assert out.with_suffix(".answers.json").exists()
 
 
 def test_a_file_of_several_languages_is_several_tasks(folder, tmp_path):
     out = tmp_path / "results.json"
     assert call(folder, "--parts", "several", "--json", out, "--requests", "8", files=["first.jsonl:language"]) == 0
-    assert set(json.loads(out.read_text())["parts"]["several"]["rows"]) == {"en", "fr"}
+    assert set(parts_of(out.read_text())["several"]["rows"]) == {"en", "fr"}
 
 
 @pytest.mark.parametrize("kind", ["draft", *exhaustive(["medusa"], ["eagle3"])])
@@ -82,7 +88,7 @@ def test_live_parts(folder, tmp_path, kind):
     out = tmp_path / "results.json"
     arguments = ["--parts", "speed", "live", "--random", kind, "--parameters", "0", "--json", out]
     assert call(folder, *arguments) == 0
-    parts = json.loads(out.read_text())["parts"]
+    parts = parts_of(out.read_text())
     rows = parts["speed"]["rows"]["first"]
     assert {"draft", "draft + online"} <= set(rows)
     assert all(row["different"] == 0 and row["speed-up"] > 0 for row in rows.values())
@@ -93,7 +99,7 @@ def test_live_parts(folder, tmp_path, kind):
 def test_latency_beside_learning(folder, tmp_path, capsys):
     out = tmp_path / "results.json"
     assert call(folder, "--parts", "load", "--parameters", "0", "--load-requests", "4", "--json", out) == 0
-    rows = json.loads(out.read_text())["parts"]["load"]["rows"]
+    rows = parts_of(out.read_text())["load"]["rows"]
     assert all(len(row["on"]) == len(row["off"]) == 16 for row in rows.values())
     assert "Latency beside learning" in capsys.readouterr().out
 

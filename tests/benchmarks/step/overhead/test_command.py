@@ -20,7 +20,7 @@ def small(monkeypatch):
     row |= {"least_milliseconds": 1.0, "limit": 3.0, "is_met": True}
     monkeypatch.setattr(host, "_measured", lambda drafts, num_rows, num_steps: row | {"drafts": drafts})
     monkeypatch.setattr(overhead, "CONTEXT", 8)
-    monkeypatch.setattr(overhead, "random_llama", lambda num_layers: new_model("llama", eos_token_id=None))
+    monkeypatch.setattr(overhead, "random_llama", lambda *_: new_model("llama", eos_token_id=None))
     return row
 
 
