@@ -100,8 +100,7 @@ def enable(model: Any = None, assistant: Any = None) -> Any:
         return _disabling()
     target = generating_model(model)
     vars(target).setdefault(_STATISTICS, ModelStatistics())
-    known = vars(target).get("generate")
-    default = known.default if isinstance(known, _EnabledMethod) else Default(assistant)
+    default = _default_of(target) or Default(assistant)
     if assistant is not None and default.assistant is not assistant:
         default = Default(assistant)
     _enable_methods(target, default)
@@ -170,26 +169,27 @@ def _restore(name: str, previous: Callable) -> None:
 def enabled(model: ModelT | None = None, assistant: Any = None) -> Iterator[ModelT | None]:
     """Enable within a `with` block; models that were enabled before stay so, with their earlier default."""
     target = None if model is None else generating_model(model)
-    was_enabled = _is_globally_enabled() if target is None else _is_enabled(target)
-    default = _default_of(target) if was_enabled else None
+    default = _default_of(target)
+    earlier = None if default is None else default.assistant  # which `enable` may replace
     enable(model, assistant)
     try:
         yield model
     finally:
-        if not was_enabled:
+        if default is None:
             _take_back(model)  # keeps the model's state for the next block
         elif target is None:
-            _common_default().assistant = default
+            default.assistant = earlier
         else:
-            _enable_methods(target, Default(default))
+            _enable_methods(target, Default(earlier))
 
 
-def _default_of(target: GenerationMixin | None) -> Any:
-    return _common_default().assistant if target is None else vars(target)["generate"].default.assistant
-
-
-def _common_default() -> Default:
-    return getattr(GenerationMixin.generate, _PREVIOUS)[2]
+def _default_of(target: GenerationMixin | None) -> Default | None:
+    """Return the default of an enabled model, or that of all models; None where `enable` was not called."""
+    if target is None:
+        method = GenerationMixin.generate
+        return getattr(method, _PREVIOUS)[2] if _is_ours(method) else None
+    own = vars(target).get("generate")
+    return own.default if isinstance(own, _EnabledMethod) else None
 
 
 @contextmanager
@@ -250,14 +250,6 @@ def _documented(function: Callable, method: str) -> str:
     return text if added in text else text + added
 
 
-def _is_enabled(model: GenerationMixin) -> bool:
-    return isinstance(vars(model).get("generate"), _EnabledMethod)
-
-
-def _is_globally_enabled() -> bool:
-    return _is_ours(GenerationMixin.generate)
-
-
 def _is_ours(function: Callable) -> bool:
     # Another library's wrapper may have copied our attributes.
     return getattr(function, _PREVIOUS, (None,))[0] is function
@@ -266,8 +258,7 @@ def _is_ours(function: Callable) -> bool:
 def _call(name: str, model: Any, previous: Callable | None, default: Default, *args: Any, **kwargs: Any) -> Any:
     """Serve a method of an enabled model; `previous` is the one that was set on the instance before, if any."""
     original: Any = previous or MethodType(getattr(type(model), name), model)
-    common = _common_default() if _is_globally_enabled() else None
-    return _METHODS[name].call(EnabledCall(model, original, args, kwargs, default, common))
+    return _METHODS[name].call(EnabledCall(model, original, args, kwargs, default, _default_of(None)))
 
 
 def _routed(name: str, previous: Callable, default: Default) -> Callable:
