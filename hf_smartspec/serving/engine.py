@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationMixin, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import tqdm
 
 from ..decoding.call import DecodingCall
@@ -29,6 +29,7 @@ from ..target_model.compat import num_positions
 from ..target_model.cost.profiling import doubt_profile
 from ..target_model.forward.ranks import engine_ranks
 from ..validate import check_positive, check_weights
+from .logprobs import LogprobsRecorder
 from .memory.base import RequestMemory
 from .memory.budget import Budget
 from .memory.choice import memory_of
@@ -52,10 +53,10 @@ class Engine:
         assistant: The drafter of requests that name none, see `SmartSpecConfig.assistant`. The `policy` of a
             `SmartSpecConfig`, by default the goodput auction, decides how much to draft for all requests.
         max_batch_size (`int`): Requests that run at once.
-        max_kv_bytes (`int`, *optional*): Bound on the memory of keys and values. Default: half of a GPU's free memory
-            or a quarter of a CPU's, but no more than twice what a full batch of the longest texts takes (256 MiB if
-            that is less). A request reserves memory for the length that it may reach, rounded up by at most a factor
-            of the square root of two. When the memory grows, it is copied, and old and new exist at the same time.
+        max_kv_bytes (`int` or `Budget`, *optional*): Bound on the memory of keys and values. Default: half of a GPU's
+            free memory or a quarter of a CPU's, but no more than twice what a full batch of the longest texts takes
+            (256 MiB if that is less). A request reserves memory for the length that it may reach, rounded up by at most
+            a factor of the square root of two. When the memory grows, it is copied: old and new exist for a while.
         max_prefill_tokens (`int`): Prompt tokens per step. Longer prompts are spread over several steps, in which the
             other requests go on decoding.
         tokenizer (`PreTrainedTokenizerBase`, *optional*): Allows prompts to be text or chats, and serves
@@ -86,7 +87,7 @@ class Engine:
         model: PreTrainedModel,
         assistant: Any = "auto",
         max_batch_size: int = 32,
-        max_kv_bytes: int | None = None,
+        max_kv_bytes: int | Budget | None = None,
         max_prefill_tokens: int = 512,
         tokenizer: PreTrainedTokenizerBase | None = None,
         assistant_tokenizer: PreTrainedTokenizerBase | None = None,
@@ -100,7 +101,7 @@ class Engine:
             ("max_kv_bytes", max_kv_bytes),
             ("max_requests_per_namespace", max_requests_per_namespace),
         ):
-            if number is not None:
+            if not isinstance(number, Budget | None):
                 check_positive(name, number)
         check_weights("namespace_weights", namespace_weights or {})
         if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
@@ -111,13 +112,14 @@ class Engine:
         config = assistant if isinstance(assistant, SmartSpecConfig) else SmartSpecConfig(assistant)
         config = config if online is None else replace(config, online=online)
         self.config = config.with_tokenizers(tokenizer, assistant_tokenizer)
-        self._memory = self._new_memory(max_batch_size, max_kv_bytes)
+        budget = max_kv_bytes if isinstance(max_kv_bytes, Budget) else Budget(max_kv_bytes)
+        self._memory = self._new_memory(max_batch_size, budget)
         scheduler = self._memory.scheduler
         scheduler.weights = dict(namespace_weights or {})
         scheduler.lends = self._memory.shares_forward and self.model.device.type != "cpu"  # where rows cost little
         self._drafters = Drafters()
         self._assistant = resolve(self.config, self.model, self._drafters)
-        self._results = self._new_results()
+        self.results = Results()
         self._policy = self._make_policy()
         ranks = engine_ranks(self.model)
         if ranks is not None and max_requests_per_namespace is not None:
@@ -126,7 +128,7 @@ class Engine:
                 "requests at different moments: leave it out, and count requests in the first process."
             )
         self._runner = EngineRunner(
-            self.model, self._memory, self._policy, max_prefill_tokens, self._results, ranks,
+            self.model, self._memory, self._policy, max_prefill_tokens, self.results, ranks,
             max_requests_per_namespace,
         )  # fmt: skip
         weakref.finalize(self, EngineRunner.end, self._runner)
@@ -134,11 +136,8 @@ class Engine:
         self._lock, self._offline = threading.Lock(), threading.Lock()
         self._num_offline = 0  # calls of `generate` for which the engine runs
 
-    def _new_memory(self, max_batch_size: int, max_bytes: int | None) -> RequestMemory:
-        return memory_of(self.model, max_batch_size, Budget(max_bytes))
-
-    def _new_results(self) -> Results:
-        return Results()
+    def _new_memory(self, max_batch_size: int, budget: Budget) -> RequestMemory:
+        return memory_of(self.model, max_batch_size, budget)
 
     def _new_auction(self, cost: CostModel) -> GoodputAuction:
         return GoodputAuction(cost)
@@ -165,6 +164,7 @@ class Engine:
         seed: int | None = None,
         tag: str | None = None,
         trace: bool = False,
+        logprobs: bool = False,
         **kwargs: Any,
     ) -> str:
         """
@@ -185,6 +185,8 @@ class Engine:
             tag (`str`, *optional*): The kind of text, for `RoutedCandidates`; as in `SmartSpecConfig`.
             trace (`bool`): Whether outputs have the source of each token and the draft tree of every step, which makes
                 steps slightly slower.
+            logprobs (`bool`): Whether outputs have the log-probability of each token under its final scores
+                (`logprobs`), to which temperature and all processors have been applied.
             kwargs: Anything that `model.generate` takes for one prompt (`do_sample`, `temperature`, `stop_strings` with
                 `tokenizer`, `logits_processor`, `stopping_criteria`, `streamer`, ...).
 
@@ -199,7 +201,8 @@ class Engine:
         ids = prompt_ids(input_ids, self.tokenizer)
         if max_new_tokens is not None:
             kwargs["max_new_tokens"] = max_new_tokens
-        call = self._prepare(ids, assistant, seed, kwargs, tag)
+        recorder = LogprobsRecorder() if logprobs else None
+        call = self._prepare(ids, assistant, seed, kwargs, tag, recorder)
         request = call.requests[0]
         if trace:
             request.trace = RequestTrace(request)
@@ -211,7 +214,7 @@ class Engine:
             request_id = self._new_name()
         output = EngineOutput(request_id, ids[0].tolist(), created_time=time.perf_counter())
         output.timestamps = [] if record_timestamps else None
-        self._runner.submit(PendingRequest(call, output, streaming))
+        self._runner.submit(PendingRequest(call, output, streaming, recorder))
         return request_id
 
     def add_requests(self, inputs: Sequence[Any], **kwargs: Any) -> list[str]:
@@ -219,8 +222,19 @@ class Engine:
         check_prompts(inputs)
         return [self.add_request(input_ids, **kwargs) for input_ids in inputs]
 
-    def cancel_request(self, request_id: str) -> None:
-        """End a request early, with the tokens so far as its output. Unknown and finished requests are ignored."""
+    def check_arguments(
+        self, assistant: Any = None, tag: str | None = None, streamer: Any = None, **kwargs: Any
+    ) -> None:
+        """Raise `ValueError` or `TypeError` if no request can be served with these arguments of `add_request`."""
+        self._prepare(torch.zeros(1, 1, dtype=torch.long), assistant, 0, kwargs)  # with a seed, none is drawn
+
+    def cancel_request(self, request_id: str, discard: bool = False) -> None:
+        """
+        End a request early, with the tokens so far as its output; with `discard`, without an output, even if the
+        request is finished. Unknown and finished requests are ignored.
+        """
+        if discard:
+            self.results.discard(request_id)
         self._runner.cancel(request_id)
 
     def _check_positions(self, num_tokens: int, of_decoder: bool = True) -> None:
@@ -235,13 +249,19 @@ class Engine:
 
     def _new_name(self) -> str:
         with self._lock:
-            while (name := f"req_{self._num_names}") in self._results:
+            while (name := f"req_{self._num_names}") in self.results:
                 self._num_names += 1
             self._num_names += 1
             return name
 
     def _prepare(
-        self, ids: torch.Tensor, assistant: Any, seed: int | None, kwargs: dict[str, Any], tag: str | None = None
+        self,
+        ids: torch.Tensor,
+        assistant: Any,
+        seed: int | None,
+        kwargs: dict[str, Any],
+        tag: str | None = None,
+        recorder: LogprobsRecorder | None = None,
     ) -> DecodingCall:
         """Let transformers' `generate` prepare the request, and return it ready for the loop."""
         for name in (*_SET_BY_ENGINE, *_BATCH_ARGUMENTS):
@@ -259,7 +279,7 @@ class Engine:
         def custom_generate(model: PreTrainedModel, input_ids: torch.LongTensor, **prepared: Any) -> DecodingCall:
             options: dict[str, Any] = {"assistant": resolved, "seed": seed, "encoder_arguments": to_read}
             options["streamer"] = arguments.get("streamer")  # which transformers drops on the way to a callable
-            return self._captured(prepare_call(model, input_ids, **options, **prepared))
+            return self._call_of(prepare_call(model, input_ids, **options, **prepared), recorder)
 
         call: Any = GenerationMixin.generate(self.model, **arguments | {"custom_generate": custom_generate})
         return call
@@ -274,10 +294,13 @@ class Engine:
             )
         return self._assistant if assistant is None else assistant
 
-    def _captured(self, prepared: PreparedCall) -> DecodingCall:
+    def _call_of(self, prepared: PreparedCall, recorder: LogprobsRecorder | None) -> DecodingCall:
         """Return the request that `generate` has prepared, ready for the loop."""
         if len(prepared.input_ids) != 1:
             raise ValueError("`num_return_sequences` must be 1 in an engine: add the request several times.")
+        if recorder is not None:  # after all other processors
+            processors = LogitsProcessorList([*prepared.logits_processor, recorder])
+            prepared = replace(prepared, logits_processor=processors)
         return self._memory.call_of(prepared)
 
     # Results
@@ -292,7 +315,7 @@ class Engine:
         """
         self._runner.check_thread()
         is_running = self.is_running
-        output = self._results.get(request_id, timeout if is_running else 0)
+        output = self.results.get(request_id, timeout if is_running else 0)
         if output is None and not is_running:
             self._check_runs(request_id)
         return output
@@ -300,7 +323,7 @@ class Engine:
     def __iter__(self) -> Iterator[EngineOutput]:
         """Yield finished outputs as they come, until every request is answered."""
         self._check_runs()
-        while (output := self._results.get()) is not None:
+        while (output := self.results.get()) is not None:
             yield output
 
     def request_id_iter(self, request_id: str) -> Iterator[EngineOutput]:
@@ -312,12 +335,12 @@ class Engine:
             RuntimeError: if the engine does not run and the request is unfinished, since waiting would never end.
         """
         self._check_runs(request_id)
-        return self._held(self._results.stream(request_id))
+        return self._held(self.results.stream(request_id))
 
     def request_id_aiter(self, request_id: str) -> AsyncGenerator[EngineOutput, None]:
         """Yield the outputs of `request_id_iter`, for `async for`."""
         self._check_runs(request_id)
-        return self._held_async(self._results.stream_async(request_id))
+        return self._held_async(self.results.stream_async(request_id))
 
     # These generators hold a reference to the engine, which otherwise might stop while its outputs are read.
 
@@ -331,7 +354,7 @@ class Engine:
 
     def _check_runs(self, request_id: str | None = None) -> None:
         self._runner.check_thread()
-        if not self.is_running and self._results.is_open(request_id):
+        if not self.is_running and self.results.is_open(request_id):
             raise RuntimeError("The engine does not run: call `start()`, or use it in a `with` block.")
 
     def generate(self, prompts: Sequence[Any], progress_bar: bool = False, **kwargs: Any) -> list[EngineOutput]:
@@ -353,15 +376,14 @@ class Engine:
             with tqdm(total=len(names), desc="generating", unit=" requests", disable=not progress_bar) as progress:
                 outputs = []
                 for name in names:
-                    output = self._results.get(name)
+                    output = self.results.get(name)
                     assert output is not None, "another reader has taken the output"
                     outputs.append(output)
                     progress.update()
             return outputs
         except BaseException:
             for name in names:
-                self.cancel_request(name)
-                self._results.discard(name)
+                self.cancel_request(name, discard=True)
             raise
         finally:
             if is_own:
@@ -375,6 +397,26 @@ class Engine:
     @property
     def is_running(self) -> bool:
         return self._runner.is_running
+
+    @property
+    def fatal_error(self) -> BaseException | None:
+        """Return the error that has ended the engine's thread since its last start, if any."""
+        return self._runner.fatal_error
+
+    @property
+    def running(self) -> list[str]:
+        """Return the names of running requests."""
+        return [pending.output.request_id for pending in list(self._memory.scheduler.running)]
+
+    @property
+    def waiting(self) -> list[str]:
+        """Return the names of waiting requests."""
+        return self._runner.waiting
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Return the tokens that a request may reach by the bound on memory; None if memory is counted in bytes."""
+        return self._memory.max_tokens
 
     @property
     def statistics(self) -> GenerationStatistics:
@@ -405,7 +447,7 @@ class Engine:
         """
         self._runner.check_thread()
         if drain and self.is_running:
-            self._results.wait_until_answered(timeout)
+            self.results.wait_until_answered(timeout)
         self._runner.stop()
         if self._policy.cost is not None:
             doubt_profile(self.model, self._policy.cost)

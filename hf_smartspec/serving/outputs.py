@@ -3,14 +3,16 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from ..decoding.call import DecodingCall, Request
 from ..decoding.statistics import PHASES, GenerationStatistics
 from ..decoding.trace import TracedStep
 from ..target_model.compat import GenerationOutput, RequestStatus
+from .logprobs import LogprobsRecorder
 
 _RECOMPUTED_PER_TOKEN = 8  # a resumed request generates a token per so many recomputed ones before it may be suspended
 
@@ -49,6 +51,7 @@ class PendingRequest:
     call: DecodingCall
     output: EngineOutput
     is_streaming: bool = False
+    logprobs: LogprobsRecorder | None = None
     begun: GenerationStatistics | None = None  # the engine's counts when the request began to run
     num_computed: int = 0  # tokens of its text, including those taken from another row
     num_spared: int = 0  # generated tokens before which another namespace's turn does not suspend it
@@ -81,124 +84,147 @@ class PendingRequest:
 
 class Results:
     """
-    The latest output of every request. A slow reader finds the newest one, in which nothing is missing, so that nothing
-    piles up.
+    The outputs of an engine's requests, from its thread to all readers. Of each request, only the newest output is
+    stored: it holds all tokens so far, so that slow readers lose nothing and no queue grows.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._latest: dict[str, EngineOutput] = {}  # of requests that are not finished
-        self._finished: dict[str, EngineOutput] = {}  # and not fetched yet, in order
-        self._listeners: dict[str, list[tuple[asyncio.AbstractEventLoop, asyncio.Event]]] = {}
+        self._open: dict[str, EngineOutput] = {}  # newest output of each unfinished request
+        self._unread: dict[str, EngineOutput] = {}  # newest output that no reader has taken, in order
+        self._discarded: set[str] = set()  # requests that still run, but whose outputs are dropped
+        self._listeners: dict[str, list[Callable[[], object]]] = {}  # called in the engine's thread, with the lock held
 
     def open(self, output: EngineOutput) -> None:
         """
+        Add a request by its first output.
+
         Raises:
-            ValueError: if the name is in use, by a request that runs or whose result nobody has fetched.
+            ValueError: if a request of this name is unfinished, or its result has not been fetched.
         """
         with self._changed:
             if output.request_id in self:
                 raise ValueError(f"`request_id` must be new, got {output.request_id!r}, which is in use.")
-            self._latest[output.request_id] = output
+            self._open[output.request_id] = output
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._latest or request_id in self._finished
+        with self._changed:
+            return request_id in self._open or request_id in self._unread or request_id in self._discarded
 
     def is_open(self, request_id: str | None = None) -> bool:
-        """Whether a request, or any, is not finished."""
-        return bool(self._latest) if request_id is None else request_id in self._latest
+        """Return whether a request, or any request, is unfinished."""
+        return bool(self._open) if request_id is None else request_id in self._open
 
     def put(self, output: EngineOutput) -> None:
-        """A newer output of a request, or its last one."""
+        """Store a newer output of a request, or its last one."""
         with self._changed:
+            name = output.request_id
             if output.is_finished():
-                if self._latest.pop(output.request_id, None) is None:
-                    return  # answered before
-                self._finished[output.request_id] = output
-            elif output.request_id in self._latest:
-                self._latest[output.request_id] = output
-            self._changed.notify_all()
-            self._wake(output.request_id)
+                self._discarded.discard(name)
+            if (known := self._open.get(name)) is None:
+                return  # answered or discarded before
+            if output.is_finished():
+                del self._open[name]
+                self._unread.pop(name, None)  # so that finished outputs are in the order of their ends
+            elif len(output.generated_tokens) == len(known.generated_tokens):
+                return
+            else:
+                self._open[name] = output
+            self._unread[name] = output
+            self._notify(name)
 
-    def _wake(self, request_id: str) -> None:
-        for loop, event in self._listeners.get(request_id, []):
-            with suppress(RuntimeError):  # the loop is closed: nobody listens any more
-                loop.call_soon_threadsafe(event.set)
-
-    def get(self, request_id: str | None = None, timeout: float | None = None) -> EngineOutput | None:
-        """
-        Takes a finished output away: that of a request, or the first there is. None if it takes longer than `timeout`
-        seconds, or if none is to come.
-        """
-
-        def is_due() -> bool:
-            if request_id is None:
-                return bool(self._finished) or not self._latest
-            return request_id not in self._latest
-
-        with self._changed:
-            self._changed.wait_for(is_due, timeout)
-            name = request_id if request_id is not None else next(iter(self._finished), None)
-            return None if name is None else self._finished.pop(name, None)
+    def _notify(self, request_id: str) -> None:
+        self._changed.notify_all()
+        listeners = self._listeners.get(request_id, [])
+        if request_id not in self._open:
+            self._listeners.pop(request_id, None)
+        for listener in listeners.copy():
+            with suppress(RuntimeError):  # the listener's event loop is closed
+                listener()
 
     def discard(self, request_id: str) -> None:
-        """Nobody wants the output any more; streams of it end."""
+        """Drop the outputs of a request and end its streams. Its name stays in use until the request has ended."""
         with self._changed:
-            self._latest.pop(request_id, None)
-            self._finished.pop(request_id, None)
-            self._changed.notify_all()
-            self._wake(request_id)
+            if self._open.pop(request_id, None) is not None:
+                self._discarded.add(request_id)
+            self._unread.pop(request_id, None)
+            self._notify(request_id)
+
+    def get(
+        self, request_id: str | None = None, timeout: float | None = None, unfinished: bool = False
+    ) -> EngineOutput | None:
+        """
+        Remove and return the finished output of a request, or of the first request that has one. Return None after
+        `timeout` seconds, or if no output will come.
+
+        Args:
+            unfinished (`bool`): Whether to return unfinished outputs as well. Without `request_id`, this also waits for
+                requests that are added meanwhile.
+        """
+
+        def find() -> str | None:
+            names = self._unread if request_id is None else [request_id] if request_id in self._unread else []
+            return next((name for name in names if unfinished or self._unread[name].is_finished()), None)
+
+        def is_over() -> bool:
+            return request_id not in self._open if request_id is not None else not (unfinished or self._open)
+
+        with self._changed:
+            self._changed.wait_for(lambda: is_over() or find() is not None, timeout)
+            name = find()
+            return None if name is None else self._unread.pop(name)
 
     def wait_until_answered(self, timeout: float | None = None) -> bool:
-        """Whether all requests are finished, before `timeout` seconds are over."""
+        """Wait until all requests are finished, and return True; False after `timeout` seconds."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._latest, timeout)
+            return self._changed.wait_for(lambda: not self._open, timeout)
 
     def stream(self, request_id: str) -> Iterator[EngineOutput]:
-        """Outputs of one request, each longer than the one before; the last one is finished and thereby fetched."""
-        output = self._next(request_id, 0)
-        while output is not None:
+        """Yield outputs of one request, each longer than the one before; the last one is finished."""
+        while (output := self.get(request_id, unfinished=True)) is not None:
             yield output
-            output = None if output.is_finished() else self._next(request_id, len(output.generated_tokens))
-
-    def _next(self, request_id: str, num_seen: int) -> EngineOutput | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_newer(request_id, num_seen))
-            return self._take(request_id)
+            if output.is_finished():
+                return
 
     async def stream_async(self, request_id: str) -> AsyncGenerator[EngineOutput, None]:
-        """The same for `asyncio`."""
-        entry = asyncio.get_running_loop(), asyncio.Event()
+        """Yield the outputs of `stream`, for `async for`."""
+        loop, event = asyncio.get_running_loop(), asyncio.Event()
+        listener = partial(loop.call_soon_threadsafe, event.set)
         with self._changed:
-            self._listeners.setdefault(request_id, []).append(entry)
+            self._listeners.setdefault(request_id, []).append(listener)
         try:
-            num_seen = 0
             while True:
+                event.clear()
                 with self._changed:
-                    is_newer = self._is_newer(request_id, num_seen)
-                    output = self._take(request_id) if is_newer else None
-                if not is_newer:
-                    await entry[1].wait()
-                    entry[1].clear()
-                    continue
+                    output, is_over = self.get(request_id, 0, unfinished=True), request_id not in self._open
+                if output is not None:
+                    yield output
+                if is_over:
+                    return
                 if output is None:
-                    return
-                yield output
-                num_seen = len(output.generated_tokens)
-                if output.is_finished():
-                    return
+                    await event.wait()
         finally:
             with self._changed:
-                self._listeners[request_id].remove(entry)
-                if not self._listeners[request_id]:
-                    del self._listeners[request_id]
+                others = [item for item in self._listeners.pop(request_id, []) if item is not listener]
+                if others:
+                    self._listeners[request_id] = others
 
-    def _is_newer(self, request_id: str, num_seen: int) -> bool:
-        latest = self._latest.get(request_id)
-        return latest is None or len(latest.generated_tokens) > num_seen
+    def deliver(self, request_id: str, callback: Callable[[EngineOutput], object]) -> None:
+        """
+        Pass the outputs of a request to `callback`, in the running event loop, instead of storing them. An unread
+        output is passed at once. The request may also be added later.
+        """
+        loop = asyncio.get_running_loop()
 
-    def _take(self, request_id: str) -> EngineOutput | None:
-        return self._latest.get(request_id) or self._finished.pop(request_id, None)
+        def listener() -> None:
+            if (output := self.get(request_id, 0, unfinished=True)) is not None:
+                loop.call_soon_threadsafe(callback, output)
+
+        with self._changed:
+            is_finished = request_id in self._unread and self._unread[request_id].is_finished()
+            listener()
+            if not is_finished:
+                self._listeners.setdefault(request_id, []).append(listener)
 
 
 def failed(output: EngineOutput, reason: str, error: str) -> EngineOutput:

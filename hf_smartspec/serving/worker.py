@@ -86,6 +86,12 @@ class EngineRunner:
     def is_running(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
+    @property
+    def waiting(self) -> list[str]:
+        """Return the names of waiting requests, including those in the inbox."""
+        waiting = [*list(self._inbox), *self.memory.scheduler.waiting]
+        return [pending.output.request_id for pending in waiting]
+
     def check_thread(self) -> None:
         """Raise `RuntimeError` in streamers, criteria and processors: waiting for the engine there would deadlock."""
         if threading.current_thread() is self._thread:
@@ -318,6 +324,8 @@ class EngineRunner:
         output = replace(pending.output, generated_tokens=tokens, statistics=statistics)
         if output.timestamps is not None:
             output.timestamps = output.timestamps[: len(tokens)]
+        if pending.logprobs is not None:
+            output.logprobs = [item.logprob for item in pending.logprobs.of(tokens)]
         if trace is not None:
             output.token_sources, output.traced_steps = trace.traced()
         return output

@@ -63,7 +63,7 @@ def test_engine(architecture, is_running):
     assert engine.is_running == is_running
     (output,) = engine.generate([IDS], **NEW)
     assert output.generated_tokens == Asked(IDS, NEW).alone(model)
-    assert not engine._results.is_open() and not engine._results._finished and not len(engine._memory.scheduler)
+    assert not engine.results.is_open() and not engine.results._unread and not len(engine._memory.scheduler)
     engine.stop()
 
 
@@ -79,4 +79,4 @@ def test_interrupts_between_queueing_and_return_leave_nothing_behind(monkeypatch
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(engine._runner, "submit", interrupted)
             engine.generate([IDS] * 3, **NEW)
-        assert not engine._results.is_open()
+        assert not engine.results.is_open()

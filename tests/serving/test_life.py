@@ -205,7 +205,7 @@ def test_pause_during_stop(model):
 def test_an_engine_that_nobody_holds_stops(model):
     engine = Engine(model, suffix()).start()
     name = engine.add_request(list(range(3, 9)), streaming=True, max_new_tokens=4000, eos_token_id=None)
-    runner, results, reference = engine._runner, engine._results, weakref.ref(engine)
+    runner, results, reference = engine._runner, engine.results, weakref.ref(engine)
     outputs = engine.request_id_iter(name)
     next(outputs)
     del engine

@@ -103,7 +103,7 @@ def test_soak():
     assert sum(client.num_answers for client in clients) == count
     assert 0 < sum(client.num_cancelled for client in clients) < count
     assert engine.statistics.accepted_tokens > 0
-    assert threading.active_count() == threads and not engine._results.is_open()
+    assert threading.active_count() == threads and not engine.results.is_open()
     assert after - before < 64 * 2**20, "memory grows"
     assert not draft._states and not suffix._requests and not engine._runner._pending
 

@@ -108,8 +108,8 @@ class RecordedForward(PackedForward):
 class _RecordedMemory(EngineMemory):
     """Memory of an engine that passes the recorded texts of its rows to the forward."""
 
-    def __init__(self, model: PreTrainedModel, max_batch_size: int, max_bytes: int | None, engine: "ReplayEngine"):
-        super().__init__(model, max_batch_size, Budget(max_bytes))
+    def __init__(self, model: PreTrainedModel, max_batch_size: int, budget: Budget, engine: "ReplayEngine"):
+        super().__init__(model, max_batch_size, budget)
         self.texts = engine.texts
         self.forward: RecordedForward = RecordedForward(model, 1, 1, engine.end_id)
         self._clear()
@@ -144,5 +144,5 @@ class ReplayEngine(Engine):
         self.end_id = end_id
         super().__init__(model, assistant, max_batch_size)
 
-    def _new_memory(self, max_batch_size: int, max_bytes: int | None) -> EngineMemory:
-        return _RecordedMemory(self.model, max_batch_size, max_bytes, self)
+    def _new_memory(self, max_batch_size: int, budget: Budget) -> EngineMemory:
+        return _RecordedMemory(self.model, max_batch_size, budget, self)

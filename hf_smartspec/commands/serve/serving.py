@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from ... import __version__
 from ...replicas.sharing.outputs import SharedOutputs
+from ...serving.memory.budget import Budget
 from ...serving.server.app import Server, make_app
 from ...serving.server.engine import ServedEngine
 from ...serving.server.guard.hosts import local_hosts
@@ -126,10 +127,9 @@ def load_served(
             model,
             _assistant(args, model),
             max_batch_size=args.max_batch_size,
-            max_kv_bytes=args.max_kv_mib and args.max_kv_mib * _MIB,
+            max_kv_bytes=Budget(args.max_kv_mib and args.max_kv_mib * _MIB, num_sharing(args, num_models)),
             max_prefill_tokens=args.max_prefill_tokens,
             tokenizer=tokenizer,
-            num_sharing=num_sharing(args, num_models),
         )
         served = ServedModel(name, engine, limits, metrics, args.max_batch_size)
     except (TypeError, ValueError, OSError) as error:

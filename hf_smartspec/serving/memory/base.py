@@ -38,6 +38,11 @@ class RequestMemory(ABC):
         self._version = self._weights.number
 
     @property
+    def max_tokens(self) -> int | None:
+        """Return the tokens that a single text may reach; None if memory is counted in bytes."""
+        return None
+
+    @property
     @abstractmethod
     def num_bytes(self) -> int:
         """Return the allocated bytes."""

@@ -20,10 +20,12 @@ class Budget(NamedTuple):
         max_bytes (`int`, *optional*): The bound. Default: half of a GPU's free memory, a quarter of a CPU's, but no
             more than twice what a full batch of the longest texts takes (256 MiB where that is less).
         num_sharing (`int`): Engines that share this memory; the default is divided among them.
+        max_tokens (`int`, *optional*): The bound in tokens of all texts together, where keys and values grow with them.
     """
 
     max_bytes: int | None = None
     num_sharing: int = 1
+    max_tokens: int | None = None
 
     def bytes_for(self, model: PreTrainedModel, max_batch_size: int, bytes_per_token: int) -> int:
         """
@@ -33,6 +35,8 @@ class Budget(NamedTuple):
             max_batch_size (`int`): Requests that run at once.
             bytes_per_token (`int`): Keys and values of a token; 0 where they do not grow with the text.
         """
+        if self.max_tokens is not None and bytes_per_token:
+            return self.max_tokens * bytes_per_token
         if self.max_bytes is not None:
             return self.max_bytes
         free = broadcast_from_rank0(model, lambda: free_bytes(model.device))

@@ -57,6 +57,10 @@ class EngineMemory(RequestMemory):
         return self.cache.bytes_per_line
 
     @property
+    def max_tokens(self) -> int:
+        return self.scheduler.max_tokens
+
+    @property
     def num_bytes(self) -> int:
         return self.cache.num_lines * self.bytes_per_token
 

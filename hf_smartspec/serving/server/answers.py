@@ -5,10 +5,10 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from typing import NamedTuple, Protocol
 
+from ..logprobs import LogprobsRecorder, TokenLogprobs
 from ..outputs import EngineOutput
 from .engine import ServedEngine
 from .errors import ApiError
-from .tokens.processors import LogprobsRecorder, TokenLogprobs
 from .tokens.texts import TextStream
 
 

@@ -6,9 +6,6 @@ from typing import Any, NamedTuple
 from ...candidates.text.suffix.source import SuffixTreeCandidates
 from ...prepare.sources import Assistant
 from ..engine import Engine
-from ..memory.base import RequestMemory
-from ..memory.budget import Budget
-from ..memory.choice import memory_of
 
 
 class EngineLoad(NamedTuple):
@@ -20,20 +17,7 @@ class EngineLoad(NamedTuple):
 
 
 class ServedEngine(Engine):
-    """
-    `Engine` of a server.
-
-    Args:
-        num_sharing (`int`): Engines that share this machine's memory: the default of `max_kv_bytes` is divided among
-            them.
-    """
-
-    def __init__(self, *args: Any, num_sharing: int = 1, **kwargs: Any):
-        self._num_sharing = num_sharing
-        super().__init__(*args, **kwargs)
-
-    def _new_memory(self, max_batch_size: int, max_bytes: int | None) -> RequestMemory:
-        return memory_of(self.model, max_batch_size, Budget(max_bytes, self._num_sharing))
+    """`Engine` of a server."""
 
     @property
     def max_kv_bytes(self) -> int:
@@ -58,11 +42,6 @@ class ServedEngine(Engine):
             options |= {"num_nodes": num_nodes, "policy": None}
         return Assistant(replace(self._assistant.config, **options), self._assistant.source)
 
-    def drop_request(self, request_id: str) -> None:
-        """Cancel a request and discard its output; a finished output is discarded, too."""
-        self.cancel_request(request_id)
-        self._results.discard(request_id)
-
     @property
     def num_preemptions(self) -> int:
         """Return how often a request has given way to one of another namespace."""
@@ -71,6 +50,5 @@ class ServedEngine(Engine):
     @property
     def load(self) -> EngineLoad:
         scheduler = self._memory.scheduler
-        num_waiting = scheduler.num_waiting + len(self._runner._inbox)
         taken = sum(list(scheduler.running.values()))  # a copy: the engine's thread goes on
-        return EngineLoad(len(scheduler.running), num_waiting, taken / scheduler.max_tokens)
+        return EngineLoad(len(self.running), len(self.waiting), taken / scheduler.max_tokens)

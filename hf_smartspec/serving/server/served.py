@@ -14,6 +14,7 @@ from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokeniz
 from ...prepare.call import model_limits
 from ...prepare.config import SmartSpecConfig
 from ...prepare.sources import Assistant
+from ..logprobs import LogprobsRecorder
 from ..outputs import EngineOutput
 from .answers import Answer
 from .engine import ServedEngine
@@ -24,7 +25,7 @@ from .metrics import ServerMetrics
 from .request.grammar import GrammarProcessor, Grammars
 from .request.sampling import Settings, eos_ids
 from .tokens.known_text import KNOWN_NODES, ForcedText, KnownText
-from .tokens.processors import LogprobsRecorder, Penalties
+from .tokens.processors import Penalties
 from .tokens.texts import StopTexts, TextStream
 
 Result = TypeVar("Result")
@@ -191,7 +192,7 @@ class ServedModel:
         prepared: "_Prepared",
         keeps_special: bool,
     ) -> Answer:
-        recorder = None if settings.num_top is None else LogprobsRecorder(settings.num_top, len(ids))
+        recorder = None if settings.num_top is None else LogprobsRecorder(settings.num_top)
         processors = LogitsProcessorList([] if recorder is None else [recorder])
         if settings.presence or settings.frequency:
             processors.append(Penalties(settings.presence, settings.frequency, len(ids)))
@@ -211,7 +212,7 @@ class ServedModel:
         try:
             await self.in_worker(add)
         except asyncio.CancelledError:
-            self._worker.submit(self.engine.drop_request, request_id)  # runs after the request has been added
+            self._drop(request_id)  # runs after the request has been added
             raise
         except (TypeError, ValueError, NotImplementedError) as error:
             raise ApiError(400, str(error)) from None
@@ -221,7 +222,10 @@ class ServedModel:
         """Drop a request whose client has left."""
         self.open.remove(namespace)
         self.metrics.count_abort(self.name, request_id)
-        self._worker.submit(self.engine.drop_request, request_id)
+        self._drop(request_id)
+
+    def _drop(self, request_id: str) -> None:
+        self._worker.submit(self.engine.cancel_request, request_id, discard=True)
 
     async def prediction_of(self, settings: Settings) -> list[int] | None:
         """

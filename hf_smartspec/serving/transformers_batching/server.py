@@ -11,15 +11,15 @@ from .manager import SpeculativeBatchingManager
 
 _PLACE = "transformers.cli.serving.utils"
 
-_seed: ContextVar[int | None] = ContextVar("seed", default=None)  # of the HTTP request that is being answered
+_seed: ContextVar[int | None] = ContextVar("seed", default=None)  # of the present HTTP request
 
 
 @contextmanager
 def own_settings() -> Iterator[None]:
     """
-    While it lasts, servers that transformers starts (`transformers.cli.serve.Serve`) hand every request's own sampling
-    parameters, seed and stop strings to a manager of ours. By themselves they apply those of the first request to all,
-    and drop its stop strings. To be used around `enable`d models.
+    Let servers of transformers (`transformers.cli.serve.Serve`) pass every request's own sampling parameters, seed and
+    stop strings to a manager of ours, while the context lasts. Otherwise they apply those of the first request to all,
+    and drop its stop strings. Use it with `enable`d models.
 
     Raises:
         ImportError: if transformers' server is not installed (`pip install "transformers[serving]"`).
@@ -43,8 +43,8 @@ def own_settings() -> Iterator[None]:
         utils.CBGenerateManager, utils.set_torch_seed = before
 
 
-class _Requests:
-    """A manager, for one request: what is added gets the request's settings."""
+class _ManagerView:
+    """View of a manager for one HTTP request, with whose settings it adds requests."""
 
     def __init__(self, manager: SpeculativeBatchingManager, settings: dict[str, Any]):
         self._manager, self._settings = manager, settings
@@ -57,13 +57,13 @@ class _Requests:
 
 
 def _requestwise(base: Any) -> Any:
-    """The server's class between HTTP and manager, which hands on what it knows of a request."""
+    """Return a subclass of `CBGenerateManager` that passes a request's settings to the manager."""
 
     class RequestwiseGenerateManager(base):
         def init_cb(self, model: Any, gen_config: Any) -> None:
             if self._cb is None:
                 gen_config = copy.copy(gen_config)
-                gen_config.stop_strings = None  # the first request's, which are none of the others'
+                gen_config.stop_strings = None  # the first request's must not apply to others
             super().init_cb(model, gen_config)
 
         def generate_streaming(self, model: Any, processor: Any, inputs: Any, gen_config: Any, **kwargs: Any) -> Any:
@@ -79,7 +79,7 @@ def _requestwise(base: Any) -> Any:
             )
 
         def _for(self, processor: Any, gen_config: Any) -> Any:
-            if not isinstance(self._cb, SpeculativeBatchingManager):  # left to transformers
+            if not isinstance(self._cb, SpeculativeBatchingManager):  # transformers' own
                 return self
             settings = {"generation_config": gen_config}
             if gen_config.stop_strings:
@@ -87,7 +87,7 @@ def _requestwise(base: Any) -> Any:
             if (seed := _seed.get()) is not None:
                 settings["seed"] = seed
             view = copy.copy(self)
-            view._cb = _Requests(self._cb, settings)
+            view._cb = _ManagerView(self._cb, settings)
             return view
 
     return RequestwiseGenerateManager

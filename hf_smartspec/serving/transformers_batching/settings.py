@@ -1,4 +1,4 @@
-"""What transformers' settings of continuous batching mean for an engine and its requests."""
+"""Convert transformers' settings of continuous batching to arguments of an engine and its requests."""
 
 import copy
 from collections.abc import Sequence
@@ -8,16 +8,18 @@ from typing import Any
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ...decoding.call import DRAFT_ROOM
 from ...log import get_logger
 from ...target_model.cache.free_memory import free_bytes
+from ..memory.budget import Budget
 
 logger = get_logger(__name__)
 
 _MOST_ROWS = 256
-_USUAL_ROWS = 64  # where nothing is known of the load
+_USUAL_ROWS = 64  # if the number of requests is unknown
 
-# Of a generation config, what continuous batching has no use for.
-_PASSED_OVER = {
+# Fields of a generation config that continuous batching ignores, with their neutral values.
+_IGNORED = {
     "use_cache": True,
     "cache_implementation": None,
     "max_length": None,
@@ -29,7 +31,7 @@ _PASSED_OVER = {
     "output_logits": False,
     "compile_config": None,
 }
-_NO_TOKEN = 2**31 - 1  # for texts that nothing ends: without any, a config gets the model's own
+_NO_TOKEN = 2**31 - 1  # for texts without an end token: a config without one would get the model's
 _SERVED = {
     "page_size", "block_size", "num_blocks", "max_batch_tokens", "max_memory_percent", "max_requests_per_batch",
     "return_logprobs", "seed", "allow_block_sharing", "per_request_processors", "drop_unsupported_processors",
@@ -39,34 +41,25 @@ _SERVED = {
 
 def engine_options(model: PreTrainedModel, options: ContinuousBatchingConfig, hints: Any) -> dict[str, Any]:
     """
-    Arguments of `Engine`.
+    Return arguments of `Engine`.
 
     Args:
-        hints (`WorkloadHints`, *optional*): What is known of the requests to come.
+        hints (`WorkloadHints`, *optional*): The expected number of requests.
     """
-    _say_what_has_no_effect(options)
+    usual = ContinuousBatchingConfig()
+    names = [item.name for item in fields(options) if item.name not in _SERVED]
+    if ignored := [name for name in names if getattr(options, name) != getattr(usual, name)]:
+        logger.info(f"Fields of the ContinuousBatchingConfig without effect on an engine are ignored: {ignored}")
     num_rows = options.max_requests_per_batch or min(getattr(hints, "num_requests", None) or _USUAL_ROWS, _MOST_ROWS)
     found: dict[str, Any] = {"max_batch_size": num_rows}
     if options.max_batch_tokens is not None:
         found["max_prefill_tokens"] = options.max_batch_tokens
-    if options.max_memory_percent is not None:
+    if options.num_blocks is not None:
+        num_tokens = options.num_blocks * options.page_size + num_rows * DRAFT_ROOM
+        found["max_kv_bytes"] = Budget(max_tokens=num_tokens)
+    elif options.max_memory_percent is not None:
         found["max_kv_bytes"] = max(int(options.max_memory_percent * free_bytes(torch.device(model.device))), 1)
     return found
-
-
-def num_cached_tokens(options: ContinuousBatchingConfig) -> int | None:
-    """Tokens that the memory of keys and values is to hold, if a number of blocks says so."""
-    if options.num_blocks is None:
-        return None
-    return options.num_blocks * options.page_size
-
-
-def _say_what_has_no_effect(options: ContinuousBatchingConfig) -> None:
-    usual = ContinuousBatchingConfig()
-    names = [item.name for item in fields(options) if item.name not in _SERVED]
-    others = [name for name in names if getattr(options, name) != getattr(usual, name)]
-    if others:
-        logger.info(f"Of the ContinuousBatchingConfig, {others} mean nothing to this library's engine.")
 
 
 def request_arguments(
@@ -77,22 +70,23 @@ def request_arguments(
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> dict[str, Any]:
     """
-    Arguments of `Engine.add_request` for one request.
+    Return arguments of `Engine.add_request` for one request.
 
     Args:
-        config (`GenerationConfig`): Of the request, or of all.
-        options (`dict`): Further arguments of `generate`, which come first.
-        eos_token_id (`int` or list of `int`, *optional*): Negative ones stand for none; None: that of the config.
-        tokenizer (`PreTrainedTokenizerBase`, *optional*): Of the engine.
+        config (`GenerationConfig`): The request's, or that of all requests.
+        options (`dict`): Further arguments of `generate`, which override the config.
+        eos_token_id (`int` or list of `int`, *optional*): End tokens; negative ones stand for none. Default: the
+            config's.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): The engine's tokenizer.
     """
     own = copy.copy(config)
     rest = {}
     for name, value in options.items():
-        if name in vars(own) and name not in _PASSED_OVER:
+        if name in vars(own) and name not in _IGNORED:
             setattr(own, name, value)
         else:
             rest[name] = value
-    for name, neutral in _PASSED_OVER.items():
+    for name, neutral in _IGNORED.items():
         if hasattr(own, name):
             setattr(own, name, neutral)
     own.max_new_tokens = max_new_tokens
@@ -105,5 +99,5 @@ def request_arguments(
         if options.get("stop_strings"):
             raise ValueError("`stop_strings` need the model's tokenizer: pass `tokenizer=` as well.")
         own.stop_strings = None
-        logger.warning("`stop_strings` of a generation config are left out: they need a `tokenizer=` beside them.")
+        logger.warning("`stop_strings` of a generation config are ignored without a `tokenizer=` argument.")
     return {"generation_config": own, **rest}

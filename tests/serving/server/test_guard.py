@@ -259,9 +259,9 @@ def test_unknown_fields_are_accepted(server):
 
 
 def check_nothing_is_left(server) -> None:
-    results = server.engine._results
+    results = server.engine.results
     wait_until(lambda: not results._listeners and is_idle(server))  # what was cancelled has yet to be taken out
-    assert not results._finished and not results._latest
+    assert not results._unread and not results._open
     assert not next(iter(server.models.values())).metrics._last_step
 
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.utils import ReasoningText, ToolCall
 
+from ...logprobs import TokenLogprobs
 from ..answers import Answer, Piece, all_whole, interleaved
 from ..chat_template.arguments import with_types
 from ..chat_template.rendering import MessageReader, has_parser, render, template_kwargs
@@ -24,7 +25,6 @@ from ..request.body import read
 from ..request.fields import ChatFields
 from ..request.sampling import read_settings
 from ..served import ServedModel
-from ..tokens.processors import TokenLogprobs
 from .streaming import AnswerStream, event, events
 from .usage import speculation_of, usage_of
 

@@ -13,6 +13,7 @@ from openai.types.completion_choice import Logprobs
 from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving.completion import CompletionHandler
 
+from ...logprobs import TokenLogprobs
 from ..answers import Answer, Piece, all_whole, interleaved
 from ..errors import ApiError
 from ..models import EngineState
@@ -20,7 +21,6 @@ from ..request.body import read
 from ..request.fields import CompletionFields
 from ..request.sampling import Settings, read_settings
 from ..served import ServedModel
-from ..tokens.processors import TokenLogprobs
 from .chat import plain_logprob
 from .streaming import AnswerStream, event, events
 from .usage import speculation_of, usage_of
