@@ -1,6 +1,6 @@
-"""A request, as the sources that draft for it get it."""
+"""A request in the form that sources get."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 @dataclass(eq=False)
 class SourceRequest:
     """
-    All that a source may know of a request when it begins.
+    A request with everything that a source can use of it when it begins.
 
     Args:
         request_id (`Hashable`): The name of the request in all further calls.
@@ -39,6 +39,13 @@ class SourceRequest:
         encoder_row (`int`): The request's row among these.
         encoded_text (`np.ndarray` of shape `[length]`, int64, *optional*): The tokens that the encoder has read, if
             these are tokens.
+        num_cached (`int`): Tokens of the prompt whose keys and values are in the row already, so that the target's
+            forward over them is skipped; see `TreeCandidateGenerator.begin`.
+        shares_with (`Hashable`, *optional*): The request that these keys and values were computed for, which runs or
+            has ended, and which other sources may have drafted for. None for a cache that the caller passed in.
+        on_release (list of `Callable`): Called without arguments when the request's own keys and values are gone, some
+            time after `stop`: until then, later requests may name it in `shares_with`. A source that keeps state that
+            long appends to the list in `begin`.
     """
 
     request_id: Hashable
@@ -54,6 +61,9 @@ class SourceRequest:
     encoder_inputs: "EncoderInputs | None" = None
     encoder_row: int = 0
     encoded_text: np.ndarray | None = None
+    num_cached: int = 0
+    shares_with: Hashable | None = None
+    on_release: list[Callable[[], object]] = field(default_factory=list)
 
     @property
     def subject(self) -> np.ndarray:

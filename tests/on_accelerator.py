@@ -361,8 +361,9 @@ class Looking(PromptLookupCandidates):
         super().__init__()
         self.hidden_layers, self.num_shown = layers, Counter()
 
-    def reuse(self, request_id, length, earlier):
-        return length
+    def begin(self, request):
+        super().begin(request)
+        return request.num_cached
 
     def observe(self, request_id, committed):
         for layer, states in committed.hidden_states.items():

@@ -21,7 +21,7 @@ class Watching(TreeCandidateGenerator):
         source (`TreeCandidateGenerator`): Drafts.
         layers (sequence of `int`): Of which hidden states are asked for.
         scores (`bool`): Whether scores are asked for, too.
-        keeps (`bool`): Whether states are kept for prompts that begin alike, until `forget`.
+        keeps (`bool`): Whether states are kept for prompts that begin alike, until `on_release`.
     """
 
     def __init__(
@@ -44,15 +44,15 @@ class Watching(TreeCandidateGenerator):
 
     @remembers_errors
     def begin(self, request):
-        self.texts[request.request_id], self.states[request.request_id] = request.prompt.tolist(), {}
+        name, length = request.request_id, request.num_cached
+        kept = self.states.get(request.shares_with, {}) if self.keeps else {}
+        self.texts[name] = request.prompt.tolist()
+        self.states[name] = {layer: states[:length] for layer, states in kept.items()}
         self.source.begin(request)
-
-    @remembers_errors
-    def reuse(self, request_id, length, earlier):
-        kept = self.states.get(earlier, {}) if self.keeps else {}
-        self.states[request_id] = {layer: states[:length] for layer, states in kept.items()}
-        self.reused.append(min(length, self.num_states(request_id)))
-        return self.reused[-1]
+        request.on_release.append(lambda: self.states.pop(name, None))
+        if length:
+            self.reused.append(min(length, self.num_states(name)))
+        return self.reused[-1] if length else 0
 
     def num_states(self, request_id) -> int:
         return min([len(self.states[request_id].get(layer, ())) for layer in self.hidden_layers], default=0)
@@ -82,9 +82,6 @@ class Watching(TreeCandidateGenerator):
         self.source.stop(request_id)
         if request_id in self.texts:
             self.ended.append((self.texts.pop(request_id), self.states[request_id]))
-
-    def forget(self, request_id):
-        self.states.pop(request_id, None)
 
     # What tests ask afterwards
 

@@ -1,6 +1,6 @@
 """What sources that consist of several sources have in common: one that fails leaves the others."""
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,8 +10,8 @@ from ...drafts.merge import Draft, first_drafters
 from ...drafts.price import LevelPrice
 from ...drafts.tree import DraftTree, check_trees
 from ...log import get_logger
-from ..base import TreeCandidateGenerator, common_reuse, label_of
-from ..committed import HIDDEN_STATES, Committed, Likeliest
+from ..base import TreeCandidateGenerator, label_of, most_nodes_of, pass_on
+from ..committed import HIDDEN_STATES, Committed
 from ..request import SourceRequest
 
 logger = get_logger(__name__)
@@ -46,16 +46,12 @@ class MemberCandidates(TreeCandidateGenerator):
         self.hidden_layers = sorted({layer for source in looking for layer in source.hidden_layers})
         self.num_likeliest = max(source.num_likeliest for source in sources)
         self.default_num_nodes = num_nodes or max(source.default_num_nodes for source in sources)
-        self._most_nodes = num_nodes or max(source.most_nodes for source in sources)
+        self.most_nodes = num_nodes or max(map(most_nodes_of, sources))
         self._failed: set[tuple[Hashable, int]] = set()  # (request, identity of a source)
 
     @property
     def name(self) -> str:
         return f"{type(self).__name__}({', '.join(source.name for source in self.sources)})"
-
-    @property
-    def most_nodes(self) -> int:
-        return self._most_nodes
 
     def warm_up(self) -> None:
         """Has every source compile what it compiles at its first use."""
@@ -63,24 +59,17 @@ class MemberCandidates(TreeCandidateGenerator):
             if hasattr(source, "warm_up"):
                 source.warm_up()
 
-    def begin(self, request: SourceRequest) -> None:
-        for source in self.sources:
-            self._tell(source, request.request_id, source.begin, request)
-
-    def reuse(self, request_id: Hashable, length: int, earlier: Hashable | None) -> int:
-        """What every source that needs hidden states can do without."""
-        looking = [source for source in self.sources if HIDDEN_STATES in source.needs]
-
-        def ask(source: TreeCandidateGenerator, length: int) -> int | None:
-            if (request_id, id(source)) in self._failed:
-                return None
-            try:
-                return max(min(length, source.reuse(request_id, length, earlier)), 0)
-            except Exception as error:
-                self._drop(source, [request_id], error)
-                return None
-
-        return common_reuse(looking, length, ask)
+    def begin(self, request: SourceRequest) -> int:
+        """Begin the request in every source, and return what all that need hidden states can do without."""
+        answers = [self._call(source, request.request_id, source.begin, request) or 0 for source in self.sources]
+        return min(
+            [
+                answer
+                for source, answer in zip(self.sources, answers)
+                if HIDDEN_STATES in source.needs and (request.request_id, id(source)) not in self._failed
+            ],
+            default=request.num_cached,
+        )
 
     def _drafters(self, request_id: Hashable, tree: DraftTree, drafts: Iterable[Draft]) -> list[str]:
         """`drafted_by`, from the latest drafts of its sources in their order."""
@@ -88,37 +77,24 @@ class MemberCandidates(TreeCandidateGenerator):
         return [label or self.label for label in first_drafters(tree, zip(drafts, asked))]
 
     def observe(self, request_id: Hashable, tokens: np.ndarray | Committed) -> None:
-        step = tokens if isinstance(tokens, Committed) else Committed(tokens)
+        step = Committed.of(tokens)
         for source in self.sources:
-            self._tell(source, request_id, source.show, request_id, step)
-
-    def observe_likeliest(self, shown: Mapping[Hashable, Likeliest]) -> None:
-        for source in self.sources:
-            own = {name: item for name, item in shown.items() if (name, id(source)) not in self._failed}
-            if source.num_likeliest and own:
-                try:
-                    source.observe_likeliest(own)
-                except Exception as error:
-                    self._drop(source, list(own), error)
+            self._call(source, request_id, pass_on, source, request_id, step)
 
     def stop(self, request_id: Hashable) -> None:
         for source in self.sources:
             self._failed.discard((request_id, id(source)))  # those that have failed hold state too
-            self._tell(source, request_id, source.stop, request_id)
+            self._call(source, request_id, source.stop, request_id)
             self._failed.discard((request_id, id(source)))
 
-    def forget(self, request_id: Hashable) -> None:
-        for source in self.sources:
-            if HIDDEN_STATES in source.needs:
-                source.forget(request_id)
-
-    def _tell(self, source: TreeCandidateGenerator, request_id: Hashable, call: Callable, *args: Any) -> None:
+    def _call(self, source: TreeCandidateGenerator, request_id: Hashable, call: Callable, *args: Any) -> Any:
         if (request_id, id(source)) in self._failed:
-            return
+            return None
         try:
-            call(*args)
+            return call(*args)
         except Exception as error:
             self._drop(source, [request_id], error)
+            return None
 
     def _drop(self, source: TreeCandidateGenerator, request_ids: Sequence[Hashable], error: Exception) -> None:
         self._failed |= {(name, id(source)) for name in request_ids}

@@ -72,7 +72,7 @@ class StagedCandidates(MemberCandidates):
         return self._drafters(request_id, tree, map(Draft.of, drafts))
 
     def observe(self, request_id: Hashable, tokens: np.ndarray | Committed) -> None:
-        step = tokens if isinstance(tokens, Committed) else Committed(tokens)
+        step = Committed.of(tokens)
         self._drafts.pop((request_id, 0), None)
         for stage in range(1, len(self.sources)):
             draft = self._drafts.pop((request_id, stage), None)

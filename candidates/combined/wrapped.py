@@ -111,7 +111,7 @@ class WrappedCandidates(TreeCandidateGenerator):
         }
 
     def observe(self, request_id: Hashable, tokens: np.ndarray | Committed) -> None:
-        step = tokens if isinstance(tokens, Committed) else Committed(tokens)
+        step = Committed.of(tokens)
         sequence = self._sequences[request_id]
         sequence.ids = np.concatenate([sequence.ids, step.tokens])
         if HIDDEN_STATES in self.needs:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from ...target_model.layout.rows import CacheRow, RowInput
 from ..committed import HIDDEN_STATES, Committed
 from ..models.draft_growth import DraftState, Growth
 from ..models.growing import GrowingCandidates
+from ..request import SourceRequest
 from .features import FeatureDrafter
 
 _MOST_PENDING = 256  # hidden states that are kept for a draft; more go into the row
@@ -122,10 +124,12 @@ class FeatureCandidates(GrowingCandidates):
         first = min(state.row.length, len(state.tokens) - 1)
         return state.num_known == len(state.tokens) > 0 and state.start <= first
 
-    def reuse(self, request_id: Hashable, length: int, earlier: Hashable | None) -> int:
-        state, other = self._state(request_id), self._known_state(earlier)
-        num = 0 if other is None else min(length, state.shared(other))
-        state.row.length, state.start, state.known = 0, 0, None
+    def begin(self, request: SourceRequest) -> int:
+        """Begin a request with the results of `request.shares_with`, as far as both texts are the same."""
+        super().begin(request)
+        request.on_release.append(partial(self._release, request.request_id))
+        state, other = self._state(request.request_id), self._known_state(request.shares_with)
+        num = 0 if other is None else min(request.num_cached, state.shared(other))
         if other is None or not num:
             return 0
         assert isinstance(self._forward, FeatureForward)
@@ -176,17 +180,18 @@ class FeatureCandidates(GrowingCandidates):
     def stop(self, request_id: Hashable) -> None:
         state = self._states.pop(request_id, None)
         if isinstance(state, _State):
-            self._forget_ended(request_id)
+            self._remove_ended(request_id)
             state.request = None
             state.let_go()
             self._ended[request_id] = state
 
-    def forget(self, request_id: Hashable) -> None:
-        self._forget_ended(request_id)
+    def _release(self, request_id: Hashable) -> None:
+        """Drop what was kept of an ended request, since no further one can share its keys and values."""
+        self._remove_ended(request_id)
         if not self._states and not self._ended:
             self._give_up_forward()
 
-    def _forget_ended(self, request_id: Hashable) -> None:
+    def _remove_ended(self, request_id: Hashable) -> None:
         state = self._ended.pop(request_id, None)
         if state is not None and self._forward is not None:
             self._forward.remove(state.row)

@@ -13,6 +13,7 @@ from ...validate import is_integer
 from ..base import TreeCandidateGenerator
 from ..calibrator import ProbabilityCalibrator
 from ..committed import HIDDEN_STATES, LAST, Committed
+from ..request import SourceRequest
 from .medusa import MedusaHeads
 from .trees import FixedTree, best_trees
 
@@ -78,11 +79,9 @@ class MedusaCandidates(TreeCandidateGenerator):
         path = os.path.basename(self.heads.name_or_path)
         return f"{type(self).__name__}({path}, {id(self.heads):x})"  # heads of one path may differ
 
-    def start(self, request_id: Hashable, prompt: np.ndarray) -> None:
-        self._states[request_id] = _State()
-
-    def reuse(self, request_id: Hashable, length: int, earlier: Hashable | None) -> int:
-        return length  # the newest state is all that counts
+    def begin(self, request: SourceRequest) -> int:
+        self._states[request.request_id] = _State()
+        return request.num_cached  # only the newest hidden state is used
 
     def observe(self, request_id: Hashable, committed: Committed) -> None:
         state, hidden = self._states[request_id], committed.hidden_states.get(LAST)

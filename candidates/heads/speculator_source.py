@@ -13,6 +13,7 @@ from ...target_model.layout.rows import CacheRow, RowInput
 from ..committed import HIDDEN_STATES, LAST, Committed
 from ..models.draft_growth import DraftState, Growth
 from ..models.growing import GrowingCandidates
+from ..request import SourceRequest
 from .mlp_speculator import MLPSpeculator
 
 
@@ -96,8 +97,9 @@ class MLPSpeculatorCandidates(GrowingCandidates):
     def _can_grow(self, growth: Growth) -> bool:
         return growth.state.features() is not None
 
-    def reuse(self, request_id: Hashable, length: int, earlier: Hashable | None) -> int:
-        return length  # the newest state is all that counts
+    def begin(self, request: SourceRequest) -> int:
+        super().begin(request)
+        return request.num_cached  # only the newest hidden state is used
 
     def observe(self, request_id: Hashable, committed: Committed) -> None:
         state, hidden = self._states[request_id], committed.hidden_states.get(LAST)

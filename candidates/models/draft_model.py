@@ -31,22 +31,18 @@ class DraftModelCandidates(GrowingCandidates):
     which reads what the target's reads, or a decoder that looks at the outputs of the target's.
 
     The draft has a slot cache of its own, which holds each request's committed text and is cut back to it after every
-    verification. Models that cannot be packed (bloom, falcon, ...) draft chains, row by row.
+    verification. Models that cannot be packed (bloom, falcon, ...) draft chains, row by row. After a
+    change of `weights_version`, the next draft computes all keys and values anew.
 
     Args:
         model (`PreTrainedModel`): A model whose tokenizer is the target's.
         num_nodes, width, confidence_threshold, samples: See `GrowingCandidates`.
         vocabulary (`SharedVocabulary`, *optional*): Where the target's vocabulary is of another size; found out where
             the source is an `assistant=`.
-
-    Attributes:
-        weights_version (`int`): To be counted up by whoever changes the model's weights while requests run: keys and
-            values that were computed with the old ones are then computed anew, with the next draft.
     """
 
     label = "draft_model"
     is_learned = True
-    weights_version = 0
 
     def __init__(
         self,
@@ -139,9 +135,6 @@ class DraftModelCandidates(GrowingCandidates):
         state.nodes = DraftTree.empty()
         state.tokens += self._known(tokens)
         state.num_generated += len(tokens)
-
-    def weights_changed(self) -> None:
-        self.weights_version += 1
 
     def _prepare(self) -> None:
         self._drop_outdated()

@@ -75,7 +75,7 @@ class GrowingCandidates(TreeCandidateGenerator):
         self.default_num_nodes, self.width = num_nodes or _CHAIN_NODES, width or 1
         # Sampled drafts must not end, or lose nodes, for what was drawn: what is left would be no sample.
         self.heeds_prices = not samples
-        self._most_nodes = num_nodes or (_CHAIN_NODES if samples else _TREE_NODES)
+        self.most_nodes = num_nodes or (_CHAIN_NODES if samples else _TREE_NODES)
         self._widest = width or (_TREE_WIDTH if draws_trees else 1)
         self.confidence_threshold, self.samples = confidence_threshold, samples
         self._num_positions, self._vocab_size = num_positions, vocab_size
@@ -107,17 +107,14 @@ class GrowingCandidates(TreeCandidateGenerator):
         """Whether all is there that the request's draft begins with."""
         return True
 
-    @property
-    def most_nodes(self) -> int:
-        return self._most_nodes
-
-    def begin(self, request: SourceRequest) -> None:
+    def begin(self, request: SourceRequest) -> int | None:
         self._forward = self._forward or self._new_forward()
         state = self._new_state(self._new_row(request), request.prompt)
         state.request, state.outlook, state.seed = request, self._outlook.of_another(), request.seed
         if request.seed is not None:  # else the arg max of the draft's own scores
             state.processing = ScoreProcessing(request.processors)
         self._states[request.request_id] = state
+        return None
 
     def stop(self, request_id: Hashable) -> None:
         state = self._states.pop(request_id, None)

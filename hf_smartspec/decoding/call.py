@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ..candidates.base import TreeCandidateGenerator
+from ..candidates.committed import Likeliest
 from ..candidates.encoder_inputs import EncoderInputs
 from ..candidates.request import SourceRequest
 from ..drafts.tree import DraftTree
@@ -79,6 +80,7 @@ class Request(RequestText):
     # For sources with needs, until these observe the step: states of the tokens that were fed, and the verified draft.
     fed: FedStates | None = None
     verified: Verified | None = None
+    likeliest: Likeliest | None = None  # the target's tokens after this draft, until sources have got them
 
     trace: RequestTrace | None = None
 

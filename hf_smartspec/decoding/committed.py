@@ -79,7 +79,8 @@ def _step(request: Request, states: Mapping[int, torch.Tensor], tokens: np.ndarr
     start = request.fed.start if request.fed is not None else 0
     own = {layer: states[layer] for layer in request.line.hidden_layers if layer in states}
     if tokens is None or request.verified is None:
-        return Committed(np.empty(0, np.int64) if tokens is None else tokens, hidden_states=own, start=start)
+        new = np.empty(0, np.int64) if tokens is None else tokens
+        return Committed(new, hidden_states=own, start=start, likeliest=request.likeliest)
     return Committed(
         tokens,
         np.array(request.path, np.int64),
@@ -87,6 +88,7 @@ def _step(request: Request, states: Mapping[int, torch.Tensor], tokens: np.ndarr
         request.verified.scores.to(torch.float32, copy=True) if request.line.needs_scores else None,
         request.verified.tree,
         start,
+        request.likeliest,
     )
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from ..candidates.committed import Likeliest
+from ..candidates.forwarding import unwrapped
 from ..device import waits_are_free
 from ..drafts.tree import DraftTree
 from ..goodput.policy import LengthPolicy
@@ -18,6 +19,7 @@ from .call import DecodingCall, ModelLimits, Place, Request, alike, by_forward
 from .committed import run_forward, show_steps
 from .drafting import Drafting, StepDrafts
 from .learning import Learning
+from .source_guard import release
 from .statistics import GenerationStatistics, Timed
 from .verify import accepted_paths, follow, pick_ahead, picks_ahead
 
@@ -80,13 +82,12 @@ class DecodingLoop:
             self.drafting.sources.start(request)
             is_greedy, encoded = request.seed is None, call.encoded_text(request)
             request.line.recorders.start(request.request_id, request.prompt, is_greedy, encoded)
-            self.drafting.sources.resume(request)
         self._find_running()
 
     def _renew(self, request: Request) -> None:
         """Give sources whose weights have changed a new chance, in spite of what they cost before."""
         for source, cost in zip(request.line.sources, request.line.costs):
-            if number := source.origin.num_renewals:
+            if number := unwrapped(source).num_renewals:
                 self.policy.renew(cost.source, number)
                 self.drafting.sources.renew(cost.source, number)
 
@@ -123,7 +124,8 @@ class DecodingLoop:
         self.suspended.add(call)
         for request in call.requests:
             request.is_resumed = True
-            request.fed = request.verified = None  # logits and states of a whole step: a resumed row gets new ones
+            # Logits and states of a whole step: a resumed row gets new ones.
+            request.fed = request.verified = request.likeliest = None
         self._find_running()
 
     def resume(self, call: DecodingCall) -> None:
@@ -270,20 +272,18 @@ class DecodingLoop:
     def _pick(
         self, rows: list[Request], drafts: dict[Request, DraftTree], offsets: list[int], logits: torch.Tensor
     ) -> list[int]:
-        """Return the arg max of every line if some row needs it, and pass likely tokens to sources that want them."""
+        """Return the arg max of every line if some row needs it, and keep likely tokens for sources that want them."""
         forward, count = rows[0].call.forward, max([request.line.num_likeliest for request in rows])
         is_greedy = any([request.call.picks_greedily for request in rows])
         top = forward.top(logits, count, _TOP_LINES, is_greedy) if count else None
         if top is None:
             return forward.argmax(logits) if is_greedy else []
-        shown = {}
         for request, first in zip(rows, offsets):
             if first < len(top.tokens) and request in drafts and request.line.num_likeliest:
                 before, tokens = request.ends_of(drafts[request])
                 lines = slice(first, first + len(tokens))
                 following, shares = top.tokens[lines], top.shares[lines]  # of the first `_TOP_LINES` lines only
-                shown[request] = Likeliest(before[: len(shares)], tokens[: len(shares)], following, shares)
-        self.drafting.sources.show_likeliest(shown)
+                request.likeliest = Likeliest(before[: len(shares)], tokens[: len(shares)], following, shares)
         return top.argmax
 
     # 4. verify
@@ -380,6 +380,8 @@ class DecodingLoop:
                     self.drafting.sources.observe(request, new)
             if self._shows_more:
                 self._show(committed)
+            for request in rows:
+                request.likeliest = None
             if self.drafting.is_traced:
                 for trace in [request.trace for request in rows if request.trace is not None]:
                     trace.end()
@@ -436,7 +438,7 @@ class DecodingLoop:
             self.policy.forget(request.request_id)
             request.fed = request.verified = None
             if not (self._keeps_rows and has_row):
-                self.drafting.sources.forget(request)
+                release(request.source_request.on_release)
 
     def _attempt(self, rows: Sequence[Request], function: Callable, *args: Any) -> Any:
         """Call the function. If it fails, by code of these rows' calls (processors, ...), only these calls fail."""

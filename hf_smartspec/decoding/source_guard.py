@@ -1,13 +1,13 @@
 """What the loop asks of candidate sources, and what happens when they fail."""
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from ..candidates.base import TreeCandidateGenerator, common_reuse, label_of
-from ..candidates.committed import HIDDEN_STATES, Committed, Likeliest
+from ..candidates.base import TreeCandidateGenerator, label_of, most_nodes_of, pass_on
+from ..candidates.committed import HIDDEN_STATES, Committed
 from ..drafts.price import LevelPrice
 from ..drafts.tree import DraftTree, check_trees
 from ..goodput.prefill_gate import PrefillGate
@@ -20,12 +20,13 @@ logger = get_logger(__name__)
 _SAMPLED = 0.8  # what every node of a sampled draft is taken to be worth, until more is known
 
 
-def forget(source: TreeCandidateGenerator, request_id: Hashable) -> None:
-    """Tells a source that the keys and values of a request that has ended are gone, whatever it does then."""
-    try:
-        source.forget(request_id)
-    except Exception as error:
-        logger.warning_once(f"{type(source).__name__} failed to forget a request that has ended: {error!r}")
+def release(callbacks: Sequence[Callable[[], object]]) -> None:
+    """Call the `on_release` of a request, whose keys and values are gone."""
+    for callback in callbacks:
+        try:
+            callback()
+        except Exception as error:
+            logger.warning_once(f"A source failed to drop what it kept of a request: {error!r}")
 
 
 class GuardedSources:
@@ -81,26 +82,19 @@ class GuardedSources:
         if request.is_drafting:
             request.is_known_to_source = True
         self.attach(request)
-        for position, source in self._serving(request):
-            self._guarded(request, position, source.begin, request.source_request)
+        row, given = request.cache_row, request.source_request
+        given.num_cached, given.shares_with = row.length, request.shares_with
+        answers = [
+            self._guarded(request, position, _begin, request, source) for position, source in self._serving(request)
+        ]
+        # What one source must be given again, all are.
+        length = min([answer for answer in answers if answer is not None], default=row.length)
+        if length < row.length:
+            request.call.forward.cut(row, length)
 
     def attach(self, request: Request) -> None:
         """Pass on the row in which a request begins or goes on, for sources that draft with the target itself."""
         request.source_request.row = request.cache_row
-
-    def resume(self, request: Request) -> None:
-        """Where a row holds some of its prompt already, what its sources cannot do without is run again."""
-        row = request.cache_row
-        if not request.line.hidden_layers or not row.length:
-            return
-
-        def ask(item: tuple[int, TreeCandidateGenerator], length: int) -> int | None:
-            position, source = item
-            return self._guarded(request, position, _reuse, request, source, length)
-
-        length = common_reuse(self._looking(request), row.length, ask)
-        if length < row.length:
-            request.call.forward.cut(row, length)
 
     def count(self, drafted: dict[Request, DraftTree]) -> None:
         """What was drafted in one step, for all its rows."""
@@ -120,13 +114,14 @@ class GuardedSources:
                 self._guarded(request, position, source.stop, request.request_id)
 
     def observe(self, request: Request, tokens: np.ndarray) -> None:
-        """Tokens were committed; sources that need more are told by `show`."""
+        """Pass committed tokens on to the sources without needs; the others get theirs by `show`."""
         if not request.is_drafting:
             return
         for position, source in request.line.watching:
             if position not in request.dropped:
+                step = Committed(tokens, likeliest=request.likeliest) if source.num_likeliest else tokens
                 try:
-                    source.observe(request.request_id, tokens)
+                    source.observe(request.request_id, step)
                 except Exception as error:
                     self._drop(request, position, error)
 
@@ -136,26 +131,6 @@ class GuardedSources:
             if source.needs:
                 self._guarded(request, position, _show, request, source, step)
 
-    def show_likeliest(self, shown: dict[Request, Likeliest]) -> None:
-        """What the target thinks may follow, in one call of each source that asked for it."""
-        by_source: dict[TreeCandidateGenerator, dict[Request, int]] = {}
-        for request in shown:
-            for position, source in self._serving(request):
-                if source.num_likeliest:
-                    by_source.setdefault(source, {})[request] = position
-        for source, rows in by_source.items():
-            try:
-                source.observe_likeliest({request.request_id: shown[request] for request in rows})
-            except Exception as error:
-                for request, position in rows.items():
-                    self._drop(request, position, error)
-
-    def forget(self, request: Request) -> None:
-        """The keys and values of a request that has ended are gone."""
-        for source in request.line.sources:
-            if HIDDEN_STATES in source.needs:
-                forget(source, request.request_id)
-
     def propose(self, position: int, wanted: dict[Request, int], price: LevelPrice | None) -> dict[Request, DraftTree]:
         """One call of each source that stands at this position for some of the rows; some heed the `price`."""
         proposals: dict[Request, DraftTree] = {}
@@ -164,7 +139,7 @@ class GuardedSources:
             by_source.setdefault(request.line.sources[position], {})[request] = limit
         for source, limits in by_source.items():
             if position:  # what joins other drafts may cost by the node
-                most = source.default_num_nodes if price is None else source.most_nodes
+                most = source.default_num_nodes if price is None else most_nodes_of(source)
                 limits = {request: min(limit, most) for request, limit in limits.items()}
             proposals |= self._propose(source, position, limits, price)
         return proposals
@@ -211,10 +186,6 @@ class GuardedSources:
             return []
         return [item for item in enumerate(request.line.sources) if item[0] not in request.dropped]
 
-    def _looking(self, request: Request) -> list[tuple[int, TreeCandidateGenerator]]:
-        """Those of them that need hidden states."""
-        return [item for item in self._serving(request) if HIDDEN_STATES in item[1].needs]
-
     def _guarded(self, request: Request, position: int, call: Callable, *args: Any) -> Any:
         try:
             return call(*args)
@@ -251,14 +222,18 @@ def _sealed(tree: DraftTree) -> DraftTree:
     return tree.with_probs(np.full(len(tree), _SAMPLED, np.float32))
 
 
-def _reuse(request: Request, source: TreeCandidateGenerator, length: int) -> int:
-    reused = max(source.reuse(request.request_id, length, request.shares_with), 0)
-    if reused < length and request.shares_with is None:
-        raise ValueError(f"it needs hidden states, and of {length} tokens there are keys and values only")
-    return min(reused, length)
+def _begin(request: Request, source: TreeCandidateGenerator) -> int | None:
+    """Return how many cached tokens need not be run again for a source; None for all."""
+    answer, num_cached = source.begin(request.source_request), request.cache_row.length
+    if HIDDEN_STATES not in source.needs:
+        return None
+    num_reused = min(max(answer or 0, 0), num_cached)
+    if num_reused < num_cached and request.shares_with is None:
+        raise ValueError(f"it needs hidden states, and of {num_cached} tokens there are keys and values only")
+    return num_reused
 
 
 def _show(request: Request, source: TreeCandidateGenerator, step: Committed) -> None:
     if HIDDEN_STATES in source.needs and not set(source.hidden_layers) <= set(step.hidden_states):
         raise ValueError(f"the target's forward leaves no hidden states of layers {sorted(source.hidden_layers)}")
-    source.show(request.request_id, step)
+    pass_on(source, request.request_id, step)

@@ -15,6 +15,7 @@ from torch import nn
 
 from ..candidates.base import TreeCandidateGenerator
 from ..candidates.combined.routed.source import RoutedCandidates
+from ..candidates.forwarding import unwrapped
 from ..decoding.learning import Learning, Recorder
 from .checkpoint import Checkpoint
 from .learner import Learner, LearningEndedError, LearningStatistics
@@ -136,7 +137,7 @@ class OnlineDistillation(Learning):
                 self._learners[id(module)] = learner
                 weakref.finalize(module, _drop_learner, weakref.ref(self), id(module)).atexit = False
             self._start_thread()
-            learner.sources.add(source.origin)
+            learner.sources.add(unwrapped(source))
         return learner
 
     def _new_name(self, module: Any) -> str:

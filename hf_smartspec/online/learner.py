@@ -149,7 +149,7 @@ class Learner:
             self.student.publish(weights)
             self._statistics.swaps += 1
         for source in list(self.sources):
-            source.weights_changed()
+            source.weights_version += 1
             source.num_renewals = self._num_renewals
 
     @property

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from ..candidates.base import TreeCandidateGenerator
 from ..candidates.committed import LAST
+from ..candidates.forwarding import unwrapped
 from ..candidates.heads.eagle import EagleHeads
 from ..candidates.heads.medusa import MedusaHeads
 from ..candidates.models.draft_model import DraftModelCandidates
@@ -292,7 +293,7 @@ def _address(tensor: torch.Tensor) -> tuple[torch.device, int]:
 
 def module_of(source: TreeCandidateGenerator) -> nn.Module | None:
     """Return the module of a source that drafts and can learn; None if there is none."""
-    source = source.origin
+    source = unwrapped(source)
     if isinstance(source, DraftModelCandidates):
         return None if isinstance(source, TranslatedDraftCandidates) else source.model
     heads = getattr(source, "heads", None)

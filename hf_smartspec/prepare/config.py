@@ -8,6 +8,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ..candidates import TreeCandidateGenerator
+from ..candidates.base import most_nodes_of
 from ..decoding.learning import Learning
 from ..decoding.verify import METHODS
 from ..goodput.policy import FixedLength, LengthPolicy
@@ -143,7 +144,8 @@ class SmartSpecConfig:
     def max_nodes_for(self, source: TreeCandidateGenerator) -> int:
         """Return the largest number of draft nodes per row and step."""
         policy = self.policy_for(source)
-        return source.most_nodes if policy is None else policy.most_nodes(source.default_num_nodes, source.most_nodes)
+        most = most_nodes_of(source)
+        return most if policy is None else policy.most_nodes(source.default_num_nodes, most)
 
     def policy_for(self, source: TreeCandidateGenerator) -> LengthPolicy | None:
         """Return the policy set by `policy` or `num_nodes`; None where a `GoodputAuction` is to decide."""

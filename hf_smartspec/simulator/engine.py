@@ -10,7 +10,7 @@ import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
-from ..candidates.base import TreeCandidateGenerator, refuse_needs
+from ..candidates.base import TreeCandidateGenerator, most_nodes_of, refuse_needs
 from ..decoding.batch import DecodingBatch
 from ..decoding.call import DRAFT_ROOM, DecodingCall, ModelLimits, Request
 from ..decoding.loop import DecodingLoop
@@ -74,7 +74,7 @@ class SimulatedEngine:
         self.forward = SimulatedForward(copy.deepcopy(cost), self.clock, end_id)
         costs = [draft_cost] if isinstance(draft_cost, DraftCost) else draft_cost or [DraftCost()]
         self.source = timed_stages(source, self.clock, costs)
-        self.max_nodes = source.most_nodes if max_nodes is None else max_nodes
+        self.max_nodes = most_nodes_of(source) if max_nodes is None else max_nodes
         self.max_prefill_tokens = max_prefill_tokens
         self.step_seconds, self.request_seconds = step_seconds, request_seconds
         self.memory = _SimulatedMemory(self.forward, Scheduler(max_batch_size, max_tokens))

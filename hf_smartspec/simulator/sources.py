@@ -137,9 +137,9 @@ class TimedCandidates(ForwardingSource):
         self.clock, self.cost = clock, cost
         self._num_seen: dict[Hashable, int] = {}
 
-    def begin(self, request: SourceRequest) -> None:
+    def begin(self, request: SourceRequest) -> int | None:
         self._num_seen[request.request_id] = 0
-        super().begin(request)
+        return super().begin(request)
 
     def propose(
         self, request_ids: Sequence[Hashable], max_nodes: Sequence[int], price: LevelPrice | None = None
@@ -151,7 +151,7 @@ class TimedCandidates(ForwardingSource):
         return trees
 
     def observe(self, request_id: Hashable, tokens: np.ndarray | Committed) -> None:
-        self._num_seen[request_id] += len(tokens.tokens if isinstance(tokens, Committed) else tokens)
+        self._num_seen[request_id] += len(Committed.of(tokens).tokens)
         super().observe(request_id, tokens)
 
     def stop(self, request_id: Hashable) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from hf_smartspec import Committed, DraftTree, TreeCandidateGenerator
+from hf_smartspec.candidates import SourceRequest
 
 
 class NearestStates(TreeCandidateGenerator):
@@ -26,12 +27,11 @@ class NearestStates(TreeCandidateGenerator):
         self.texts: dict[Hashable, list[int]] = {}
         self.states: dict[Hashable, dict[int, torch.Tensor]] = {}  # [tokens, hidden_size] by layer
 
-    def start(self, request_id: Hashable, prompt: np.ndarray) -> None:
-        self.texts[request_id], self.states[request_id] = prompt.tolist(), {}
-
-    def reuse(self, request_id: Hashable, length: int, earlier: Hashable | None) -> int:
-        kept = self.states.get(earlier, {})
-        self.states[request_id] = {layer: states[:length] for layer, states in kept.items()}
+    def begin(self, request: SourceRequest) -> int:
+        kept, length = self.states.get(request.shares_with, {}), request.num_cached
+        self.texts[request.request_id] = request.prompt.tolist()
+        self.states[request.request_id] = {layer: states[:length] for layer, states in kept.items()}
+        request.on_release.append(lambda: self.states.pop(request.request_id, None))
         return min([length, *(len(kept.get(layer, ())) for layer in self.hidden_layers)])
 
     def observe(self, request_id: Hashable, step: Committed) -> None:
@@ -42,9 +42,6 @@ class NearestStates(TreeCandidateGenerator):
 
     def stop(self, request_id: Hashable) -> None:
         self.texts.pop(request_id, None)  # the states stay: another prompt may begin like this text
-
-    def forget(self, request_id: Hashable) -> None:
-        self.states.pop(request_id, None)
 
     def propose(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> list[DraftTree]:
         return [self._draft(name, limit) for name, limit in zip(request_ids, max_nodes)]

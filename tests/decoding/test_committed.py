@@ -254,9 +254,10 @@ def test_a_cache_that_is_passed_in_has_no_hidden_states():
     assert not looking_back.steps and looking_back.reused == [0]
 
     class Careless(NearestStates):
-        def reuse(self, request_id, length, earlier):
-            assert earlier is None and length == 6
-            return length
+        def begin(self, request):
+            assert request.shares_with is None and request.num_cached == 6
+            super().begin(request)
+            return 6
 
         def observe(self, request_id, step):
             starts.append((step.start, len(step.hidden_states[-1])))

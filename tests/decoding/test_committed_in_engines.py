@@ -104,13 +104,14 @@ def test_sources_of_others_have_kept_nothing():
 class Forgetful(Watching):
     """Keeps hidden states of the first tokens only."""
 
-    def reuse(self, request_id, length, earlier):
-        return super().reuse(request_id, min(length, 10), earlier)
+    def begin(self, request):
+        request.num_cached = min(request.num_cached, 10)
+        return super().begin(request)
 
 
 @pytest.mark.parametrize("together", [False, True])
 def test_sources_that_have_kept_more_than_others_are_shown_it_again(together):
-    """They are told so, before they are: what they have kept of it is of no use any more."""
+    """`start` of the step tells so: what they have kept of it is of no use any more."""
     model = shared_model("llama")
     prompt = list(range(3, 33))
     more, fewer = Watching(known(model, [prompt])), Forgetful(known(model, [prompt]))
@@ -120,7 +121,7 @@ def test_sources_that_have_kept_more_than_others_are_shown_it_again(together):
         assert engine._runner.memory.num_reused == 10
     more.check(model)
     fewer.check(model)
-    assert more.reused == [29, 10] and fewer.reused == [10]
+    assert more.reused == [29] and fewer.reused == [10] and more.num_restarts == 1
 
 
 def test_cancellation_in_flight():
@@ -219,4 +220,4 @@ def test_a_fused_source_that_keeps_nothing_has_its_states_computed():
         assert engine._runner.memory.num_reused == 0
     for watching in sources:
         watching.check(model)
-    assert sources[0].num_restarts == 0 and sources[0].reused[-1] == 0, "it is told before its states come once more"
+    assert sources[0].num_restarts == 1 and sources[1].reused == [0], "`start` tells that its states come once more"

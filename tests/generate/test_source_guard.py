@@ -9,6 +9,7 @@ import torch
 
 import hf_smartspec
 from hf_smartspec import (
+    Committed,
     DraftTree,
     FixedLength,
     LengthPolicy,
@@ -259,11 +260,12 @@ class Shown(SuffixTreeCandidates):
         super().__init__(max_bytes=2**20)
         self.fails, self.shown = fails, []
 
-    def observe_likeliest(self, shown):
-        self.shown += shown.values()
-        if self.fails:
-            raise RuntimeError("shown")
-        super().observe_likeliest(shown)
+    def observe(self, request_id, tokens):
+        if (likeliest := Committed.of(tokens).likeliest) is not None:
+            self.shown.append(likeliest)
+            if self.fails:
+                raise RuntimeError("shown")
+        super().observe(request_id, tokens)
 
 
 def decoded(model, assistant, **options):

@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaForCausalLM, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
-from hf_smartspec.candidates.base import NoCandidates, TreeCandidateGenerator
+from hf_smartspec.candidates.base import NoCandidates, TreeCandidateGenerator, most_nodes_of
 from hf_smartspec.candidates.text.suffix.source import SuffixTreeCandidates
 from hf_smartspec.decoding.batch import DecodingBatch
 from hf_smartspec.decoding.call import DecodingCall, ModelLimits, Request
@@ -199,4 +199,4 @@ def _call(row: int, prompt: np.ndarray, forward: StubForward, source: TreeCandid
         pad_token_id=0,
     )
     picker = TokenPicker(LogitsProcessorList(), 1, len(prompt))
-    return DecodingCall(forward, batch, picker, coupled_picks, source, source.most_nodes)
+    return DecodingCall(forward, batch, picker, coupled_picks, source, most_nodes_of(source))

@@ -8,7 +8,7 @@ from ....drafts.merge import Discount, Draft, merge
 from ....drafts.price import LevelPrice
 from ....drafts.tree import DraftTree
 from ....validate import is_integer
-from ...base import TreeCandidateGenerator
+from ...base import TreeCandidateGenerator, most_nodes_of
 from ...calibrator import ProbabilityCalibrator
 from ...committed import Committed
 from ...request import SourceRequest
@@ -60,9 +60,9 @@ class FusedCandidates(MemberCandidates):
         self._namespaces: dict[Hashable, Hashable] = {}  # by request
         self._drafts: dict[Hashable, list[Draft]] = {}  # each source's latest
 
-    def begin(self, request: SourceRequest) -> None:
+    def begin(self, request: SourceRequest) -> int:
         self._namespaces[request.request_id] = request.namespace
-        super().begin(request)
+        return super().begin(request)
 
     def propose(
         self, request_ids: Sequence[Hashable], max_nodes: Sequence[int], price: LevelPrice | None = None
@@ -92,7 +92,7 @@ class FusedCandidates(MemberCandidates):
         return self._drafters(request_id, tree, self._drafts.get(request_id, ()))
 
     def observe(self, request_id: Hashable, tokens: np.ndarray | Committed) -> None:
-        step = tokens if isinstance(tokens, Committed) else Committed(tokens)
+        step = Committed.of(tokens)
         if len(step.tokens):
             drafts = self._drafts.pop(request_id, None)
             if self._calibrations is not None and drafts is not None:
@@ -114,7 +114,7 @@ def _limits(source: TreeCandidateGenerator, max_nodes: Sequence[int], price: Lev
     elif price is None:
         return max_nodes
     else:
-        most = source.most_nodes
+        most = most_nodes_of(source)
     return [min(limit, most) for limit in max_nodes]
 
 

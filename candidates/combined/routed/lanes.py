@@ -107,13 +107,8 @@ class Lane(ForwardingSource):
         return [f"{self.route}: {label}" for label in super().drafted_by(request_id, tree)]
 
     def observe(self, request_id: Hashable, tokens: np.ndarray | Committed) -> None:
-        num = len(tokens.tokens if isinstance(tokens, Committed) else tokens)
-        self.log.committed(self, request_id, num)
+        self.log.committed(self, request_id, len(Committed.of(tokens).tokens))
         super().observe(request_id, tokens)
-
-    def show(self, request_id: Hashable, committed: Committed) -> None:
-        self.log.committed(self, request_id, len(committed.tokens))
-        self.source.show(request_id, committed)
 
     def stop(self, request_id: Hashable) -> None:
         self.log.end(request_id)

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from ....drafts.price import LevelPrice
 from ....drafts.tree import DraftTree
 from ....log import get_logger
-from ...base import TreeCandidateGenerator, check_needs
-from ...committed import HIDDEN_STATES, Committed, Likeliest
+from ...base import TreeCandidateGenerator, check_needs, most_nodes_of, pass_on
+from ...committed import HIDDEN_STATES, Committed
 from ...request import SourceRequest
 from .bandit import DrafterBandit, Outcome
 from .classifier import TextClassifier
@@ -121,7 +121,7 @@ class RoutedCandidates(TreeCandidateGenerator):
         self.hidden_layers = sorted({layer for stage in looking for layer in stage.hidden_layers})
         self.num_likeliest = max(stage.num_likeliest for stage in stages)
         self.default_num_nodes = max(source.default_num_nodes for source in sources.values())
-        self._most_nodes = max(source.most_nodes for source in sources.values())
+        self.most_nodes = max(map(most_nodes_of, sources.values()))
         self.samples = all(getattr(source, "samples", False) for source in sources.values())
 
     @property
@@ -132,10 +132,6 @@ class RoutedCandidates(TreeCandidateGenerator):
     @property
     def name(self) -> str:
         return f"{type(self).__name__}({', '.join(self.drafters)})"
-
-    @property
-    def most_nodes(self) -> int:
-        return self._most_nodes
 
     def warm_up(self) -> None:
         """Has every drafter compile what it compiles at its first use."""
@@ -226,9 +222,10 @@ class RoutedCandidates(TreeCandidateGenerator):
 
     # Where nobody asks who drafts for a request (transformers' own loop, fused sources), it is passed on from here.
 
-    def begin(self, request: SourceRequest) -> None:
+    def begin(self, request: SourceRequest) -> int | None:
         lanes = self._serving[request.request_id] = self.choose([request])[0]
-        lanes.begin(request)
+        num_reused = lanes.begin(request)
+        return num_reused if HIDDEN_STATES in lanes.needs else request.num_cached
 
     def propose(
         self, request_ids: Sequence[Hashable], max_nodes: Sequence[int], price: LevelPrice | None = None
@@ -247,30 +244,13 @@ class RoutedCandidates(TreeCandidateGenerator):
     def drafted_by(self, request_id: Hashable, tree: DraftTree) -> list[str]:
         return self._serving[request_id].drafted_by(request_id, tree)
 
-    def reuse(self, request_id: Hashable, length: int, earlier: Hashable | None) -> int:
-        lanes = self._serving[request_id]
-        return lanes.reuse(request_id, length, earlier) if HIDDEN_STATES in lanes.needs else length
-
     def observe(self, request_id: Hashable, tokens: np.ndarray | Committed) -> None:
-        step = tokens if isinstance(tokens, Committed) else Committed(tokens)
-        self._serving[request_id].show(request_id, step)
-
-    def observe_likeliest(self, shown: Mapping[Hashable, Likeliest]) -> None:
-        for lanes in set(self._serving.values()):
-            own = {name: item for name, item in shown.items() if self._serving.get(name) is lanes}
-            if own and lanes.num_likeliest:
-                lanes.observe_likeliest(own)
+        pass_on(self._serving[request_id], request_id, Committed.of(tokens))
 
     def stop(self, request_id: Hashable) -> None:
         lanes = self._serving.pop(request_id, None)
         if lanes is not None:
             lanes.stop(request_id)
-
-    def forget(self, request_id: Hashable) -> None:
-        """Whoever drafted for it: it may have begun long ago."""
-        for source in self.sources:
-            if HIDDEN_STATES in source.needs:
-                source.forget(request_id)
 
 
 class Lanes(Lane):

@@ -114,6 +114,7 @@ class DatastoreCandidates(TreeCandidateGenerator):
         self.datastore = datastore
         self.default_num_nodes = num_nodes or TYPICAL_NODES
         self.heeds_prices = num_nodes is None
+        self.most_nodes = num_nodes or _MOST_NODES
         self.max_prefix = max_prefix
         self._text = _Text(datastore.tokens, datastore.suffixes, datastore.starts)
         # All ends but the last one that is looked at have fewer than `min_continuations`.
@@ -130,10 +131,6 @@ class DatastoreCandidates(TreeCandidateGenerator):
         self._ends: dict[Hashable, np.ndarray] = {}  # the last `max_prefix` tokens, int32, -1 where there are fewer
         self._pool: tuple[int, ThreadPoolExecutor] | None = None  # and the process that it belongs to
         self.warm_up()
-
-    @property
-    def most_nodes(self) -> int:
-        return _MOST_NODES if self.heeds_prices else self.default_num_nodes
 
     def warm_up(self) -> None:
         """Has the search compiled, or loaded from the disk where it was compiled before. Done at construction."""

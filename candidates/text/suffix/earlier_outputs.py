@@ -136,6 +136,7 @@ class EarlierOutputs:
             ValueError: if a namespace is no string.
         """
         with self._lock:
+            self._slots.write_likeliest()
             model, lines = self._slots.model, self._slots.lines
             if not all(isinstance(name, str) for name in lines):
                 raise ValueError(f"Namespaces must be strings to be saved, got {list(lines)!r}.")

@@ -1,6 +1,6 @@
 """The slots of running requests: their memory, what was learnt, and the compiled calls that work on both."""
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from .kernels.likely import lines_of, new_lines
 from .kernels.mix import Model, log_odds, new_model
 
 _NUM_SLOTS, _NUM_ROWS = 8, 16  # at first
+_MOST_UNWRITTEN = 256  # steps of requests whose likeliest tokens wait for a draft
 
 
 class SuffixSlots:
@@ -54,6 +55,7 @@ class SuffixSlots:
         slots, scratch = new_slots(_NUM_SLOTS, corpus.max_depth), new_scratch(_NUM_SLOTS)
         self._replace(new_model(), slots, scratch, new_batch(_NUM_ROWS))
         self.lines = dict[Hashable, int]()
+        self._unwritten: dict[int, list[Likeliest]] = {}  # by line of the model
         self._free_slots, self._free_lines = list(range(_NUM_SLOTS)), [0]
 
     @property
@@ -140,14 +142,21 @@ class SuffixSlots:
         self._slots.pending[slot, end - len(tokens) : end] = tokens
         self._state[at] = end
 
-    def remember(self, shown: Mapping[int, Likeliest]) -> None:
-        """What the target thinks may follow tokens of these slots, for drafts of their namespaces."""
-        by_namespace: dict[int, list[Likeliest]] = {}
-        for slot, item in shown.items():
-            by_namespace.setdefault(self._state[slot * STATE + NAMESPACE], []).append(item)
-        for namespace, items in by_namespace.items():
-            numbers, lines = lines_of(*map(np.concatenate, zip(*items)))
+    def add_likeliest(self, slot: int, item: Likeliest) -> None:
+        """Note the target's likeliest tokens of a slot, for drafts of its namespace; the next draft writes them."""
+        items = self._unwritten.setdefault(self._state[slot * STATE + NAMESPACE], [])
+        items.append(item)
+        if len(items) >= _MOST_UNWRITTEN:
+            self.write_likeliest()
+
+    def write_likeliest(self) -> None:
+        """Write to the model what was noted of the target's likeliest tokens: for all slots of a step at once."""
+        for namespace, items in self._unwritten.items():
+            width = min([item.following.shape[1] for item in items])
+            parts = [(*item[:2], item.following[:, :width], item.shares[:, :width]) for item in items]
+            numbers, lines = lines_of(*map(np.concatenate, zip(*parts)))
             self.model.likely[namespace, numbers] = lines
+        self._unwritten.clear()
 
     def absorb(self, slot: int) -> None:
         """What was appended joins the tree now."""
@@ -155,6 +164,7 @@ class SuffixSlots:
 
     def draft(self, slots: Sequence[int], limits: Sequence[int]) -> list[DraftTree]:
         """Drafts of up to so many nodes for these slots."""
+        self.write_likeliest()
         num_rows = len(slots)
         if num_rows > len(self._batch.slots):
             self._replace(self.model, self._slots, self._scratch, new_batch(2 * num_rows))
@@ -192,6 +202,7 @@ class SuffixSlots:
         line = self.lines.pop(namespace, None)
         if line is not None:
             self._free_lines.append(line)
+            self._unwritten.pop(line, None)
             for learnt, initial in zip(self.model, new_model()):
                 learnt[line] = initial[0]
 

@@ -1,7 +1,7 @@
 """Drafts from suffix trees over a request's own text and earlier outputs (SuffixDecoding, Oliaro et al., 2024)."""
 
 import threading
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -11,7 +11,7 @@ from ....drafts.price import LevelPrice
 from ....drafts.tree import DraftTree
 from ....validate import is_integer
 from ...base import TYPICAL_NODES, TreeCandidateGenerator
-from ...committed import Likeliest
+from ...committed import Committed
 from ...request import SourceRequest
 from .corpus import SuffixCorpus
 from .earlier_outputs import EarlierOutputs, checked
@@ -118,7 +118,7 @@ class SuffixTreeCandidates(EarlierOutputs, TreeCandidateGenerator):
         self.heeds_prices = scoring == "learned" and min_probability is None
         self.num_likeliest = NUM_LIKELY if likeliest and scoring == "learned" else 0
         self._scoring = scoring
-        self._most_nodes = num_nodes or (MAX_NODES - 1 if self.heeds_prices else TYPICAL_NODES)
+        self.most_nodes = num_nodes or (MAX_NODES - 1 if self.heeds_prices else TYPICAL_NODES)
         self._lock = threading.RLock()
         self._corpus = SuffixCorpus(max_bytes, max_depth)
         least = LEAST_PROBABILITY if min_probability is None else min_probability
@@ -127,10 +127,6 @@ class SuffixTreeCandidates(EarlierOutputs, TreeCandidateGenerator):
         self._requests: dict[Hashable, _Request] = {}
 
     # The contract
-
-    @property
-    def most_nodes(self) -> int:
-        return self._most_nodes
 
     def begin(self, request: SourceRequest) -> None:
         """Begin a request, which may read two further namespaces."""
@@ -171,15 +167,14 @@ class SuffixTreeCandidates(EarlierOutputs, TreeCandidateGenerator):
                 self._slots.least_probability = least
             return self._slots.draft([self._requests[name].slot for name in request_ids], max_nodes)
 
-    def observe(self, request_id: Hashable, tokens: np.ndarray) -> None:
+    def observe(self, request_id: Hashable, tokens: np.ndarray | Committed) -> None:
+        step = Committed.of(tokens)
         with self._lock:
             request = self._requests[request_id]
-            self._use(request, len(tokens))
-            self._slots.append(request.slot, tokens)
-
-    def observe_likeliest(self, shown: Mapping[Hashable, Likeliest]) -> None:
-        with self._lock:
-            self._slots.remember({self._requests[name].slot: item for name, item in shown.items()})
+            if step.likeliest is not None:
+                self._slots.add_likeliest(request.slot, step.likeliest)
+            self._use(request, len(step.tokens))
+            self._slots.append(request.slot, step.tokens)
 
     def _use(self, request: _Request, num_tokens: int) -> None:
         """Takes so many tokens' room of the request's place, or moves its text to a larger one."""

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...candidates import TreeCandidateGenerator
-from ...candidates.base import refuse_needs
+from ...candidates import Committed, TreeCandidateGenerator
+from ...candidates.base import pass_on, refuse_needs
 from ...drafts.price import FREE
 from ...drafts.tree import DraftTree
 from ...goodput import Calibrator, expected_calibration_error, outcomes
@@ -201,7 +201,7 @@ class Replayer:
             if len(tree):
                 tally.nodes.append(_judged(row.index, tree, rest))
             tally.requests[row.index] += (len(committed), 1, len(tree), num_accepted)
-            _, seconds = _timed(self.source.observe, request_id, committed)
+            _, seconds = _timed(pass_on, self.source, request_id, Committed(committed))
             tally.observe_seconds.append(seconds)
             tally.seconds[row.index, _PROPOSE : _OBSERVE + 1] += drafting / len(ids), seconds
             row.position += len(committed)

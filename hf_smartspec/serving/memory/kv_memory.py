@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from ...candidates.base import TreeCandidateGenerator
 from ...decoding.call import DecodingCall, Request
-from ...decoding.source_guard import forget
+from ...decoding.source_guard import release
 from ...prepare.call import PreparedCall, decoding_call
 from ...target_model.cache.slot_cache import SlotCache
 from ...target_model.layout.rows import CacheRow, RowInput
@@ -152,13 +152,12 @@ class EngineMemory(RequestMemory):
             raise
 
     def settle(self, request: Request) -> None:
-        """Tell sources to forget dropped texts, now that the request has begun and copied the states that it needs."""
+        """Let sources release dropped texts, now that the request has begun and copied the states that it needs."""
         if not request.is_resumed:
             self.num_reused += request.cache_row.length
         gone, self.prefixes.dropped = self.prefixes.dropped, []
         for text in gone:
-            assert text.source is not None, "only texts with a source are recorded"
-            forget(text.source, text.request_id)
+            release(text.on_release)
 
     def _same_rotary(self, shared: SharedPrefix, request: Request) -> bool:
         """Return whether the row's rotary embeddings, where they depend on the text's length, suit the request."""
@@ -270,7 +269,8 @@ class EngineMemory(RequestMemory):
 def _cached(request: Request) -> CachedText:
     """Return the text in the request's row."""
     text = request.text()[: request.cache_row.length]
-    return CachedText(text, request.request_id, _stateful_source(request), request.call.namespace)
+    callbacks = request.source_request.on_release
+    return CachedText(text, request.request_id, _stateful_source(request), request.call.namespace, callbacks)
 
 
 def _stateful_source(request: Request) -> TreeCandidateGenerator | None:

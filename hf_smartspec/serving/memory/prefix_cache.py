@@ -1,6 +1,6 @@
 """Rows of ended requests, kept until their memory is needed: new prompts may have the same beginning."""
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,12 +20,14 @@ class CachedText(NamedTuple):
         request_id (hashable): The request that the row was computed for.
         source (`TreeCandidateGenerator`, *optional*): The source that keeps states for the text, if one does.
         namespace (hashable): The namespace of the request.
+        on_release (sequence of `Callable`): See `SourceRequest`.
     """
 
     tokens: np.ndarray
     request_id: Hashable = None
     source: TreeCandidateGenerator | None = None
     namespace: Hashable = ""
+    on_release: Sequence[Callable[[], object]] = ()
 
 
 class SharedPrefix(NamedTuple):
@@ -117,7 +119,7 @@ class PrefixRows:
         """
         best, best_rank = None, (False, 0)
         beginning = prompt[:_MIN_SHARED].tobytes()
-        for row, (tokens, request_id, owner, row_namespace) in [*self._rows.items(), *running]:
+        for row, (tokens, request_id, owner, row_namespace, _) in [*self._rows.items(), *running]:
             if row_namespace != namespace or tokens[:_MIN_SHARED].tobytes() != beginning:
                 continue
             if source is None and best is not None and tokens[: best.length + 1][-1] != prompt[best.length]:

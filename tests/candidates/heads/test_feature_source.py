@@ -193,9 +193,10 @@ class Drafts(FeatureCandidates):
             self.of[text], self.rooms[text] = tree, room
         return trees
 
-    def reuse(self, request_id, length, earlier):
-        self.reused.append(super().reuse(request_id, length, earlier))
-        return self.reused[-1]
+    def begin(self, request):
+        num = super().begin(request)
+        self.reused += [num] if request.num_cached else []
+        return num
 
     @property
     def rows(self):

@@ -65,7 +65,7 @@ class World:
 
     def __init__(self, heads, width):
         self.source = FeatureCandidates(heads, width=width)
-        self.texts, self.shown, self.ended, self.count = {}, {}, {}, 0
+        self.texts, self.shown, self.ended, self.requests, self.count = {}, {}, {}, {}, 0
 
     def begin(self, data) -> None:
         """A prompt that goes on from another's text, or is new; keys and values of its beginning may be there."""
@@ -76,16 +76,14 @@ class World:
         own = data.draw(st.lists(st.integers(3, 6), min_size=2, max_size=6))
         begins = others[earlier][: data.draw(st.integers(0, len(others[earlier])))] if earlier else []
         prompt = [*begins, *own]
-        self.source.start(name, np.array(prompt))
-        start = 0
-        if earlier:
-            length = min(len(begins), len(prompt) - 1)
-            for _ in range(data.draw(st.integers(0, 2))):
-                start = self.source.reuse(name, length, earlier)
-                assert 0 <= start <= length
-                length = data.draw(st.integers(0, start))
-            if start and data.draw(st.booleans()):  # another source needs more
-                start = self.source.reuse(name, length, earlier)
+        length = data.draw(st.integers(0, min(len(begins), len(prompt) - 1))) if earlier else 0
+        self.requests[name] = request = SourceRequest(
+            name, np.array(prompt), num_cached=length, shares_with=earlier if length else None
+        )
+        start = self.source.begin(request)
+        assert 0 <= start <= length
+        if start and data.draw(st.booleans()):  # another source needs more
+            start = data.draw(st.integers(0, start))
         self.texts[name], self.shown[name] = prompt, start
 
     def go_on(self, data, name) -> None:
@@ -124,8 +122,12 @@ class World:
     def forget(self, data) -> None:
         if self.ended:
             name = data.draw(st.sampled_from(sorted(self.ended)))
-            self.source.forget(name)
+            self.release(name)
             del self.ended[name]
+
+    def release(self, name) -> None:
+        for callback in self.requests.pop(name).on_release:
+            callback()
 
     def play(self, data) -> None:
         if not self.texts:
@@ -148,9 +150,9 @@ def test_drafts_are_those_of_a_drafter_that_sees_the_whole_text_anew(unlike, dat
     for name in [*world.texts]:
         world.source.stop(name)
         world.ended[name] = world.texts.pop(name)
-    for name in [*world.ended, "never started"]:
-        world.source.stop("never started")
-        world.source.forget(name)
+    world.source.stop("never started")
+    for name in world.ended:
+        world.release(name)
     assert world.source._forward is None and not world.source._ended
 
 
@@ -232,8 +234,8 @@ def test_prompts_that_are_there_already_but_for_their_end(unlike):
     source.propose(["earlier"], [5])
     source.stop("earlier")
     for length in range(2, len(text) + 1):
-        source.start(length, np.array(text[:length]))
-        assert source.reuse(length, length - 1, "earlier") == length - 1
+        request = SourceRequest(length, np.array(text[:length]), num_cached=length - 1, shares_with="earlier")
+        assert source.begin(request) == length - 1
         tree = source.propose([length], [5])[0]
         if len(tree):
             assert tree.tokens.tolist() == drafts_anew(unlike, text[:length], 5).tokens.tolist()

@@ -67,14 +67,13 @@ class Spy(FeatureCandidates):
         self.drafts, self.texts = {}, {}
         self.reuses, self.num_reused = reuses, 0
 
-    def reuse(self, request_id, length, earlier):
-        num = super().reuse(request_id, length, earlier if self.reuses else None)
+    def begin(self, request):
+        self.texts[request.request_id] = len(request.prompt), *request.prompt[:4].tolist()
+        if not self.reuses:
+            request.shares_with = None
+        num = super().begin(request)
         self.num_reused = max(self.num_reused, num)
         return num
-
-    def begin(self, request):
-        super().begin(request)
-        self.texts[request.request_id] = len(request.prompt), *request.prompt[:4].tolist()
 
     def propose(self, request_ids, max_nodes, price=None):
         trees = super().propose(request_ids, max_nodes, price)

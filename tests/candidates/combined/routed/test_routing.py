@@ -17,6 +17,7 @@ from hf_smartspec import (
     TextClassifier,
 )
 from hf_smartspec.candidates import FusedCandidates, StagedCandidates
+from hf_smartspec.candidates.forwarding import unwrapped
 from hf_smartspec.candidates.request import SourceRequest
 from hf_smartspec.target_model.model_state import forget
 
@@ -213,8 +214,8 @@ def test_drafters_of_one_kind_are_told_apart_and_are_still_themselves(model):
     chosen = routed.choose(requests)
     stages = [stage for source in chosen for stage in source.stages]
     assert len({stage.name for stage in stages}) == len(stages) == 4
-    assert [stage.origin for stage in stages[:2]] == list(trees.values())
-    assert [stage.origin for stage in stages[2:]] == routed.drafters["list"].sources
+    assert [unwrapped(stage) for stage in stages[:2]] == list(trees.values())
+    assert [unwrapped(stage) for stage in stages[2:]] == routed.drafters["list"].sources
 
 
 # By itself, where nobody asks who drafts

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_smartspec import SuffixTreeCandidates
-from hf_smartspec.candidates.committed import Likeliest
+from hf_smartspec.candidates.committed import Committed, Likeliest
 from hf_smartspec.candidates.request import SourceRequest
 from hf_smartspec.candidates.text.suffix.kernels.likely import NUM_LIKELY, lines_of
 
@@ -24,6 +24,10 @@ def started(prompt=(1, 2, 3), namespace="", **options):
     return source
 
 
+def show(source, item, name="a"):
+    source.observe(name, Committed(np.zeros(0, np.int64), likeliest=item))
+
+
 def drafted(source, number=4):
     return source.propose(["a"], [number])[0]
 
@@ -31,8 +35,8 @@ def drafted(source, number=4):
 def test_what_was_likely_behind_the_last_token_is_drafted_and_what_was_likely_behind_that():
     source = started()
     assert not len(drafted(source)), "nothing is known"
-    source.observe_likeliest({"a": likeliest(9, 3, [50, 51])})
-    source.observe_likeliest({"a": likeliest(8, 50, [60, 61])})
+    show(source, likeliest(9, 3, [50, 51]))
+    show(source, likeliest(8, 50, [60, 61]))
     tree = drafted(source)
     assert tree.tokens[:2].tolist() == [50, 60]
     assert tree.parents[:2].tolist() == [-1, 0]
@@ -40,8 +44,8 @@ def test_what_was_likely_behind_the_last_token_is_drafted_and_what_was_likely_be
 
 def test_two_tokens_tell_more_than_one():
     source = started()
-    source.observe_likeliest({"a": likeliest(2, 3, [50, 51])})
-    source.observe_likeliest({"a": likeliest(9, 3, [70, 71])})  # the newest behind 3, but not behind 2 and 3
+    show(source, likeliest(2, 3, [50, 51]))
+    show(source, likeliest(9, 3, [70, 71]))  # the newest behind 3, but not behind 2 and 3
     tree = drafted(source)
     assert tree.tokens[0] == 50
     assert 70 in tree.tokens
@@ -49,8 +53,8 @@ def test_two_tokens_tell_more_than_one():
 
 def test_the_newest_counts():
     source = started()
-    source.observe_likeliest({"a": likeliest(2, 3, [50, 51])})
-    source.observe_likeliest({"a": likeliest(2, 3, [70, 71])})
+    show(source, likeliest(2, 3, [50, 51]))
+    show(source, likeliest(2, 3, [70, 71]))
     assert drafted(source).tokens.tolist()[0] == 70
     assert 50 not in drafted(source).tokens
 
@@ -59,7 +63,7 @@ def test_what_comes_true_is_trusted_more_and_what_does_not_less():
     def trust(came):
         source = started()
         for _ in range(30):
-            source.observe_likeliest({"a": likeliest(2, 3, [4, 5], [0.6, 0.4])})
+            show(source, likeliest(2, 3, [4, 5], [0.6, 0.4]))
             tree = drafted(source)
             source.observe("a", np.array([came, 1, 2, 3]))
         return dict(zip(tree.tokens.tolist(), tree.probs.tolist())).get(4, 0.0)
@@ -74,7 +78,7 @@ def test_an_empty_text_is_drafted_from_nothing():
 def test_namespaces_know_nothing_of_one_another():
     source = started(namespace="mine")
     source.begin(SourceRequest("b", np.array([1, 2, 3]), namespace="other"))
-    source.observe_likeliest({"b": likeliest(2, 3, [50, 51])})
+    show(source, likeliest(2, 3, [50, 51]), "b")
     assert not len(drafted(source))
     assert len(source.propose(["b"], [4])[0])
     source.stop("b")
@@ -85,7 +89,7 @@ def test_namespaces_know_nothing_of_one_another():
 
 def test_it_is_saved_and_loaded(tmp_path):
     source = started()
-    source.observe_likeliest({"a": likeliest(2, 3, [50, 51])})
+    show(source, likeliest(2, 3, [50, 51]))
     source.stop("a")
     source.save(tmp_path / "trees")
     loaded = SuffixTreeCandidates.load(tmp_path / "trees", progress=False, max_bytes=2**20)
@@ -101,7 +105,7 @@ def test_it_can_be_left_out(options):
 
 def test_a_small_vocabulary_has_fewer_tokens_to_tell_of():
     source = started((1, 0, 1, 0))
-    source.observe_likeliest({"a": likeliest(1, 0, [1], [1.0])})
+    show(source, likeliest(1, 0, [1], [1.0]))
     assert set(drafted(source).tokens.tolist()) <= {0, 1}
 
 

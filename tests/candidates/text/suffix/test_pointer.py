@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_smartspec import SuffixTreeCandidates
-from hf_smartspec.candidates.committed import Likeliest
+from hf_smartspec.candidates.committed import Committed, Likeliest
 from hf_smartspec.candidates.text.suffix.kernels import pointer
 from hf_smartspec.candidates.text.suffix.kernels.expand import END_OF
 from hf_smartspec.candidates.text.suffix.kernels.mix import CANDIDATE, CELLS, TOKEN
@@ -161,7 +161,8 @@ def test_pointers_tell_of_what_the_target_thought_likely_too():
     source, _ = started([*EARLIER, 900])
     drafted_behind(source, [*BEFORE, 600])
     shown = map(np.array, ([600], [COMMON], [[BEHIND[0], 777]]))
-    source.observe_likeliest({"a": Likeliest(*shown, np.array([[0.5, 0.4]], np.float32))})
+    likeliest = Likeliest(*shown, np.array([[0.5, 0.4]], np.float32))
+    source.observe("a", Committed(np.zeros(0, np.int64), likeliest=likeliest))
     drafted_behind(source, [COMMON])
     scratch, slot = source._slots._scratch, source._requests["a"].slot
     candidates = scratch.candidates[slot].reshape(-1, CANDIDATE)[: scratch.grown[slot, END_OF]]
