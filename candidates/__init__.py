@@ -8,13 +8,12 @@ from .combined.staged import StagedCandidates
 from .combined.wrapped import WrappedCandidates
 from .committed import Committed
 from .forwarding import ForwardingSource
-from .heads.eagle import EagleHeads
+from .heads.eagle.heads import EagleHeads
 from .heads.feature_source import FeatureCandidates
-from .heads.medusa import MedusaHeads
-from .heads.medusa_source import MedusaCandidates
-from .heads.mlp_speculator import MLPSpeculator
+from .heads.medusa.heads import MedusaHeads
+from .heads.medusa.source import MedusaCandidates
+from .heads.mlp_speculator import MLPSpeculator, MLPSpeculatorCandidates
 from .heads.mtp import MtpLayers
-from .heads.speculator_source import MLPSpeculatorCandidates
 from .models.draft_model import DraftModelCandidates
 from .models.early_exit import EarlyExitCandidates
 from .models.growing import GrowingCandidates

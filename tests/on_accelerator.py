@@ -11,7 +11,7 @@ import torch
 
 import hf_smartspec
 from hf_smartspec import PromptLookupCandidates, SmartSpecConfig, device
-from hf_smartspec.candidates.heads.eagle import EagleHeads
+from hf_smartspec.candidates.heads.eagle.heads import EagleHeads
 from hf_smartspec.candidates.heads.feature_source import FeatureCandidates
 from hf_smartspec.decoding import loop, verify
 from hf_smartspec.decoding.loop import DecodingLoop

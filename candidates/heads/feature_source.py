@@ -15,7 +15,7 @@ from ..committed import HIDDEN_STATES, Committed
 from ..models.draft_growth import DraftState, Growth
 from ..models.growing import GrowingCandidates
 from ..request import SourceRequest
-from .features import FeatureDrafter
+from .learned import FeatureDrafter
 
 _MOST_PENDING = 256  # hidden states that are kept for a draft; more go into the row
 

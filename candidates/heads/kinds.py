@@ -6,19 +6,17 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ...goodput.estimates.calibrator import Calibrator
 from ..base import TreeCandidateGenerator
-from ..calibrator import ProbabilityCalibrator
-from .eagle import EagleHeads
-from .eagle_files import says_eagle
+from .eagle.files import is_eagle_checkpoint
+from .eagle.heads import EagleHeads
 from .feature_source import FeatureCandidates
-from .features import FeatureDrafter
 from .files import config_of
-from .learned import LearnedDrafter
-from .medusa import MedusaHeads, says_medusa
-from .medusa_source import MedusaCandidates
-from .mlp_speculator import MLPSpeculator, says_mlp_speculator
-from .mtp import MtpLayers, says_mtp
-from .speculator_source import MLPSpeculatorCandidates
+from .learned import FeatureDrafter, LearnedDrafter
+from .medusa.heads import MedusaHeads, is_medusa_checkpoint
+from .medusa.source import MedusaCandidates
+from .mlp_speculator import MLPSpeculator, MLPSpeculatorCandidates, is_speculator_checkpoint
+from .mtp import MtpLayers, is_mtp
 
 
 @dataclass(frozen=True)
@@ -36,26 +34,26 @@ class Kind:
 
     drafter: type[LearnedDrafter]
     says: Callable[[str, Mapping[str, Any]], bool]
-    source: Callable[[Any, ProbabilityCalibrator, int | None], TreeCandidateGenerator]
+    source: Callable[[Any, Calibrator, int | None], TreeCandidateGenerator]
 
 
-def _medusa(heads: MedusaHeads, calibrator: ProbabilityCalibrator, width: int | None) -> TreeCandidateGenerator:
+def _medusa(heads: MedusaHeads, calibrator: Calibrator, width: int | None) -> TreeCandidateGenerator:
     return MedusaCandidates(heads, calibrator=calibrator)
 
 
-def _speculator(heads: MLPSpeculator, calibrator: ProbabilityCalibrator, width: int | None) -> TreeCandidateGenerator:
+def _speculator(heads: MLPSpeculator, calibrator: Calibrator, width: int | None) -> TreeCandidateGenerator:
     return MLPSpeculatorCandidates(heads, width=width)
 
 
-def _features(heads: FeatureDrafter, calibrator: ProbabilityCalibrator, width: int | None) -> TreeCandidateGenerator:
+def _features(heads: FeatureDrafter, calibrator: Calibrator, width: int | None) -> TreeCandidateGenerator:
     return FeatureCandidates(heads, width=width)
 
 
 KINDS = (
-    Kind(MtpLayers, says_mtp, _features),
-    Kind(MedusaHeads, says_medusa, _medusa),
-    Kind(MLPSpeculator, says_mlp_speculator, _speculator),
-    Kind(EagleHeads, says_eagle, _features),
+    Kind(MtpLayers, is_mtp, _features),
+    Kind(MedusaHeads, is_medusa_checkpoint, _medusa),
+    Kind(MLPSpeculator, is_speculator_checkpoint, _speculator),
+    Kind(EagleHeads, is_eagle_checkpoint, _features),
 )
 
 
@@ -66,12 +64,12 @@ def load(name: str, target: PreTrainedModel) -> LearnedDrafter | None:
     Raises:
         ValueError: if it cannot be read, or does not fit the target.
     """
-    config = {} if says_mtp(name) else config_of(name)  # the target's own layers have no folder
+    config = {} if is_mtp(name) else config_of(name)  # the target's own layers have no folder
     kind = next((kind for kind in KINDS if kind.says(name, config)), None)
     return None if kind is None else kind.drafter.from_pretrained(name, target)
 
 
-def source_of(drafter: LearnedDrafter, calibrator: ProbabilityCalibrator, width: int | None) -> TreeCandidateGenerator:
+def source_of(drafter: LearnedDrafter, calibrator: Calibrator, width: int | None) -> TreeCandidateGenerator:
     """What drafts with it; see `Kind`."""
     kind = next(kind for kind in KINDS if isinstance(drafter, kind.drafter))
     return kind.source(drafter, calibrator, width)

@@ -1,11 +1,13 @@
-"""What all learned drafters have in common."""
+"""Base classes of the modules that learned drafters consist of."""
 
 from abc import abstractmethod
 from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ...target_model.drafters.features import Layers
 
 
 class LearnedDrafter(nn.Module):
@@ -14,7 +16,7 @@ class LearnedDrafter(nn.Module):
     with one have it as their attribute `heads`.
 
     Attributes:
-        name_or_path (`str`): Where it was loaded from.
+        name_or_path (`str`): The folder or hub id that it was loaded from.
         label (`str`): Its kind, see `TreeCandidateGenerator.label`.
     """
 
@@ -33,7 +35,7 @@ class LearnedDrafter(nn.Module):
     @abstractmethod
     def from_pretrained(cls, name: str | Path, target: PreTrainedModel) -> "LearnedDrafter":
         """
-        Reads the files of a folder or hub id.
+        Read the files of a folder or hub id.
 
         Raises:
             ValueError: if they hold no such drafter, or one of another target.
@@ -41,4 +43,35 @@ class LearnedDrafter(nn.Module):
 
     @abstractmethod
     def check_fit(self, target: PreTrainedModel) -> None:
-        """Raises `ValueError` unless it is of this target's sizes."""
+        """Raise `ValueError` unless it has this target's sizes."""
+
+
+class FeatureDrafter(LearnedDrafter):
+    """
+    A drafter of decoder layers with keys and values of their own. Its position i takes token i + 1 of a text and the
+    target's feature of token i, and predicts token i + 2. The output of its layers there is also the feature for the
+    tokens after it, where the target's own is not known.
+
+    Attributes:
+        config (`PreTrainedConfig`): Config of its own layers: heads, and their size.
+        hidden_layers (tuple of `int`): The target's hidden states that make up a feature, side by side; see
+            `TreeCandidateGenerator.hidden_layers`.
+        vocab_size (`int`): Size of the target's vocabulary.
+        token_ids (`torch.Tensor` of shape `[own vocab]`, *optional*): The target's token that each output stands for,
+            where these are not all of them in order.
+    """
+
+    config: PreTrainedConfig
+    hidden_layers: tuple[int, ...]
+    vocab_size: int
+    token_ids: torch.Tensor | None
+
+    @abstractmethod
+    def layers(self) -> Layers:
+        """See `target_model.drafters.features.FeatureLayers`, also for `combine` and `logits`."""
+
+    @abstractmethod
+    def combine(self, states: torch.Tensor) -> torch.Tensor: ...
+
+    @abstractmethod
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...

@@ -1,17 +1,29 @@
-"""MLP speculators (Wertheimer et al., arXiv 2404.19124): a small recurrent net that goes on from the hidden state."""
+"""
+MLP speculators (Wertheimer et al., arXiv 2404.19124), small recurrent nets that start from the target's hidden state,
+and the source that drafts with them.
+"""
 
 import json
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn.functional import embedding, gelu, linear, rms_norm
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from ...target_model.forward.ragged import PlannedForward, RaggedForward
+from ...target_model.layout.rows import CacheRow, RowInput
+from ..committed import HIDDEN_STATES, LAST, Committed
+from ..models.draft_growth import DraftState, Growth
+from ..models.growing import GrowingCandidates
+from ..request import SourceRequest
 from .files import CONFIG, check_numbers, config_of, folder_of, read_tensors
 from .learned import LearnedDrafter
 
@@ -160,7 +172,7 @@ class MLPSpeculator(LearnedDrafter):
                     )
 
 
-def says_mlp_speculator(name: str, config: Mapping[str, Any] | None = None) -> bool:
+def is_speculator_checkpoint(name: str, config: Mapping[str, Any] | None = None) -> bool:
     """Whether the config of a folder or hub id says that it holds an MLP speculator."""
     config = config_of(name) if config is None else config
     kinds = [str(config.get("model_type", "")), *map(str, config.get("architectures") or ())]
@@ -181,3 +193,96 @@ def _parts(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]
 
 def _frozen(tensors: list[torch.Tensor]) -> nn.ParameterList:
     return nn.ParameterList(nn.Parameter(tensor, requires_grad=False) for tensor in tensors)
+
+
+@dataclass(eq=False)
+class _State(DraftState):
+    """Of one request: its newest token, and the hidden state `[1, hidden]` that this was picked by."""
+
+    hidden: torch.Tensor | None = None
+
+    def features(self) -> torch.Tensor | None:
+        return self.hidden
+
+
+class _SpeculatorForward(RaggedForward):
+    """Steps of an MLP speculator for the whole batch. Rows hold nothing."""
+
+    def __init__(self, speculator: MLPSpeculator):
+        nothing_attends = PreTrainedConfig.from_dict({"hidden_size": speculator.hidden_size})
+        super().__init__(nothing_attends, speculator.device, speculator.dtype)
+        self.speculator = speculator
+
+    @property
+    def device(self) -> torch.device:
+        return self.speculator.device
+
+    def _run(self, planned: PlannedForward) -> torch.Tensor:
+        states = planned.features
+        if states is None:
+            states = torch.cat([item.features for item in planned.rows if item.features is not None])
+        step = _depth(planned.rows[0])
+        planned.hidden, logits = self.speculator(planned.layout.tokens[0], states, step)
+        return logits
+
+
+def _depth(item: RowInput) -> int:
+    """How many tokens behind the text those stand that are run."""
+    depth, node = 0, item.first_node if item.num_nodes else -1
+    while node >= 0:
+        depth, node = depth + 1, int(item.tree.parents[node])
+    return depth
+
+
+class MLPSpeculatorCandidates(GrowingCandidates):
+    """
+    Drafts with an MLP speculator: trees grow step by step, by its own confidence, as deep as it has steps.
+
+    Args:
+        heads (`MLPSpeculator`): On the device of the target's output.
+        num_nodes, width, confidence_threshold, samples: See `GrowingCandidates`.
+    """
+
+    label = "mlp_speculator"
+    needs = frozenset({HIDDEN_STATES})
+    follows_target = True
+    is_learned = True
+    hidden_layers = (LAST,)
+
+    def __init__(
+        self,
+        heads: MLPSpeculator,
+        num_nodes: int | None = None,
+        width: int | None = None,
+        confidence_threshold: float = 0.0,
+        samples: bool = False,
+    ):
+        # Behind a text that it knows one token of, its positions are its steps.
+        super().__init__(num_nodes, width, confidence_threshold, samples, num_positions=heads.num_steps)
+        self.heads = heads
+
+    @property
+    def name(self) -> str:
+        path = os.path.basename(self.heads.name_or_path)
+        return f"{type(self).__name__}({path}, {id(self.heads):x})"  # heads of one path may differ
+
+    def _new_forward(self) -> _SpeculatorForward:
+        return _SpeculatorForward(self.heads)
+
+    def _new_state(self, row: CacheRow, prompt: np.ndarray) -> _State:
+        return _State(row, prompt[-1:].tolist())
+
+    def _can_grow(self, growth: Growth) -> bool:
+        return growth.state.features() is not None
+
+    def begin(self, request: SourceRequest) -> int:
+        super().begin(request)
+        return request.num_cached  # only the newest hidden state is used
+
+    def observe(self, request_id: Hashable, committed: Committed) -> None:
+        state, hidden = self._states[request_id], committed.hidden_states.get(LAST)
+        assert isinstance(state, _State)
+        state.tokens = [*state.tokens, *committed.tokens.tolist()][-1:]
+        state.num_generated += len(committed.tokens)
+        if hidden is not None and len(hidden):
+            state.hidden = hidden[-1:]

@@ -12,7 +12,7 @@ from ...target_model.drafters.features import Layers
 from ...target_model.drafters.mtp import PackedMtp
 from ...target_model.support.capabilities import packing_obstacle
 from ..committed import LAST
-from .features import FeatureDrafter
+from .learned import FeatureDrafter
 
 MTP = "mtp"
 
@@ -104,6 +104,6 @@ class MtpLayers(FeatureDrafter):
             )
 
 
-def says_mtp(name: str, config: Mapping[str, Any] | None = None) -> bool:
+def is_mtp(name: str, config: Mapping[str, Any] | None = None) -> bool:
     """Whether the layers are meant that the target itself brings."""
     return name == MTP

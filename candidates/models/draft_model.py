@@ -2,9 +2,11 @@
 
 import os
 from collections.abc import Hashable
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from ...drafts.tree import DraftTree
@@ -22,7 +24,32 @@ from .draft_ahead import DraftLevel
 from .draft_growth import DraftState, Growth
 from .encoded import EncodedRows, reads_encoder
 from .growing import GrowingCandidates
-from .vocabulary import SharedVocabulary
+
+
+class SharedVocabulary(NamedTuple):
+    """
+    One tokenizer, with embeddings of different sizes: ids below both sizes mean the same, and what one model has beyond
+    is padding, or was added to it later. Such tokens are never proposed, and a draft reads the text without those that
+    it does not know.
+
+    Args:
+        draft_size, target_size (`int`): Of the vocabularies, padding included.
+    """
+
+    draft_size: int
+    target_size: int
+
+    def known(self, tokens: np.ndarray) -> list[int]:
+        """Those of a text's tokens that the draft knows."""
+        return tokens[tokens < self.draft_size].tolist()
+
+    def scores(self, logits: torch.Tensor, is_whole: bool = False) -> torch.Tensor:
+        """
+        The target's part of logits `[nodes, draft_size]`: of those tokens that both have, or where it is to be
+        `is_whole`, of all `target_size`, of which the draft's are the first.
+        """
+        missing = self.target_size - self.draft_size if is_whole else 0
+        return logits[:, : self.target_size] if missing <= 0 else pad(logits, (0, missing), value=-torch.inf)
 
 
 class DraftModelCandidates(GrowingCandidates):

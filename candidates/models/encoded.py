@@ -10,7 +10,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from ...target_model.encoded import EncodedForward, masks_encoder
 from ...target_model.layout.rows import CacheRow
-from ..encoder_inputs import EncoderInputs
+from ..request import EncoderInputs
 
 
 def reads_encoder(model: PreTrainedModel) -> bool:

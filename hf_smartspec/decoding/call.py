@@ -10,8 +10,7 @@ import torch
 
 from ..candidates.base import TreeCandidateGenerator
 from ..candidates.committed import Likeliest
-from ..candidates.encoder_inputs import EncoderInputs
-from ..candidates.request import SourceRequest
+from ..candidates.request import EncoderInputs, SourceRequest
 from ..drafts.tree import DraftTree
 from ..sampling.processors import TokenPicker
 from ..sampling.top import Top

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from ..candidates.base import TreeCandidateGenerator
 from ..candidates.committed import LAST
 from ..candidates.forwarding import unwrapped
-from ..candidates.heads.eagle import EagleHeads
-from ..candidates.heads.medusa import MedusaHeads
+from ..candidates.heads.eagle.heads import EagleHeads
+from ..candidates.heads.medusa.heads import MedusaHeads
 from ..candidates.models.draft_model import DraftModelCandidates
 from ..candidates.models.encoded import reads_encoder
 from ..candidates.models.translated.source import TranslatedDraftCandidates

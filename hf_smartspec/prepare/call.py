@@ -12,7 +12,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation import BaseStreamer
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
-from ..candidates.encoder_inputs import EncoderInputs
+from ..candidates.request import EncoderInputs
 from ..decoding.batch import DecodingBatch
 from ..decoding.call import DecodingCall, ModelForward, ModelLimits, Request
 from ..decoding.committed import check_source

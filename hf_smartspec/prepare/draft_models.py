@@ -18,9 +18,9 @@ from transformers import (
 from ..candidates.heads.files import FLOATS, check_finite
 from ..candidates.heads.kinds import load
 from ..candidates.heads.learned import LearnedDrafter
+from ..candidates.models.draft_model import SharedVocabulary
 from ..candidates.models.encoded import reads_encoder
 from ..candidates.models.translated.translation import Translation
-from ..candidates.models.vocabulary import SharedVocabulary
 from ..log import get_logger
 from ..target_model.compat import is_stateful
 from ..target_model.encoded import encoder_size

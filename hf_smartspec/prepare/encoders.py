@@ -11,7 +11,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from ..candidates import DraftModelCandidates, TreeCandidateGenerator
 from ..candidates.combined.members import MemberCandidates
-from ..candidates.encoder_inputs import EncoderInputs
+from ..candidates.request import EncoderInputs
 from ..target_model.encoded import encoder_size
 
 

@@ -25,9 +25,9 @@ from ..candidates import (
 from ..candidates.combined.members import MemberCandidates
 from ..candidates.heads.kinds import source_of
 from ..candidates.heads.learned import LearnedDrafter
+from ..candidates.models.draft_model import SharedVocabulary
 from ..candidates.models.translated.source import TranslatedDraftCandidates
 from ..candidates.models.translated.translation import Translation
-from ..candidates.models.vocabulary import SharedVocabulary
 from ..goodput import Calibrator
 from ..target_model.forward.ranks import is_sharded
 from ..target_model.model_state import state_of

@@ -9,8 +9,8 @@ from torch import nn
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
 
-from ..candidates.heads.eagle import EagleHeads
-from ..candidates.heads.eagle_config import default_layers, window_of
+from ..candidates.heads.eagle.config import default_layers, window_of
+from ..candidates.heads.eagle.heads import EagleHeads
 from ..target_model.compat import shared_value
 from .accuracy import accuracy, likeliest
 from .texts import IGNORED, Text

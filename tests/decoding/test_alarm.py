@@ -15,7 +15,7 @@ from hf_smartspec import (
     OnlineDistillation,
     SmartSpecConfig,
 )
-from hf_smartspec.candidates.heads.eagle import EagleHeads
+from hf_smartspec.candidates.heads.eagle.heads import EagleHeads
 from hf_smartspec.decoding.alarm import AcceptanceAlarm, is_near_zero
 
 from ..candidates.heads.by_heart import texts_of, trained_eagle

@@ -18,7 +18,7 @@ from transformers.generation import logits_process as hf
 
 import hf_smartspec
 from hf_smartspec import DraftModelCandidates, DraftTree, SeededGumbelLogitsProcessor, SmartSpecConfig
-from hf_smartspec.candidates.models.vocabulary import SharedVocabulary
+from hf_smartspec.candidates.models.draft_model import SharedVocabulary
 from hf_smartspec.decoding import verify
 from hf_smartspec.decoding.call import Place, Request
 from hf_smartspec.decoding.verify import accepted_path, coupled_picks, rejection_picks, typical_picks

@@ -5,9 +5,9 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from hf_smartspec import DraftModelCandidates
+from hf_smartspec.candidates.models.draft_model import SharedVocabulary
 from hf_smartspec.candidates.models.translated.source import TranslatedDraftCandidates
 from hf_smartspec.candidates.models.translated.translation import Translation
-from hf_smartspec.candidates.models.vocabulary import SharedVocabulary
 from hf_smartspec.prepare import draft_models
 from hf_smartspec.prepare.draft_models import Tokenizers, vocabulary_between
 from hf_smartspec.prepare.sources import resolve

@@ -22,11 +22,10 @@ from hf_smartspec import (
     SuffixTreeCandidates,
     TreeCandidateGenerator,
 )
-from hf_smartspec.candidates.heads.eagle import EagleHeads
+from hf_smartspec.candidates.heads.eagle.heads import EagleHeads
 from hf_smartspec.candidates.heads.feature_source import FeatureCandidates
 from hf_smartspec.candidates.heads.learned import LearnedDrafter
-from hf_smartspec.candidates.heads.mlp_speculator import MLPSpeculator
-from hf_smartspec.candidates.heads.speculator_source import MLPSpeculatorCandidates
+from hf_smartspec.candidates.heads.mlp_speculator import MLPSpeculator, MLPSpeculatorCandidates
 from hf_smartspec.candidates.models.translated.source import TranslatedDraftCandidates
 from hf_smartspec.candidates.models.translated.translation import Translation
 from hf_smartspec.goodput import Calibrator

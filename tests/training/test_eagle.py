@@ -6,7 +6,7 @@ import torch
 from transformers import LlamaConfig
 
 import hf_smartspec
-from hf_smartspec.candidates.heads.eagle import EagleHeads
+from hf_smartspec.candidates.heads.eagle.heads import EagleHeads
 from hf_smartspec.drafts.tree import DraftTree
 from hf_smartspec.target_model.drafters.features import FeatureForward
 from hf_smartspec.target_model.layout.rows import RowInput

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_smartspec.candidates import MedusaHeads
-from hf_smartspec.candidates.heads.eagle import EagleHeads
+from hf_smartspec.candidates.heads.eagle.heads import EagleHeads
 from hf_smartspec.commands.common.arguments import UsageError
 from hf_smartspec.commands.common.progress import track
 from hf_smartspec.generate import enabled

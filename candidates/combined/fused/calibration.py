@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from ....drafts.merge import Draft
-from ...calibrator import ProbabilityCalibrator
+from ....goodput.estimates.calibrator import Calibrator
 
 _NUM_SCORES, _NUM_DEPTHS = 128, 9  # of a table; what lies deeper counts as the last
 _LONGEST = 17  # match length with a table of its own; longer ones count as this one
@@ -21,7 +21,7 @@ _TABLE_DEPTHS = np.repeat(np.arange(1, _NUM_DEPTHS + 1), _NUM_SCORES)
 class _Tables(dict[int, array]):
     """A source's calibrated probabilities by depth and raw score, a table for each match length that is asked for."""
 
-    def __init__(self, calibrator: ProbabilityCalibrator, key: Hashable):
+    def __init__(self, calibrator: Calibrator, key: Hashable):
         self.calibrator, self.key = calibrator, key
 
     def __missing__(self, length: int) -> array:
@@ -35,7 +35,7 @@ class _Tables(dict[int, array]):
 class _Learner:
     """One source in one namespace: its tables, and what is to be learnt."""
 
-    def __init__(self, calibrator: ProbabilityCalibrator, key: Hashable):
+    def __init__(self, calibrator: Calibrator, key: Hashable):
         self.calibrator, self.key = calibrator, key
         self.num_learnt = 0
         self.scores: list[float] = []
@@ -83,11 +83,11 @@ class Calibrations:
     The calibration of several sources, apart for every namespace.
 
     Args:
-        calibrator (`ProbabilityCalibrator`): Knows each source as (namespace, name).
+        calibrator (`Calibrator`): Knows each source as (namespace, name).
         names (sequence of `str`): Of the sources.
     """
 
-    def __init__(self, calibrator: ProbabilityCalibrator, names: Sequence[str]):
+    def __init__(self, calibrator: Calibrator, names: Sequence[str]):
         self.calibrator, self.names = calibrator, names
         self._learners: OrderedDict[Hashable, list[_Learner]] = OrderedDict()  # by namespace, the latest used last
 

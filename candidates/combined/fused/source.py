@@ -7,9 +7,9 @@ import numpy as np
 from ....drafts.merge import Discount, Draft, merge
 from ....drafts.price import LevelPrice
 from ....drafts.tree import DraftTree
+from ....goodput.estimates.calibrator import Calibrator
 from ....validate import is_integer
 from ...base import TreeCandidateGenerator, most_nodes_of
-from ...calibrator import ProbabilityCalibrator
 from ...committed import Committed
 from ...request import SourceRequest
 from ..members import MemberCandidates
@@ -30,7 +30,7 @@ class FusedCandidates(MemberCandidates):
             too sure of itself: one `float`, or a pair, of which the first counts at depth 1 and the second at every
             further depth, or these and a third, which counts the more the shorter the match is that a node was found
             by (see `drafts.merge.Discount`).
-        calibrator (`ProbabilityCalibrator`, *optional*): Replaces the sources' raw probabilities by observed acceptance
+        calibrator (`Calibrator`, *optional*): Replaces the sources' raw probabilities by observed acceptance
             frequencies, before discounts apply.
         min_probability (`float`, *optional*): Nodes whose path has a lower probability, after all that, are not
             proposed. Where not given, 0.05, and where goodput decides and a node costs less, what it costs.
@@ -41,7 +41,7 @@ class FusedCandidates(MemberCandidates):
         self,
         sources: Sequence[TreeCandidateGenerator],
         discounts: Sequence[float | Sequence[float]] | None = None,
-        calibrator: ProbabilityCalibrator | None = None,
+        calibrator: Calibrator | None = None,
         min_probability: float | None = None,
         num_nodes: int | None = None,
         vocab_size: int | None = None,

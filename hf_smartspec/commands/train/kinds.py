@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
-from ...candidates.heads.eagle import EagleHeads
-from ...candidates.heads.eagle_files import says_eagle
-from ...candidates.heads.medusa import says_medusa
+from ...candidates.heads.eagle.files import is_eagle_checkpoint
+from ...candidates.heads.eagle.heads import EagleHeads
+from ...candidates.heads.medusa.heads import is_medusa_checkpoint
 from ...training.draft import DraftTraining
 from ...training.eagle import EagleTraining, frequent_tokens, new_heads
 from ...training.medusa import MedusaTraining
@@ -100,7 +100,7 @@ def _was_trained(folder: str) -> bool:
 
 
 KINDS = {
-    "medusa": Kind(_medusa, _save_heads, says_medusa),
-    "eagle3": Kind(_eagle3, _save_heads, says_eagle),
+    "medusa": Kind(_medusa, _save_heads, is_medusa_checkpoint),
+    "eagle3": Kind(_eagle3, _save_heads, is_eagle_checkpoint),
     "draft": Kind(_draft, _save_draft, _was_trained, "next token"),
 }

@@ -3,7 +3,7 @@
 import torch
 from transformers import PreTrainedModel
 
-from hf_smartspec.candidates.heads.eagle import EagleHeads
+from hf_smartspec.candidates.heads.eagle.heads import EagleHeads
 from hf_smartspec.training.eagle import EagleTraining, new_heads
 from hf_smartspec.training.texts import Text, collate
 

@@ -4,7 +4,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_smartspec import MedusaHeads, MtpLayers
-from hf_smartspec.candidates.heads.eagle import EagleHeads
+from hf_smartspec.candidates.heads.eagle.heads import EagleHeads
 from hf_smartspec.candidates.heads.mlp_speculator import MLPSpeculator
 from hf_smartspec.training.eagle import EagleTraining, new_heads
 

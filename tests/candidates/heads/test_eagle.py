@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hf_smartspec.candidates.heads.eagle import EagleHeads
-from hf_smartspec.candidates.heads.eagle_files import says_eagle
+from hf_smartspec.candidates.heads.eagle.files import is_eagle_checkpoint
+from hf_smartspec.candidates.heads.eagle.heads import EagleHeads
 from hf_smartspec.candidates.heads.kinds import load
 from hf_smartspec.target_model.drafters.features import FeatureForward
 
@@ -101,7 +101,7 @@ def test_files_are_recognised_and_what_is_saved_is_loaded(target, tmp_path, kind
     items = texts(published, target, (9, 6))
     before = None
     for name, further in (("first", "second"), ("second", "third"), ("third", None)):
-        assert says_eagle(str(tmp_path / name))
+        assert is_eagle_checkpoint(str(tmp_path / name))
         heads = load(str(tmp_path / name), target)
         assert isinstance(heads, EagleHeads) and heads.name_or_path == str(tmp_path / name)
         for parameter in heads.parameters():  # files lie anywhere in memory, and products of odd places round otherwise
@@ -137,13 +137,13 @@ def test_dtype_is_the_targets(tmp_path, kind):
 
 
 def test_other_folders_say_nothing_of_eagle(tmp_path):
-    assert not says_eagle(str(tmp_path))
+    assert not is_eagle_checkpoint(str(tmp_path))
     config = {"model_type": "llama", "num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file({"model.norm.weight": torch.ones(4)}, tmp_path / "model.safetensors")
-    assert not says_eagle(str(tmp_path))
+    assert not is_eagle_checkpoint(str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps({"speculators_model_type": "dflash", "draft_vocab_size": 9}))
-    assert not says_eagle(str(tmp_path))
+    assert not is_eagle_checkpoint(str(tmp_path))
 
 
 def changed(folder, change) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hf_smartspec.candidates.heads.eagle import EagleHeads
+from hf_smartspec.candidates.heads.eagle.heads import EagleHeads
 from hf_smartspec.candidates.heads.kinds import load
 from hf_smartspec.prepare.sources import resolve
 from hf_smartspec.target_model.drafters.features import FeatureForward

@@ -8,7 +8,7 @@ import torch
 
 import hf_smartspec
 from hf_smartspec import Engine, FixedLength, SmartSpecConfig
-from hf_smartspec.candidates.heads.eagle import EagleHeads
+from hf_smartspec.candidates.heads.eagle.heads import EagleHeads
 from hf_smartspec.candidates.heads.feature_source import FeatureCandidates
 
 from ...generate.helpers import prompts, tiny_llama

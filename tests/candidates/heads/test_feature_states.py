@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LogitsProcessorList
 
 from hf_smartspec import Committed
-from hf_smartspec.candidates.heads.eagle import EagleHeads
+from hf_smartspec.candidates.heads.eagle.heads import EagleHeads
 from hf_smartspec.candidates.heads.feature_source import FeatureCandidates
 from hf_smartspec.candidates.models import growing
 from hf_smartspec.candidates.request import SourceRequest

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hf_smartspec import MedusaHeads, quantize
-from hf_smartspec.candidates.heads.medusa import says_medusa
+from hf_smartspec.candidates.heads.medusa.heads import is_medusa_checkpoint
 
 from ...models import new_model, shared_model
 from .published import LAYOUTS, NUM_HEADS, logits_of, random_heads
@@ -29,7 +29,7 @@ def sizes(target):
 def test_logits_are_those_of_the_published_code(target, tmp_path, layout, num_layers, has_bias, batch_size):
     published = random_heads(*sizes(target), num_layers, has_bias)
     LAYOUTS[layout](published, tmp_path)
-    assert says_medusa(str(tmp_path))
+    assert is_medusa_checkpoint(str(tmp_path))
     heads = MedusaHeads.from_pretrained(tmp_path, target)
     states = torch.randn(batch_size, target.config.hidden_size, generator=torch.Generator().manual_seed(1))
     logits = heads(states)
@@ -238,9 +238,9 @@ def test_files_that_hold_something_else_are_refused(target, tmp_path, capsys):
 
 
 def test_other_folders_say_nothing_of_medusa(tmp_path):
-    assert not says_medusa(str(tmp_path))
+    assert not is_medusa_checkpoint(str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
-    assert not says_medusa(str(tmp_path))
+    assert not is_medusa_checkpoint(str(tmp_path))
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ValueError, match="no JSON object"):
-        says_medusa(str(tmp_path))
+        is_medusa_checkpoint(str(tmp_path))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hf_smartspec.candidates.heads.mlp_speculator import MLPSpeculator, says_mlp_speculator
+from hf_smartspec.candidates.heads.mlp_speculator import MLPSpeculator, is_speculator_checkpoint
 
 from ...models import new_model, shared_model
 from .speculator import NUM_STEPS, logits_along, random_speculator, write
@@ -43,7 +43,7 @@ def some_input(target, batch_size):
 def test_logits_are_those_of_the_published_code(target, tmp_path, ties, scales_input, batch_size):
     published = random_speculator(*sizes(target), is_tied=ties != "none")
     write(published, tmp_path, scales_input, ties != "none", ties == "stored often")
-    assert says_mlp_speculator(str(tmp_path))
+    assert is_speculator_checkpoint(str(tmp_path))
     speculator = MLPSpeculator.from_pretrained(tmp_path, target)
     states, tokens = some_input(target, batch_size)
     expected = [logits_along(published, *row, scales_input) for row in zip(states, tokens.tolist())]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_smartspec.candidates.heads.trees import FixedTree, best_trees
+from hf_smartspec.candidates.heads.medusa.trees import FixedTree, best_trees
 
 
 def random_candidates(seed, batch, depth, width):

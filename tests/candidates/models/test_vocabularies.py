@@ -11,7 +11,7 @@ from transformers.generation import logits_process as hf
 import hf_smartspec
 from hf_smartspec import DraftModelCandidates, Engine, SmartSpecConfig, SuffixTreeCandidates
 from hf_smartspec.candidates import FusedCandidates, StagedCandidates
-from hf_smartspec.candidates.models.vocabulary import SharedVocabulary
+from hf_smartspec.candidates.models.draft_model import SharedVocabulary
 from hf_smartspec.candidates.request import SourceRequest
 from hf_smartspec.sampling.noise import add_gumbel_noise
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ...device import fetch_together
-from ...drafts.tree import DraftTree
-from ...validate import is_integer
-from ..base import TreeCandidateGenerator
-from ..calibrator import ProbabilityCalibrator
-from ..committed import HIDDEN_STATES, LAST, Committed
-from ..request import SourceRequest
-from .medusa import MedusaHeads
+from ....device import fetch_together
+from ....drafts.tree import DraftTree
+from ....goodput.estimates.calibrator import Calibrator
+from ....validate import is_integer
+from ...base import TreeCandidateGenerator
+from ...committed import HIDDEN_STATES, LAST, Committed
+from ...request import SourceRequest
+from .heads import MedusaHeads
 from .trees import FixedTree, best_trees
 
 _NUM_NODES, _WIDTH = 32, 8  # of a tree at most; candidates of each head, unless a fixed tree has more
@@ -45,7 +45,7 @@ class MedusaCandidates(TreeCandidateGenerator):
             tree.
         tree (sequence of sequences of `int`, *optional*): A fixed tree: of every node the ranks of the tokens on its
             path, such as `[(0,), (1,), (0, 0)]`. Where fewer nodes are wanted, it keeps the first of the least depth.
-        calibrator (`ProbabilityCalibrator`, *optional*): What is learnt of the heads' probabilities; nothing, where not
+        calibrator (`Calibrator`, *optional*): What is learnt of the heads' probabilities; nothing, where not
             given.
 
     Raises:
@@ -63,7 +63,7 @@ class MedusaCandidates(TreeCandidateGenerator):
         heads: MedusaHeads,
         num_nodes: int | None = None,
         tree: Sequence[Sequence[int]] | None = None,
-        calibrator: ProbabilityCalibrator | None = None,
+        calibrator: Calibrator | None = None,
     ):
         if num_nodes is not None and (not is_integer(num_nodes) or num_nodes < 1):
             raise ValueError(f"`num_nodes` must be an integer of at least 1, got {num_nodes!r}.")
@@ -137,11 +137,11 @@ class DepthCalibration:
     calibrator about every candidate would cost more than to draft.
 
     Args:
-        calibrator (`ProbabilityCalibrator`): Knows the source under `name`.
+        calibrator (`Calibrator`): Knows the source under `name`.
         num_depths (`int`): K.
     """
 
-    def __init__(self, calibrator: ProbabilityCalibrator, name: str, num_depths: int):
+    def __init__(self, calibrator: Calibrator, name: str, num_depths: int):
         self._calibrator, self._name, self._num_depths = calibrator, name, num_depths
         self._pending: list[tuple[np.ndarray, int, np.ndarray]] = []
         self._num_pending = self._num_learnt = 0

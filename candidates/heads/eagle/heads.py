@@ -11,12 +11,12 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from ...target_model.drafters.features import FeatureStep
-from ...target_model.written.parts import MLP, Fused, Halves, Map, product, written_activation, written_map
-from ...target_model.written.plan import LayerPlan
-from .eagle_config import window_of
-from .eagle_files import check_shapes, read, write
-from .features import FeatureDrafter
+from ....target_model.drafters.features import FeatureStep
+from ....target_model.written.parts import MLP, Fused, Halves, Map, product, written_activation, written_map
+from ....target_model.written.plan import LayerPlan
+from ..learned import FeatureDrafter
+from .config import window_of
+from .files import check_shapes, read, write
 
 _QUERY_KEY_VALUE, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...drafts.tree import DraftTree
+from ....drafts.tree import DraftTree
 
 
 def best_trees(tokens: np.ndarray, probs: np.ndarray, limits: Sequence[int]) -> list[DraftTree]:

@@ -9,7 +9,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from ..committed import LAST
+from ...committed import LAST
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 _EAGLE_CONFIG = "eagle_config"

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.functional import linear, silu
 from transformers import PreTrainedModel
 
-from .files import CONFIG, check_numbers, config_of, folder_of, read_tensors
-from .learned import LearnedDrafter
+from ..files import CONFIG, check_numbers, config_of, folder_of, read_tensors
+from ..learned import LearnedDrafter
 
 _PREFIXES = ("medusa_head.", "medusa_heads.", "model.medusa_head.")  # of whole models
 _OWN_HEADS = re.compile(r"(\d+)\.(\d+)\.(?:linear\.)?(weight|bias)")  # head, layer
@@ -158,7 +158,7 @@ class MedusaHeads(LearnedDrafter):
             raise ValueError(f"{name}: `token_map` of {len(ids)} tokens does not fit {len(self.outputs[0])} outputs.")
 
 
-def says_medusa(name: str, config: Mapping[str, Any] | None = None) -> bool:
+def is_medusa_checkpoint(name: str, config: Mapping[str, Any] | None = None) -> bool:
     """Whether a folder or hub id says that it holds Medusa heads: by its config, or by the name of its file."""
     config = config_of(name) if config is None else config
     kinds = [str(config.get("model_type", "")), *map(str, config.get("architectures") or ())]

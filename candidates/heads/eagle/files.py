@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 
-from ...log import get_logger
-from .eagle_config import IDS, check_kind, check_layers, flat_config, hidden_layers, layer_config
-from .files import CONFIG, check_numbers, config_of, folder_of, read_tensors, tensor_names
+from ....log import get_logger
+from ..files import CONFIG, check_numbers, config_of, folder_of, read_tensors, tensor_names
+from .config import IDS, check_kind, check_layers, flat_config, hidden_layers, layer_config
 
 logger = get_logger(__name__)
 
@@ -30,7 +30,7 @@ _ALONE = ("fc", "norm", "lm_head", "embed_tokens", "input_norm")
 _KNOWN = {*_ATTENTION, *_MLP, *_NORMS, *_ALONE}
 
 
-def says_eagle(name: str, config: Mapping[str, Any] | None = None) -> bool:
+def is_eagle_checkpoint(name: str, config: Mapping[str, Any] | None = None) -> bool:
     """Whether a folder or hub id holds EAGLE's heads, by its config, or by what its tensors are called."""
     config = config_of(name) if config is None else config
     if "speculators_model_type" in config:

@@ -1,0 +1,1 @@
+"""EAGLE's heads: their layer, their files, and the configs in these."""

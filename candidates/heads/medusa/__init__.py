@@ -1,0 +1,1 @@
+"""Medusa heads, and the source that drafts with them."""
