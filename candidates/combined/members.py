@@ -1,4 +1,4 @@
-"""What sources that consist of several sources have in common: one that fails leaves the others."""
+"""Base of sources that consist of several sources: one that fails leaves the others."""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
@@ -19,7 +19,7 @@ logger = get_logger(__name__)
 
 class MemberCandidates(TreeCandidateGenerator):
     """
-    Several sources that are told of the same requests. One that fails is left out for the request, with one warning.
+    Several sources that get the same requests. One that fails is left out for the request, with one warning.
 
     Args:
         sources (sequence of `TreeCandidateGenerator`): At least one, each once.
@@ -54,7 +54,7 @@ class MemberCandidates(TreeCandidateGenerator):
         return f"{type(self).__name__}({', '.join(source.name for source in self.sources)})"
 
     def warm_up(self) -> None:
-        """Has every source compile what it compiles at its first use."""
+        """Let every source compile what it compiles at its first use."""
         for source in self.sources:
             if hasattr(source, "warm_up"):
                 source.warm_up()
@@ -72,7 +72,7 @@ class MemberCandidates(TreeCandidateGenerator):
         )
 
     def _drafters(self, request_id: Hashable, tree: DraftTree, drafts: Iterable[Draft]) -> list[str]:
-        """`drafted_by`, from the latest drafts of its sources in their order."""
+        """Return `drafted_by`, from the latest drafts of its sources in their order."""
         asked = [partial(source.drafted_by, request_id) for source in self.sources]
         return [label or self.label for label in first_drafters(tree, zip(drafts, asked))]
 
@@ -107,7 +107,7 @@ class MemberCandidates(TreeCandidateGenerator):
         max_nodes: Sequence[int],
         price: LevelPrice | None = None,
     ) -> list[DraftTree]:
-        """A source's trees; empty ones where it has failed."""
+        """Return a source's trees; empty ones for requests in which it has failed."""
         rows = [row for row, name in enumerate(request_ids) if (name, id(source)) not in self._failed]
         trees = [DraftTree.empty()] * len(request_ids)
         names = [request_ids[row] for row in rows]

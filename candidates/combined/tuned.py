@@ -27,7 +27,7 @@ _VERSION = 1
 @dataclass(frozen=True)
 class TunedSource:
     """
-    One source.
+    One source with its options.
 
     Args:
         name (`str`): One of `TUNABLE`.
@@ -44,7 +44,7 @@ class TunedSource:
 @dataclass(frozen=True)
 class TunedSources:
     """
-    What a file of `smartspec tune` says.
+    Contents of a file of `smartspec tune`.
 
     Args:
         sources (tuple of `TunedSource`): At least one; "suffix" at most once.
@@ -71,12 +71,14 @@ class TunedSources:
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> "TunedSources":
-        """From the plain form that files have; `KeyError`, `TypeError` or `ValueError` where it does not fit."""
+        """
+        Build it from the plain form that files have; `KeyError`, `TypeError` or `ValueError` where that does not fit.
+        """
         sources = tuple(TunedSource(str(item["name"]), dict(item["options"])) for item in content["sources"])
         return cls(sources, dict(content["fused"]), dict(content.get("found", {})))
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes the file, or replaces it as a whole."""
+        """Write the file, or replace it as a whole."""
         content = {
             "format": _FORMAT,
             "version": _VERSION,
@@ -90,7 +92,7 @@ class TunedSources:
     @classmethod
     def load(cls, path: str | os.PathLike) -> "TunedSources":
         """
-        Reads a file.
+        Read a file.
 
         Raises:
             FileNotFoundError: if there is none.

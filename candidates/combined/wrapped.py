@@ -1,4 +1,4 @@
-"""transformers' own candidate generators, and anybody else's, as a source for batches."""
+"""transformers' own candidate generators, and any others with their interface, as a source for batches."""
 
 import copy
 from collections.abc import Hashable, Sequence
@@ -20,16 +20,16 @@ _DEAF = (CandidateGenerator, PromptLookupCandidateGenerator)
 
 
 class _Step(NamedTuple):
-    """What a generator that needs the target's outputs has not drafted from yet."""
+    """A step that a generator which needs the target's outputs has not drafted from yet."""
 
-    length: int  # of the text behind it
+    length: int  # of the text that it ended
     states: dict[int, torch.Tensor]
     num_matches: int
 
 
 @dataclass
 class _Sequence:
-    """A request: its own generator, its text, and what was drafted behind it."""
+    """A request: its own generator, its text, and the draft after it."""
 
     generator: CandidateGenerator
     ids: np.ndarray
@@ -97,7 +97,7 @@ class WrappedCandidates(TreeCandidateGenerator):
         sequence.drafted = candidates[0, length:].cpu().numpy()
 
     def _outputs(self, step: _Step) -> dict[str, Any]:
-        """The further arguments that transformers' loop gives to generators which need the target's outputs."""
+        """Return the further arguments that transformers' loop gives to generators which need the target's outputs."""
         numbered = [step.states.get(layer) for layer in (*range(self.num_layers or 0), LAST)]
         states: Any = tuple(None if item is None else item[None] for item in numbered)
         return {
@@ -155,7 +155,7 @@ def _copy(generator: CandidateGenerator) -> CandidateGenerator:
 
 
 def _asked_layers(generator: CandidateGenerator, num_layers: int | None) -> tuple[int, ...]:
-    """The hidden states that a generator asks transformers' loop for, in this project's numbers."""
+    """Return the hidden states that a generator asks transformers' loop for, in this project's numbers."""
     asked = dict(getattr(generator, "model_kwargs_overrides", {}))
     selection = asked.pop("output_hidden_states", True)
     if asked:
@@ -175,6 +175,6 @@ def _asked_layers(generator: CandidateGenerator, num_layers: int | None) -> tupl
 
 
 def _num_matches(draft: np.ndarray, tokens: np.ndarray) -> int:
-    """How many tokens of a draft came true."""
+    """Return the number of tokens of a draft that were accepted."""
     matches = draft[: len(tokens)] == tokens[: len(draft)]
     return len(matches) if matches.all() else int(matches.argmin())

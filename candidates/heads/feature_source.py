@@ -1,4 +1,4 @@
-"""Drafters that go on from the target's features, as a candidate source."""
+"""The source that drafts with the target's features and a `FeatureDrafter`."""
 
 import os
 from collections.abc import Hashable
@@ -23,9 +23,9 @@ _MOST_PENDING = 256  # hidden states that are kept for a draft; more go into the
 @dataclass(eq=False)
 class _State(DraftState):
     """
-    Of one request: its text without the first token, which is what the drafter's row holds, and the target's hidden
-    states `[k, hidden]` of the tokens from `start` on; those of earlier ones have gone into the row, which holds at
-    least `start` tokens.
+    State of one request: its text without the first token, which is what the drafter's row holds, and the target's
+    hidden states `[k, hidden]` of the tokens from `start` on; those of earlier tokens have gone into the row, which
+    holds at least `start` tokens.
     """
 
     first_token: int = -1
@@ -38,14 +38,17 @@ class _State(DraftState):
 
     @property
     def num_pending(self) -> int:
-        """Hidden states that have not gone into the row."""
+        """Number of hidden states that have not gone into the row."""
         return self.num_known - self.row.length
 
     def features(self) -> torch.Tensor | None:
         return None if self.known is None else self.known[self.row.length - self.start :]
 
     def shared(self, other: "_State") -> int:
-        """For how many tokens at the beginning hidden states, and the tokens behind them, are the other's."""
+        """
+        Return the number of tokens at the beginning whose hidden states the other has too: both texts, with the token
+        after each of these, are the same.
+        """
         own, others = self.tokens, other.tokens
         if self.first_token != other.first_token:
             return 0
@@ -55,8 +58,8 @@ class _State(DraftState):
 
     def take(self, states: torch.Tensor, start: int) -> None:
         """
-        Hidden states of the tokens from `start` on; what has gone into the row is let go. Where some before them were
-        left out, they are of no use.
+        Add the hidden states of the tokens from `start` on, and drop those that have gone into the row. If states
+        between the known ones and these are missing, they are of no use.
         """
         if start > self.num_known:
             return
@@ -67,7 +70,7 @@ class _State(DraftState):
         self.start, self.known = first, states
 
     def let_go(self) -> None:
-        """Keeps nothing of what has gone into the row, but for the newest, which drafts begin with; nor of others."""
+        """Keep only the newest of the hidden states that have gone into the row, since drafts begin with it."""
         if self.known is not None:
             start = max(min(self.row.length, self.num_known) - 1, self.start)
             self.start, self.known = start, self.known[start - self.start :].clone()
@@ -154,7 +157,9 @@ class FeatureCandidates(GrowingCandidates):
             self._run_pending(state)
 
     def _run_pending(self, state: _State) -> None:
-        """Hidden states are not kept until all of a long prompt are there, nor while nobody asks for drafts."""
+        """
+        Feed hidden states to the row, so that they need not be kept until a long prompt or a pause in drafting ends.
+        """
         forward, features = self._forward, state.features()
         if features is not None and len(features):
             assert forward is not None
@@ -172,7 +177,7 @@ class FeatureCandidates(GrowingCandidates):
         return state
 
     def _known_state(self, request_id: Hashable | None) -> _State | None:
-        """None for requests that others drafted for."""
+        """Return the state of a running or ended request; None where other sources drafted for it."""
         state = self._states.get(request_id) or self._ended.get(request_id)
         assert state is None or isinstance(state, _State)
         return state

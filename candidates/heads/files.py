@@ -23,7 +23,7 @@ _SCALES = re.compile(r".*[._](scales?|scale_inv|zero_points?|qweight|qzeros|g_id
 
 def config_of(name: str) -> dict[str, Any]:
     """
-    The `config.json` of a folder or hub id; empty where there is none.
+    Return the `config.json` of a folder or hub id; an empty dict where there is none.
 
     Raises:
         ValueError: if it is no JSON object.
@@ -44,14 +44,14 @@ def config_of(name: str) -> dict[str, Any]:
 
 
 def folder_of(name: str | Path) -> Path:
-    """The folder of a drafter's files: the name itself, or that of a hub id, which is downloaded unless it has been."""
+    """Return the folder of a drafter's files: the name itself, or that of a hub id, downloaded unless it is there."""
     path = Path(name)
     return path if path.is_dir() else Path(snapshot_download(str(name), allow_patterns=[CONFIG, *_PATTERNS]))
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """
-    All tensors of the folder's files: safetensors, or else pickled ones, from which nothing but tensors is taken.
+    Return all tensors of the folder's files: safetensors, or else pickled ones, from which only tensors are read.
 
     Raises:
         ValueError: if there are none, or a file is damaged.
@@ -70,7 +70,7 @@ def _paths(folder: Path) -> list[Path]:
 
 
 def tensor_names(name: str | Path) -> set[str]:
-    """What the tensors of a folder or hub id are called; nothing where these cannot be read."""
+    """Return the names of the tensors of a folder or hub id; an empty set where these cannot be read."""
     try:
         return set().union(*map(_names, _paths(folder_of(name))))
     except (OSError, ValueError, SafetensorError):

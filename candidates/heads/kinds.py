@@ -25,15 +25,15 @@ class Kind:
     A kind of learned drafters.
 
     Args:
-        drafter (subclass of `LearnedDrafter`): What holds the weights.
-        says (`Callable`): Whether a name given as `assistant=`, of a folder or hub id with this `config.json`, stands
-            for one of this kind.
-        source (`Callable`): From a drafter, what is learnt of probabilities, and the width of trees that was asked for
-            (None: what pays) to the source that drafts with it.
+        drafter (subclass of `LearnedDrafter`): The class of the module with the weights.
+        recognizes (`Callable`): Returns whether a name given as `assistant=`, of a folder or hub id with this
+            `config.json`, is one of this kind.
+        source (`Callable`): Returns the source that drafts with a drafter, given a calibrator and the width of trees
+            (None: the width that pays).
     """
 
     drafter: type[LearnedDrafter]
-    says: Callable[[str, Mapping[str, Any]], bool]
+    recognizes: Callable[[str, Mapping[str, Any]], bool]
     source: Callable[[Any, Calibrator, int | None], TreeCandidateGenerator]
 
 
@@ -59,17 +59,17 @@ KINDS = (
 
 def load(name: str, target: PreTrainedModel) -> LearnedDrafter | None:
     """
-    The learned drafter of a folder or hub id, on the target's device and in its dtype; None where that holds none.
+    Load the learned drafter of a folder or hub id, to the target's device and in its dtype; None where it holds none.
 
     Raises:
         ValueError: if it cannot be read, or does not fit the target.
     """
     config = {} if is_mtp(name) else config_of(name)  # the target's own layers have no folder
-    kind = next((kind for kind in KINDS if kind.says(name, config)), None)
+    kind = next((kind for kind in KINDS if kind.recognizes(name, config)), None)
     return None if kind is None else kind.drafter.from_pretrained(name, target)
 
 
 def source_of(drafter: LearnedDrafter, calibrator: Calibrator, width: int | None) -> TreeCandidateGenerator:
-    """What drafts with it; see `Kind`."""
+    """Return the source that drafts with a learned drafter; for the arguments, see `Kind`."""
     kind = next(kind for kind in KINDS if isinstance(drafter, kind.drafter))
     return kind.source(drafter, calibrator, width)

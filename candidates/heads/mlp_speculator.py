@@ -35,8 +35,8 @@ _EPSILON = 1e-6
 
 class MLPSpeculator(LearnedDrafter):
     """
-    Drafts n tokens, one behind another. Step i computes, from the state that the step before it has left (step 0: the
-    target's last hidden state behind the final norm) and the newest token,
+    Drafts n tokens, one after another. Step i computes, from the state of the step before it (step 0: the target's last
+    hidden state after the final norm) and the newest token,
 
         state <- gelu(LN_i(P_i state + c E_i[token])),    logits = H_i state
 
@@ -97,8 +97,8 @@ class MLPSpeculator(LearnedDrafter):
     @torch.no_grad()
     def forward(self, tokens: torch.Tensor, states: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        One step: from tokens `[N]`, and the states `[N, hidden]` that they were picked by (`[N, inner]` behind step 0),
-        the new states `[N, inner]` and logits `[N, vocab]`.
+        Run one step: from tokens `[N]`, and the states `[N, hidden]` that they were picked by (`[N, inner]` after step
+        0), compute the new states `[N, inner]` and logits `[N, vocab]`.
         """
         states = states.to(device=self.device, dtype=self.dtype)
         if step == 0 and self.scales_input:
@@ -110,7 +110,7 @@ class MLPSpeculator(LearnedDrafter):
         return states, linear(states, self._part("head_weight", step))
 
     def save_pretrained(self, folder: str | Path, **config: Any) -> None:
-        """Writes `model.safetensors` and `config.json`, with further entries."""
+        """Write `model.safetensors` and `config.json`, with further entries."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         parts: dict[str, Any] = {name: self.parts[name.replace(".", "_")] for name in _PARTS}
@@ -135,7 +135,7 @@ class MLPSpeculator(LearnedDrafter):
     @classmethod
     def from_pretrained(cls, name: str | Path, target: PreTrainedModel) -> "MLPSpeculator":
         """
-        Reads the published files of a folder or hub id. Tied weights may be there once or several times.
+        Read the published files of a folder or hub id. Tied weights may be there once or several times.
 
         Raises:
             ValueError: if the files hold no MLP speculator, or one for another target.
@@ -156,7 +156,7 @@ class MLPSpeculator(LearnedDrafter):
         return speculator.to(device=output.weight.device, dtype=target.dtype)
 
     def check_fit(self, target: PreTrainedModel) -> None:
-        """Raises `ValueError` unless it is of this target's sizes."""
+        """Raise `ValueError` unless it has this target's sizes."""
         config, name = target.config.get_text_config(decoder=True), self.name_or_path or "this MLP speculator"
         hidden, vocab, inner = config.hidden_size, config.vocab_size, self.inner_size
         rows, line = (vocab, inner), (inner,)
@@ -173,14 +173,14 @@ class MLPSpeculator(LearnedDrafter):
 
 
 def is_speculator_checkpoint(name: str, config: Mapping[str, Any] | None = None) -> bool:
-    """Whether the config of a folder or hub id says that it holds an MLP speculator."""
+    """Return whether a folder or hub id holds an MLP speculator, by its config."""
     config = config_of(name) if config is None else config
     kinds = [str(config.get("model_type", "")), *map(str, config.get("architectures") or ())]
     return any(kind.lower().replace("_", "").startswith("mlpspeculator") for kind in kinds)
 
 
 def _parts(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
-    """Of every part those of all steps that have one."""
+    """Return the tensors of every part, by step."""
     found: dict[str, dict[int, torch.Tensor]] = {part: {} for part in _PARTS}
     for name, tensor in tensors.items():
         if match := _NAME.fullmatch(name):
@@ -197,7 +197,7 @@ def _frozen(tensors: list[torch.Tensor]) -> nn.ParameterList:
 
 @dataclass(eq=False)
 class _State(DraftState):
-    """Of one request: its newest token, and the hidden state `[1, hidden]` that this was picked by."""
+    """State of one request: its newest token, and the hidden state `[1, hidden]` that this was picked by."""
 
     hidden: torch.Tensor | None = None
 
@@ -206,7 +206,7 @@ class _State(DraftState):
 
 
 class _SpeculatorForward(RaggedForward):
-    """Steps of an MLP speculator for the whole batch. Rows hold nothing."""
+    """Forward of an MLP speculator's steps for the whole batch. Rows hold no keys and values."""
 
     def __init__(self, speculator: MLPSpeculator):
         nothing_attends = PreTrainedConfig.from_dict({"hidden_size": speculator.hidden_size})
@@ -227,7 +227,7 @@ class _SpeculatorForward(RaggedForward):
 
 
 def _depth(item: RowInput) -> int:
-    """How many tokens behind the text those stand that are run."""
+    """Return the depth of the tokens that are run: 0 for the text's last one."""
     depth, node = 0, item.first_node if item.num_nodes else -1
     while node >= 0:
         depth, node = depth + 1, int(item.tree.parents[node])
@@ -257,7 +257,7 @@ class MLPSpeculatorCandidates(GrowingCandidates):
         confidence_threshold: float = 0.0,
         samples: bool = False,
     ):
-        # Behind a text that it knows one token of, its positions are its steps.
+        # Its texts have one token, so that its positions are its steps.
         super().__init__(num_nodes, width, confidence_threshold, samples, num_positions=heads.num_steps)
         self.heads = heads
 

@@ -1,4 +1,6 @@
-"""MTP layers (DeepSeek-V3, arXiv 2412.19437, section 2.2): what a target was trained with to predict further tokens."""
+"""
+MTP layers (DeepSeek-V3, arXiv 2412.19437, section 2.2), with which a target was trained to predict further tokens.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -64,7 +66,7 @@ class MtpLayers(FeatureDrafter):
     @classmethod
     def from_pretrained(cls, name: str | Path, target: PreTrainedModel) -> "MtpLayers":
         """
-        Reads the layers from the target's own files, once more: loading the target has dropped them.
+        Read the layers from the target's own files, once more: loading the target has dropped them.
 
         Args:
             name (`str`): "mtp".
@@ -94,7 +96,7 @@ class MtpLayers(FeatureDrafter):
         return layers
 
     def check_fit(self, target: PreTrainedModel) -> None:
-        """Raises `ValueError` unless these are layers of a target of this size."""
+        """Raise `ValueError` unless these are layers of a target of this size."""
         config = target.config.get_text_config(decoder=True)
         sizes = [(item.hidden_size, item.vocab_size) for item in (self.config, config)]
         if sizes[0] != sizes[1]:
@@ -105,5 +107,5 @@ class MtpLayers(FeatureDrafter):
 
 
 def is_mtp(name: str, config: Mapping[str, Any] | None = None) -> bool:
-    """Whether the layers are meant that the target itself brings."""
+    """Return whether a name stands for the target's own layers."""
     return name == MTP

@@ -1,6 +1,6 @@
 """
-Several levels of drafting in a row, without a look at any of them: how many nodes each level has is settled before, so
-that all levels are laid out, and sent, at once; which tokens the nodes hold, only the device knows in the meantime.
+Several levels of a draft, planned and sent to the device at once: the number of nodes of each level is fixed before the
+first one runs, and the tokens that the nodes hold are read only after the last one.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +32,7 @@ class Frontier(NamedTuple):
 @dataclass(eq=False)
 class DraftLevel:
     """
-    A level that is planned.
+    A planned level.
 
     Args:
         growths (list of `Growth`): Whose trees get it, in the order of their rows' lines.
@@ -52,17 +52,17 @@ class DraftLevel:
     trust: torch.Tensor | None = None
 
     def tensors(self) -> list[torch.Tensor]:
-        """What it reads beside its layout."""
+        """Return its tensors beside those of its layout."""
         return [item for item in (*(self.noise or ()), self.going_on, self.trust) if item is not None]
 
     def with_tensors(self, tensors: Iterator[torch.Tensor], planned: PlannedForward) -> "DraftLevel":
-        """The level with these in place of its own, the first ones."""
+        """Return the level with the next of these tensors in place of its own."""
         noise = None if self.noise is None else NoiseKeys(next(tensors), next(tensors))
         going_on, trust = (None if item is None else next(tensors) for item in (self.going_on, self.trust))
         return replace(self, planned=planned, noise=noise, going_on=going_on, trust=trust)
 
     def run(self, run: Callable[[PlannedForward], torch.Tensor], frontier: Frontier | None) -> torch.Tensor:
-        """Logits `[nodes, vocab_size]` behind the frontier, or behind the text."""
+        """Return logits `[nodes, vocab_size]` after the frontier, or after the text."""
         if frontier is not None:
             tokens = frontier.tokens.reshape(1, -1)
             self.planned.layout.tokens = extended(tokens, self.planned.layout.positions.shape[1])
@@ -72,7 +72,9 @@ class DraftLevel:
         return run(self.planned)
 
     def _hang(self, ancestors: torch.Tensor) -> None:
-        """In place of the first of every level, of which the layout knows, nodes see those that they descend from."""
+        """
+        Replace the layout's placeholder ancestors, the first node of every level, with the real ones in the tree mask.
+        """
         offsets = ancestors.flatten(0, 1).T  # [levels between, nodes]
         for part in self.planned.layout.parts:
             if part.tree_pairs is not None and len(offsets):
@@ -83,14 +85,14 @@ class DraftLevel:
                 part.tree_pairs, part.seen_nodes = torch.cat([own, others + offset.flatten(), padding]), None
 
     def take_frontier(self, chosen: np.ndarray) -> None:
-        """Tells the trees which of their newest nodes have children here (`[rows, width]`; none: the text)."""
+        """Set which of the trees' newest nodes have children here (`[rows, width]`; none: the text)."""
         for growth, children in zip(self.growths, chosen.tolist()):
             growth.frontier = [growth.newest[child] for child in children]
         for growth in self.growths:
             growth.expand()
 
     def choose(self, tokens: torch.Tensor, probs: torch.Tensor, above: Frontier | None) -> Frontier:
-        """The best of the children `[nodes, width]`, as many in every row as a node has."""
+        """Return the best of the children `[nodes, width]`, as many in every row as a node has."""
         num_rows, width = len(self.growths), tokens.shape[1]
         if width == 1:
             nobody, first = tokens[:, :, None][:, :, :0], torch.zeros_like(tokens)
@@ -111,7 +113,9 @@ class DraftLevel:
         return self._going_on(nodes)
 
     def _left_by(self, parents: torch.Tensor) -> torch.Tensor | None:
-        """What nodes of this level `[rows, width]` leave to their children, `[rows, width, D]`, if anything."""
+        """
+        Return the features that nodes of this level `[rows, width]` pass to their children, `[rows, width, D]`, if any.
+        """
         hidden = self.planned.hidden
         if hidden is None:
             return None
@@ -119,7 +123,7 @@ class DraftLevel:
         return left.gather(1, parents[:, :, None].expand(-1, -1, left.shape[-1]))
 
     def _going_on(self, frontier: Frontier) -> Frontier:
-        """What the next level needs of it."""
+        """Return the rows of a frontier that have a further level."""
         rows = self.going_on
         if rows is None:
             return frontier
@@ -135,9 +139,9 @@ def plan_levels(
     trust: float = 1.0,
 ) -> list[DraftLevel]:
     """
-    Lays out and sends all levels of trees that are `depths` deep, of `width` nodes per level, with the `noise` of so
-    many nodes each of some trees, so deep, and the `trust` in the draft's probabilities. Their rows then count as fed,
-    as if the levels had been run.
+    Lay out and send all levels of trees that are `depths` deep, of `width` nodes per level. `noise` returns the keys of
+    some trees' logits, with so many nodes each, at a depth; `trust` corrects the draft's probabilities. The rows then
+    count as fed, as if the levels had been run.
     """
     # Of the right shape, but for who descends from whom: all nodes hang on the first one of the level above.
     shapes = {growth: Growth(growth.state, growth.limit) for growth in growths}

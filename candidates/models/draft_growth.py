@@ -1,4 +1,4 @@
-"""How a draft model's trees grow, level by level."""
+"""The trees of draft models, which grow level by level."""
 
 from dataclasses import dataclass, field
 
@@ -17,29 +17,29 @@ _FIRST_GUESS = 0.7
 
 class Outlook:
     """
-    How much a level of a draft promises, in tokens, before it is drafted: a share of what the level above it does, the
-    same at all depths, which drafts teach.
+    Estimate of the promise of a level, in tokens, before it is drafted: a share of the promise of the level above it,
+    the same at all depths, learnt from drafts.
     """
 
     def __init__(self, share: float = _FIRST_GUESS):
         self._promised = DecayedRate(tries=1.0, hits=share)  # by levels, of what the levels above them promised
 
     def at(self, depth: int) -> float:
-        """What the level of so many tokens behind the text promises."""
+        """Return the promise of the level at this depth."""
         return float(self._promised.rate**depth)
 
     def learn(self, promises: list[float]) -> None:
-        """One draft's, level by level."""
+        """Learn from the promises of one draft's levels."""
         self._promised.add(sum([1.0, *promises][:-1]), sum(promises), _MEMORY)
 
     def of_another(self) -> "Outlook":
-        """What another request begins with."""
+        """Return the outlook that another request begins with."""
         return Outlook(self.at(1))
 
 
 @dataclass(eq=False)
 class DraftState:
-    """One request's text, its row in the draft's cache, and the nodes whose keys and values lie behind it."""
+    """One request's text, its row in the draft's cache, and the nodes whose keys and values lie after the text's."""
 
     row: CacheRow
     tokens: list[int]
@@ -52,14 +52,14 @@ class DraftState:
     accepted: list[int] | None = None  # of these nodes, where the cache does not know yet
 
     def features(self) -> torch.Tensor | None:
-        """What the tokens bring that are to be fed, `[tokens, D]`, beside their ids; mostly nothing."""
+        """Return the features of the tokens that are to be fed, `[tokens, D]`; None for forwards that take ids only."""
         return None
 
 
 @dataclass(eq=False)
 class Growth:
     """
-    A tree that grows level by level. Candidates are all tokens the draft thought of; `expanded` are those of them
+    A tree that grows level by level. Candidates are all tokens that the draft considered; `expanded` are those of them
     that were run through the draft, in the order in which they lie in its cache.
     """
 
@@ -80,7 +80,7 @@ class Growth:
 
     @property
     def depth(self) -> int:
-        """Levels so far."""
+        """Number of levels so far."""
         return self.depths[-1] if self.depths else 0
 
     @property
@@ -89,27 +89,27 @@ class Growth:
         return range(self.depths.index(self.depths[-1]), len(self.depths))
 
     def best(self, num: int) -> list[int]:
-        """Of the newest candidates those of highest path probability, the best first."""
+        """Return the newest candidates of highest path probability, the best first."""
         return sorted(self.newest, key=lambda node: -self.path_probs[node])[:num]
 
     def promise_of(self, nodes: list[int]) -> float:
-        """Expected tokens among some candidates of a level."""
+        """Return the expected tokens among some candidates of a level."""
         return sum([self.path_probs[node] for node in nodes])
 
     def expand(self) -> None:
-        """Counts the frontier among the expanded candidates."""
+        """Add the frontier to the expanded candidates."""
         self.expanded += [node for node in self.frontier if node >= 0]
         self.cached = self._tree_of(self.expanded)
 
     def next_input(self) -> RowInput:
-        """What the next level runs: what is not cached of the text, or else the frontier."""
+        """Return the input of the next level: the tokens of the text that are not cached, or else the frontier."""
         feed = np.array(self.state.tokens[self.state.row.length :], np.int64)
         first, features = len(self.expanded), self._features()
         self.expand()
         return RowInput(self.state.row, feed, self.cached, first, features)
 
     def _features(self) -> torch.Tensor | None:
-        """What the next level's tokens bring: nodes, what their parents have left."""
+        """Return the features of the next level's tokens: for nodes, those that their parents' forward left."""
         if self.frontier[0] < 0:
             return self.state.features()
         return (
@@ -117,7 +117,7 @@ class Growth:
         )
 
     def add_children(self, node: int, tokens: list[int], probs: list[float], trust: float = 1.0) -> None:
-        """Candidates behind candidate `node` (-1: behind the text), the best first."""
+        """Add candidates after candidate `node` (-1: after the text), the best first."""
         path_prob, depth = (self.path_probs[node], self.depths[node]) if node >= 0 else (1.0, 0)
         self.tokens += tokens
         self.parents += [node] * len(tokens)
@@ -127,10 +127,11 @@ class Growth:
 
     def tree(self, least: float = 0.0, confidence: float = 0.0) -> DraftTree:
         """
-        The candidates of highest path probability, as many as the draft may have: of those whose paths have `least` or
-        more, and run through no token of less `confidence`, and of one in every level, so that its costs can be told.
+        Return the candidates of highest path probability, as many as the draft may have, out of those whose paths have
+        `least` or more and no token of less `confidence` before the last. One candidate of every level is kept, so that
+        the cost of levels is learnt.
         """
-        nodes = list(range(len(self.tokens))) if confidence <= 0 else self._behind_confident(confidence)
+        nodes = list(range(len(self.tokens))) if confidence <= 0 else self._after_confident(confidence)
         if least > 0 and nodes:
             deepest = self._path_to(next(node for node in nodes if self.depths[node] == self.depths[nodes[-1]]))
             nodes = [node for node in nodes if self.path_probs[node] >= least or node in deepest]
@@ -139,8 +140,8 @@ class Growth:
         distributions = torch.stack(self.distributions[: len(nodes)]) if self.distributions else None
         return self._tree_of(nodes, distributions)
 
-    def _behind_confident(self, confidence: float) -> list[int]:
-        """The candidates that have no ancestor of less confidence."""
+    def _after_confident(self, confidence: float) -> list[int]:
+        """Return the candidates that have no ancestor of less confidence."""
         nodes = {-1}
         for node, parent in enumerate(self.parents):
             if parent in nodes and (parent < 0 or self.probs[parent] >= confidence):
@@ -155,7 +156,7 @@ class Growth:
         return path
 
     def _tree_of(self, nodes: list[int], distributions: torch.Tensor | None = None) -> DraftTree:
-        """Some of the candidates, parents first, as a tree of their own."""
+        """Return some of the candidates, parents first, as a tree."""
         index = {node: position for position, node in enumerate(nodes)} | {-1: -1}
         return DraftTree(
             np.array([self.tokens[node] for node in nodes], np.int64),
@@ -166,7 +167,7 @@ class Growth:
 
 
 def hand_out(hidden: torch.Tensor | None, growths: list[Growth], numbers: list[int]) -> None:
-    """What a level leaves `[nodes, D]`, if anything, of growths with so many nodes each."""
+    """Give each growth its part of the features that a level left, `[nodes, D]`, for so many nodes each."""
     if hidden is not None:
         for growth, part in zip(growths, hidden.split(numbers)):
             growth.hidden, growth.hidden_of = part, list(growth.frontier)

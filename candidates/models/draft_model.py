@@ -28,9 +28,9 @@ from .growing import GrowingCandidates
 
 class SharedVocabulary(NamedTuple):
     """
-    One tokenizer, with embeddings of different sizes: ids below both sizes mean the same, and what one model has beyond
-    is padding, or was added to it later. Such tokens are never proposed, and a draft reads the text without those that
-    it does not know.
+    One tokenizer, with embeddings of different sizes: ids below both sizes mean the same, and ids that only one model
+    has are padding, or were added to it later. These are never proposed, and a draft reads the text without those that
+    it does not have.
 
     Args:
         draft_size, target_size (`int`): Of the vocabularies, padding included.
@@ -40,12 +40,12 @@ class SharedVocabulary(NamedTuple):
     target_size: int
 
     def known(self, tokens: np.ndarray) -> list[int]:
-        """Those of a text's tokens that the draft knows."""
+        """Return those of a text's tokens that the draft has."""
         return tokens[tokens < self.draft_size].tolist()
 
     def scores(self, logits: torch.Tensor, is_whole: bool = False) -> torch.Tensor:
         """
-        The target's part of logits `[nodes, draft_size]`: of those tokens that both have, or where it is to be
+        Return the target's part of logits `[nodes, draft_size]`: those of the tokens that both have, or with
         `is_whole`, of all `target_size`, of which the draft's are the first.
         """
         missing = self.target_size - self.draft_size if is_whole else 0
@@ -54,8 +54,8 @@ class SharedVocabulary(NamedTuple):
 
 class DraftModelCandidates(GrowingCandidates):
     """
-    Drafts with a smaller language model. Behind an encoder, it is one of the same kind: with an encoder of its own,
-    which reads what the target's reads, or a decoder that looks at the outputs of the target's.
+    Drafts with a smaller language model. For targets with an encoder, it is one of the same kind: with an encoder of
+    its own, which reads the same inputs, or a decoder that attends to the outputs of the target's.
 
     The draft has a slot cache of its own, which holds each request's committed text and is cut back to it after every
     verification. Models that cannot be packed (bloom, falcon, ...) draft chains, row by row. After a
@@ -90,11 +90,11 @@ class DraftModelCandidates(GrowingCandidates):
         self.model, self.vocabulary = model, vocabulary
         self._cached_version = self.weights_version  # what the cache was computed with
         self._encoded = EncodedRows(model) if reads_encoder(model) else None
-        self._is_encoded = False  # whether requests are behind an encoder
+        self._is_encoded = False  # whether requests have encoder outputs
 
     def serve(self, vocabulary: SharedVocabulary | None) -> None:
         """
-        Says how the vocabulary stands to that of the target that requests will come from.
+        Set the vocabulary shared with the target of the requests to come.
 
         Raises:
             ValueError: while there are requests of a target with another one.
@@ -128,7 +128,7 @@ class DraftModelCandidates(GrowingCandidates):
         return self._encoded.add(request.encoder_inputs, request.encoder_row, self._forward)
 
     def _new_state(self, row: CacheRow, prompt: np.ndarray) -> DraftState:
-        return DraftState(row, self._known(prompt) or [0])  # there must be something to draft behind
+        return DraftState(row, self._known(prompt) or [0])  # a draft starts from a token
 
     def _known(self, tokens: np.ndarray) -> list[int]:
         return tokens.tolist() if self.vocabulary is None else self.vocabulary.known(tokens)
@@ -145,7 +145,7 @@ class DraftModelCandidates(GrowingCandidates):
         return None if known is None else (known, self.vocabulary)
 
     def num_bytes(self) -> int | None:
-        """Keys and values, and memory that is kept for those of further requests, in bytes."""
+        """Return the bytes of keys and values, and of memory that is kept for those of further requests."""
         own = super().num_bytes()
         return None if own is None else own + kept_bytes(self.model)
 
@@ -168,7 +168,7 @@ class DraftModelCandidates(GrowingCandidates):
         self._commit()
 
     def _drop_outdated(self) -> None:
-        """Begins with empty rows where their keys and values are of other weights than the model has now."""
+        """Replace rows by empty ones if their keys and values are of other weights than the model has now."""
         if self.weights_version == self._cached_version:
             return
         self._cached_version = self.weights_version
@@ -180,7 +180,7 @@ class DraftModelCandidates(GrowingCandidates):
             state.row, state.nodes, state.accepted = self._new_row(state.request), DraftTree.empty(), None
 
     def _commit(self) -> None:
-        """Keeps the keys and values of what was accepted since the last draft, of all requests together."""
+        """Keep the keys and values of tokens accepted since the last draft, of all requests together."""
         assert self._forward is not None
         states = [state for state in self._states.values() if state.accepted is not None]
         self._forward.commit([state.row for state in states], [state.accepted or [] for state in states])

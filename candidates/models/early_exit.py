@@ -21,8 +21,8 @@ from .growing import GrowingCandidates
 class EarlyExitCandidates(GrowingCandidates):
     """
     Drafts with the first layers of the target, its final norm and its head (LayerSkip, arXiv 2404.16710, section 4.3).
-    There is no second model, and nothing is computed twice of the text: drafts look back at the target's own keys and
-    values. A request's first draft comes when these are there, behind its prompt.
+    There is no second model, and nothing of the text is computed twice: drafts attend to the target's own keys and
+    values. A request's first draft comes when these are there, after its prompt.
 
     Args:
         model (`PreTrainedModel`): The target, whose decoder must be of a structure that can be written out.
@@ -93,7 +93,7 @@ class EarlyExitCandidates(GrowingCandidates):
         state.num_generated += len(tokens)
 
     def num_bytes(self) -> int | None:
-        """0: keys and values are the target's."""
+        """Return 0: keys and values are the target's."""
         return 0
 
     def propose(
@@ -127,11 +127,14 @@ class EarlyExitCandidates(GrowingCandidates):
         self._own_forward.share()
 
     def _can_grow(self, growth: Growth) -> bool:
-        """Not while the prompt is being run."""
+        """Return whether the prompt has been run."""
         return growth.state.row.length == len(growth.state.tokens) - 1
 
     def _max_depth(self, growth: Growth, price: LevelPrice | None) -> int:
-        """Drafts stay within the row's slot: memory is the target's, which has reserved what it needs itself."""
+        """
+        Return the most levels that fit into the row's slot: the memory is the target's, which has reserved its own
+        need.
+        """
         row = growth.state.row
         room = row.prefix_len + row.stride - len(growth.state.tokens)
         return min(super()._max_depth(growth, price), max(room // self._width(price), 0))

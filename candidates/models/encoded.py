@@ -1,4 +1,4 @@
-"""What draft models make of what the encoder of a target has read."""
+"""Rows of draft models that attend to the outputs of an encoder."""
 
 import inspect
 from typing import Any
@@ -14,13 +14,16 @@ from ..request import EncoderInputs
 
 
 def reads_encoder(model: PreTrainedModel) -> bool:
-    """Whether a draft model looks at an encoder's outputs: of its own, or, as `WhisperForCausalLM`, of the target's."""
+    """
+    Return whether a draft model uses an encoder's outputs: its own encoder's, or, as `WhisperForCausalLM`, the
+    target's.
+    """
     return model.config.is_encoder_decoder or "encoder_outputs" in inspect.signature(model.forward).parameters
 
 
 class EncodedRows:
     """
-    A draft model's rows behind an encoder. All rows of a call are read at once, when the first of them begins.
+    A draft model's rows with encoder outputs. All rows of a call are encoded at once, when the first of them begins.
 
     Args:
         model (`PreTrainedModel`): With an encoder, which reads what the target's has read, or a decoder that looks at
@@ -47,11 +50,11 @@ class EncodedRows:
         return row
 
     def renew(self) -> None:
-        """Read everything anew, after the draft model's weights have changed."""
+        """Encode everything anew, after the draft model's weights have changed."""
         self._states.clear()
 
     def _read(self, inputs: EncoderInputs) -> torch.Tensor:
-        """Return what the draft model's decoder looks at, `[rows, length, hidden_size]`."""
+        """Return the encoder outputs that the draft model's decoder attends to, `[rows, length, hidden_size]`."""
         model: Any = self.model
         if not model.config.is_encoder_decoder:
             return inputs.outputs[0].to(model.device, model.dtype)

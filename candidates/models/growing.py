@@ -44,7 +44,7 @@ class GrowingCandidates(TreeCandidateGenerator):
             each get their `width` most probable children, and the best `num_nodes` of all candidates are proposed.
             Where not given, chains, and where goodput decides, trees whose width at every node is what is worth it,
             up to 4.
-        confidence_threshold (`float`): A chain, or a branch where goodput decides, ends early behind a token that the
+        confidence_threshold (`float`): A chain, or a branch where goodput decides, ends early after a token that the
             draft gives a lower probability.
         samples (`bool`): Draws drafts from the draft's own distribution, with independent noise, and hands the
             distributions on, as verification by rejection needs them. Chains only.
@@ -85,26 +85,26 @@ class GrowingCandidates(TreeCandidateGenerator):
 
     @abstractmethod
     def _new_forward(self) -> RaggedForward | ChainForward:
-        """What runs the levels; it lives while requests do."""
+        """Return the forward that runs the levels; it is dropped when no request is left."""
 
     def _new_state(self, row: CacheRow, prompt: np.ndarray) -> DraftState:
         return DraftState(row, prompt.tolist())
 
     def _new_row(self, request: SourceRequest) -> CacheRow:
-        """The request's row, which holds nothing yet."""
+        """Return an empty row for the request."""
         assert self._forward is not None
         return self._forward.add()
 
     @property
     def _token_ids(self) -> torch.Tensor | None:
-        """The target's token that each score `[vocab_size]` stands for, where these are not its tokens in order."""
+        """The target's token that each score `[vocab_size]` stands for; None where these are its tokens in order."""
         return None
 
     def _prepare(self) -> None:
-        """Comes before drafts begin."""
+        """Do what is due before drafts begin."""
 
     def _can_grow(self, growth: Growth) -> bool:
-        """Whether all is there that the request's draft begins with."""
+        """Return whether the request has all that its draft begins with."""
         return True
 
     def begin(self, request: SourceRequest) -> int | None:
@@ -124,31 +124,33 @@ class GrowingCandidates(TreeCandidateGenerator):
             self._give_up_forward()
 
     def num_bytes(self) -> int | None:
-        """Keys and values, as far as they are in the slot cache, in bytes."""
+        """Return the bytes of keys and values in a slot cache; None for forwards without one."""
         if self._forward is None:
             return 0
         cache = getattr(self._forward, "cache", None)
         return None if cache is None else cache.num_lines * cache.bytes_per_line
 
     def _give_up_forward(self) -> None:
-        """Nobody needs it any more."""
+        """Drop the forward: no request is left."""
         self._forward = None
 
     @torch.no_grad()
     def propose(
         self, request_ids: Sequence[Hashable], max_nodes: Sequence[int], price: LevelPrice | None = None
     ) -> list[DraftTree]:
-        """Drafts end where a level promises less than it costs, and branch where that promises more than it costs."""
+        """
+        Draft until a further level promises less than it costs, with branches where these promise more than they cost.
+        """
         price = price if self.heeds_prices else None
         assert self._forward is not None, "no request has been started"
         self._prepare()
         growths = [Growth(self._states[name], limit) for name, limit in zip(request_ids, max_nodes)]
         growing = [growth for growth in growths if self._max_depth(growth, price) > 0 and self._can_grow(growth)]
         for growth in growing:
-            # The last token is always fed, also where an earlier attempt failed behind it: its logits are needed.
+            # The last token is always fed, also where an earlier attempt failed after it: its logits are needed.
             row = growth.state.row
             self._forward.cut(row, min(row.length, len(growth.state.tokens) - 1))
-        if growing and self._looks_behind_every_level:
+        if growing and self._reads_every_level:
             self._grow_by_level(growing, price)
         elif growing:
             self._grow_at_once(growing, price)
@@ -159,12 +161,12 @@ class GrowingCandidates(TreeCandidateGenerator):
         return [growth.tree(least, confidence) for growth in growths]
 
     @property
-    def _looks_behind_every_level(self) -> bool:
-        """Whether drafts end as soon as they promise too little: where that costs no wait for a device."""
+    def _reads_every_level(self) -> bool:
+        """Return whether each level is read before the next is planned: where waiting for the device costs nothing."""
         return not isinstance(self._forward, RaggedForward) or waits_are_free(self._forward.device)
 
     def _grow_by_level(self, growths: list[Growth], price: LevelPrice | None) -> None:
-        """Runs level after level, of those trees only that are worth it."""
+        """Run one level after another, for the trees only where it is worth its cost."""
         assert self._forward is not None
         while growths:
             logits, offsets = self._forward.forward([growth.next_input() for growth in growths])
@@ -178,7 +180,7 @@ class GrowingCandidates(TreeCandidateGenerator):
             growths = self._worth_growing(growths, price)
 
     def _grow_at_once(self, growths: list[Growth], price: LevelPrice | None) -> None:
-        """Runs as many levels as the trees are to have, and looks at them when all have been asked for."""
+        """Run a number of levels that is fixed beforehand, and read them when all have been launched."""
         forward, width = self._forward, self._width(price)
         assert isinstance(forward, RaggedForward)
         lengths = [growth.state.row.length for growth in growths]
@@ -201,7 +203,7 @@ class GrowingCandidates(TreeCandidateGenerator):
             self._outlook.learn(growth.promises)
 
     def _run_levels(self, forward: RaggedForward, levels: list[DraftLevel], width: int) -> list[list[np.ndarray]]:
-        """Of every level what it found: children, their probabilities, and which of the level above had children."""
+        """Return for every level its children, their probabilities, and which nodes of the level above had children."""
         series = ForwardSeries(
             [level.planned for level in levels],
             [tensor for level in levels for tensor in level.tensors()],
@@ -219,7 +221,7 @@ class GrowingCandidates(TreeCandidateGenerator):
         tensors: list[torch.Tensor],
         run: Callable[[PlannedForward], torch.Tensor],
     ) -> list[torch.Tensor]:
-        """`_run_levels` on the device, with these in place of the levels' own."""
+        """Run `_run_levels` on the device, with these tensors in place of the levels' own."""
         found: list[torch.Tensor] = []
         frontier, left = None, iter(tensors)
         for depth, level in enumerate(map(DraftLevel.with_tensors, levels, repeat(left), planned), start=1):
@@ -232,7 +234,7 @@ class GrowingCandidates(TreeCandidateGenerator):
         return found
 
     def _decisive(self, levels: list[DraftLevel], width: int) -> Hashable:
-        """All but tensors that decides what levels find; None where it cannot be told."""
+        """Return everything but tensors that determines the result of levels; None where it cannot be compared."""
         if self.samples or self._token_ids is not None:
             return None
         facts: list[Any] = [type(self), width]
@@ -250,8 +252,8 @@ class GrowingCandidates(TreeCandidateGenerator):
         self, growths: list[Growth], numbers: list[int], logits: torch.Tensor, noise: NoiseKeys | None, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        The `width` best tokens behind every node `[nodes, width]`, and their probabilities, where growths have so many
-        nodes each.
+        Return the `width` best tokens after every node `[nodes, width]`, and their probabilities, for growths of so
+        many nodes each.
         """
         scores, ids = logits.float(), self._token_ids
         if noise is not None:
@@ -267,12 +269,14 @@ class GrowingCandidates(TreeCandidateGenerator):
         return tokens if ids is None else ids[tokens], probs
 
     def _spread(self, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Scores `[nodes, len(ids)]` of some tokens as those `[nodes, vocab_size]` of the target's vocabulary."""
+        """
+        Return scores `[nodes, len(ids)]` of some tokens as scores `[nodes, vocab_size]` of the target's vocabulary.
+        """
         assert self._vocab_size is not None, "the scores are of few tokens, and nobody says of how many"
         return scores.new_full((len(scores), self._vocab_size), -torch.inf).index_copy_(1, ids, scores)
 
     def _noise(self, growths: list[Growth], numbers: list[int], depth: int) -> NoiseKeys | None:
-        """Of growths that have so many nodes each, `depth` tokens behind the text."""
+        """Return the noise keys of growths of so many nodes each, `depth` tokens after the text."""
         seeds: list[int | None] = []
         positions: list[int] = []
         for growth, num in zip(growths, numbers):
@@ -284,7 +288,7 @@ class GrowingCandidates(TreeCandidateGenerator):
     def _add_children(
         self, growths: list[Growth], tokens: np.ndarray, probs: np.ndarray, price: LevelPrice | None
     ) -> None:
-        """Adds the best tokens behind every frontier node (`[nodes, width]`) as candidates."""
+        """Add the best tokens after every frontier node (`[nodes, width]`) as candidates."""
         trust = 1.0 if price is None else price.trust
         lines = iter(zip(tokens.tolist(), probs.tolist()))
         for growth in growths:
@@ -295,7 +299,7 @@ class GrowingCandidates(TreeCandidateGenerator):
         return self.width if price is None else self._widest
 
     def _worth_growing(self, growths: list[Growth], price: LevelPrice | None) -> list[Growth]:
-        """Those that get a further level, with the nodes that it hangs on."""
+        """Set the frontiers of the next level, and return the growths that get one."""
         if price is None:
             return [growth for growth in growths if self._choose_frontier(growth)]
         for growth in growths:
@@ -304,20 +308,22 @@ class GrowingCandidates(TreeCandidateGenerator):
         return self._paying(growths, promises, growths[0].depth, price)
 
     def _worthy(self, growth: Growth, price: LevelPrice) -> list[int]:
-        """The newest nodes that further ones may hang on."""
+        """Return the newest nodes that are worth children."""
         paths, probs = growth.path_probs, growth.probs
         best = growth.best(self._widest)
         return [node for node in best if paths[node] >= price.node and probs[node] >= self.confidence_threshold]
 
     def _paying(self, growths: list[Growth], promises: list[float], depth: int, price: LevelPrice) -> list[Growth]:
-        """Those to which a level behind `depth` others brings more than it costs, if they promise so many tokens."""
+        """Return the growths for which a level after `depth` others promises more tokens than it costs."""
         cost = price.beyond(depth)
         gains = {growth: promise - cost.row for growth, promise in zip(growths, promises)}
         paying = [growth for growth in growths if gains[growth] > 0 and depth < self._max_depth(growth, price)]
         return paying if sum(gains[growth] for growth in paying) > cost.call else []
 
     def _depths(self, growths: list[Growth], price: LevelPrice | None) -> list[int]:
-        """How deep trees are to be that are not looked at meanwhile: by what others of their request have promised."""
+        """
+        Return the number of levels of trees that grow at once, from the promises of earlier drafts of the requests.
+        """
         if price is None:
             return [self._max_depth(growth, price) for growth in growths]
         depths = dict.fromkeys(growths, 0)
@@ -330,13 +336,18 @@ class GrowingCandidates(TreeCandidateGenerator):
         return list(depths.values())
 
     def _choose_frontier(self, growth: Growth) -> bool:
-        """The most probable of the newest candidates are expanded next; False if the tree is large enough."""
+        """
+        Set the most probable of the newest candidates to be expanded next; return False if the tree is large enough.
+        """
         growth.frontier = growth.best(self.width)
         is_over = self.width == 1 and growth.probs[-1] < self.confidence_threshold
         return not is_over and growth.depth < self._max_depth(growth, None)
 
     def _max_depth(self, growth: Growth, price: LevelPrice | None) -> int:
-        """Levels of the tree: a chain is as deep as it has nodes, and no node stands beyond the draft's positions."""
+        """
+        Return the most levels of a tree: a chain is as deep as it has nodes, and no node lies beyond the draft's
+        positions.
+        """
         room = growth.limit
         if self._num_positions is not None:
             room = self._num_positions - len(growth.state.tokens) + 1

@@ -14,7 +14,7 @@ _BORDER = -1  # between texts; no token
 
 
 class _Index:
-    """A text and, for every n-gram length, where each n-gram last ended with something behind it."""
+    """A text and, for every n-gram length, the latest end of each n-gram that is followed by a token."""
 
     def __init__(self, max_ngram: int):
         self.max_ngram = max_ngram
@@ -53,7 +53,10 @@ class _Text(_Index):
         self.references = references
 
     def find(self, limit: int) -> tuple[list[int], int]:
-        """(continuation, match length) of the longest earlier occurrence of the text's end; nothing and 0 if none."""
+        """
+        Return (continuation, match length) of the longest earlier occurrence of the text's end; an empty list and 0 if
+        there is none.
+        """
         for length in range(min(self.max_ngram, len(self.tokens)), 0, -1):
             end = tuple(self.tokens[-length:])
             start = self.ends[length].get(end)

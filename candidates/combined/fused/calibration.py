@@ -33,7 +33,7 @@ class _Tables(dict[int, array]):
 
 
 class _Learner:
-    """One source in one namespace: its tables, and what is to be learnt."""
+    """One source in one namespace: its tables, and observations that are not learnt yet."""
 
     def __init__(self, calibrator: Calibrator, key: Hashable):
         self.calibrator, self.key = calibrator, key
@@ -52,7 +52,7 @@ class _Learner:
         ]
 
     def learn(self, draft: Draft, tokens: Sequence[int]) -> None:
-        """Notes how the nodes fared whose parent came true (see `goodput.outcomes`)."""
+        """Note whether each node whose parent was accepted was accepted itself (see `goodput.outcomes`)."""
         nodes = draft.children.get(-1, [])
         for depth, token in enumerate(tokens, start=1):
             following: list[int] = []
@@ -80,7 +80,7 @@ class _Learner:
 
 class Calibrations:
     """
-    The calibration of several sources, apart for every namespace.
+    The calibration of several sources, separate for every namespace.
 
     Args:
         calibrator (`Calibrator`): Knows each source as (namespace, name).
@@ -102,17 +102,17 @@ class Calibrations:
         return self._learners[namespace]
 
     def calibrated(self, namespace: Hashable, drafts: Sequence[Draft]) -> list[Draft]:
-        """The drafts of all sources with calibrated probabilities."""
+        """Return the drafts of all sources with calibrated probabilities."""
         learners = self._of(namespace)
         return [draft._replace(probs=learner.look_up(draft)) for learner, draft in zip(learners, drafts)]
 
     def learn(self, namespace: Hashable, drafts: Sequence[Draft], tokens: np.ndarray) -> None:
-        """Learns from the sources' drafts, with raw probabilities, and the tokens that were committed behind them."""
+        """Learn from the sources' drafts, with raw probabilities, and the tokens that were committed after them."""
         truth = tokens.tolist()
         for learner, draft in zip(self._of(namespace), drafts):
             learner.learn(draft, truth)
 
     def flush(self, namespace: Hashable) -> None:
-        """Nothing waits to be learnt any more."""
+        """Learn from all observations of a namespace that wait."""
         for learner in self._learners.get(namespace, ()):
             learner.flush()

@@ -83,7 +83,7 @@ class FusedCandidates(MemberCandidates):
         return merged
 
     def _least_probability(self, price: LevelPrice | None) -> float:
-        """Of the path to a node: where nodes cost little, they are proposed for little."""
+        """Return the least probability of the path to a node: where nodes cost little, they are proposed for little."""
         if price is None or not self.heeds_prices:
             return self.min_probability
         return min(price.least_probability, self.min_probability)
@@ -108,7 +108,7 @@ class FusedCandidates(MemberCandidates):
 
 
 def _limits(source: TreeCandidateGenerator, max_nodes: Sequence[int], price: LevelPrice | None) -> Sequence[int]:
-    """Where every level costs a forward, as many nodes as it drafts by default: it is told no price."""
+    """Return the source's node limits: for autoregressive sources, which get no price, at most their default."""
     if source.is_autoregressive:
         most = source.default_num_nodes
     elif price is None:

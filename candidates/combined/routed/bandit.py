@@ -1,4 +1,6 @@
-"""Which drafter serves a kind of text best, found out by serving: Thompson sampling by measured goodput."""
+"""
+A bandit that finds out by serving which drafter is best for a kind of text: Thompson sampling by measured goodput.
+"""
 
 import json
 from collections import OrderedDict
@@ -24,12 +26,12 @@ _UNIT_SHARE = 0.02  # of the newest request in the running mean of what a step t
 
 class Outcome(NamedTuple):
     """
-    How a request fared.
+    Result of a request.
 
     Args:
         drafter (`str`): That served it.
         kind (`str`): Of text, as far as it was known; "" where it was not.
-        tokens, steps (`int`): Committed behind the step that ran the prompt, and in how many steps.
+        tokens, steps (`int`): Tokens committed after the step that ran the prompt, and the number of their steps.
         drafting, rest (`float`): Seconds of this drafter's calls for it, and of all else in these steps, other drafters
             aside.
         sketch (`np.ndarray` of shape `[1024]`, *optional*): Of its prompt, see `Neighbours`.
@@ -45,7 +47,9 @@ class Outcome(NamedTuple):
 
 
 class _Arms:
-    """Decayed counts, means and spreads of what drafters' requests yielded in the time of an ordinary step."""
+    """
+    Decayed counts, means and spreads of the tokens that drafters' requests yielded in the time of an ordinary step.
+    """
 
     def __init__(self, num: int):
         self.counts, self.sums, self.squares = np.zeros(num), np.zeros(num), np.zeros(num)
@@ -56,13 +60,15 @@ class _Arms:
             sums[arm] += weight * one
 
     def add_all(self, arms: np.ndarray, values: np.ndarray, weights: np.ndarray) -> None:
-        """The same for several at once, which do not age."""
+        """Add several outcomes at once, without decay."""
         self.counts += np.bincount(arms, weights, len(self.counts))
         self.sums += np.bincount(arms, weights * values, len(self.counts))
         self.squares += np.bincount(arms, weights * values**2, len(self.counts))
 
     def restore(self, counts: np.ndarray, arms: np.ndarray) -> None:
-        """Counts, sums and squares `[3, arms]` of others, of which each is one of these `arms`, or none (-1)."""
+        """
+        Take counts, sums and squares `[3, arms]` of other arms, each of which is one of these `arms`, or none (-1).
+        """
         for own, other in zip((self.counts, self.sums, self.squares), counts):
             own[arms[arms >= 0]] = other[arms >= 0]
 
@@ -71,7 +77,7 @@ class _Arms:
         return means
 
     def spreads(self, means: np.ndarray, strength: float) -> np.ndarray:
-        """Standard deviations of the means, from what requests differ by."""
+        """Return standard deviations of the means, estimated from how requests differ."""
         own = np.maximum(self.squares - 2 * means * self.sums + means**2 * self.counts, 0.0)
         variance = (own + _SPREAD_STRENGTH * (_SPREAD * means) ** 2) / (self.counts + _SPREAD_STRENGTH)
         return np.sqrt(variance / (self.counts + strength))
@@ -106,13 +112,13 @@ class DrafterBandit:
         self._unit = DecayedMean(_UNIT_SHARE)  # seconds of an ordinary step, drafting aside
 
     def choose(self, kind: str = "", sketch: np.ndarray | None = None) -> str:
-        """The drafter for a request of this kind, or if that is unknown (""), with a prompt of this sketch."""
+        """Return the drafter for a request of this kind, or if that is unknown (""), with a prompt of this sketch."""
         with self._lock:
             means, spreads = self._judged(kind, sketch)
             return self.names[int(np.argmax(means + spreads * self._rng.standard_normal(len(means))))]
 
     def update(self, outcome: Outcome) -> None:
-        """A request has ended. Those without a measured step teach nothing."""
+        """Learn from a request that has ended, unless it has no measured step."""
         seconds = outcome.drafting + outcome.rest
         if outcome.steps >= 1 and seconds > 0:
             with self._lock:
@@ -129,24 +135,26 @@ class DrafterBandit:
             self.neighbours.add(outcome.sketch, arm, value, weight)
 
     def goodput(self, kind: str = "") -> dict[str, float]:
-        """By drafter, tokens per second of a row of this kind of text: estimates; 0 before anything is known."""
+        """
+        Return estimated tokens per second of a row of this kind of text, by drafter; 0 before any request has ended.
+        """
         with self._lock:
             means, unit = self._judged(kind)[0], self._unit.mean
         return {name: float(mean / unit) if unit else 0.0 for name, mean in zip(self.names, means)}
 
     @property
     def kinds(self) -> list[str]:
-        """Of text, that it has met."""
+        """Kinds of text that requests had."""
         return list(self._kinds)
 
     def num_bytes(self) -> int:
-        """Of what it keeps of texts."""
+        """Return the bytes of the kept sketches of texts."""
         return self.neighbours.num_bytes()
 
     # On disk
 
     def save(self, path: str | Path) -> None:
-        """Writes a file (`.npz`), whole or not at all."""
+        """Write a file (`.npz`), whole or not at all."""
         with self._lock:
             arms = [self._general, *self._kinds.values()]
             arrays = {
@@ -161,8 +169,8 @@ class DrafterBandit:
 
     def load(self, path: str | Path) -> None:
         """
-        Goes on from what `save` has written, by the names of drafters: those that the file does not know begin anew,
-        and what it knows of others is left aside.
+        Continue from a file that `save` has written, by the names of drafters: those that the file does not have begin
+        anew, and further ones in it are ignored.
 
         Raises:
             ValueError: if it is no such file, or knows none of the drafters.
@@ -188,7 +196,7 @@ class DrafterBandit:
             self._unit, self._rng, self.neighbours = DecayedMean(_UNIT_SHARE, unit, int(num)), rng, neighbours
 
     def _judged(self, kind: str, sketch: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Means and their standard deviations, of each drafter."""
+        """Return the mean of each drafter, and its standard deviation."""
         known, total = self._general.sums.sum(), self._general.counts.sum()
         average = np.full(len(self.names), known / total if total > 0 else 1.0)
         general = self._general.means(average, _KIND_STRENGTH)

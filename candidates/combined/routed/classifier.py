@@ -1,4 +1,4 @@
-"""What language a text is in, what it is about: learnt from labelled texts one by one, without any model."""
+"""A classifier of texts, by language or subject, that learns from labelled texts one by one, without any model."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -51,15 +51,15 @@ class TextClassifier:
 
     @property
     def labels(self) -> list[str]:
-        """Those that it has met."""
+        """The labels that it has learnt."""
         return list(self._rows)
 
     def num_bytes(self) -> int:
-        """Of its counts."""
+        """Return the bytes of its counts."""
         return self._counts.nbytes
 
     def learn(self, texts: Sequence[Text], labels: Sequence[str]) -> None:
-        """Texts (strings, or token ids `[length]`: all of one kind) and what they are."""
+        """Learn from texts (strings, or token ids `[length]`: all of one kind) and their labels."""
         if len(texts) != len(labels):
             raise ValueError(f"Got {len(texts)} `texts` and {len(labels)} `labels`.")
         for text, label in zip(texts, labels):
@@ -83,7 +83,7 @@ class TextClassifier:
         return row
 
     def predict(self, texts: Sequence[Text]) -> list[str | None]:
-        """The likeliest label of each text; None where too little is known, or none is likely enough."""
+        """Return the likeliest label of each text; None where too few texts are known, or none is likely enough."""
         names, predicted = self.labels, list[str | None]()
         for text in texts:
             probs = self.probabilities(text)
@@ -93,8 +93,8 @@ class TextClassifier:
 
     def probabilities(self, text: Text) -> np.ndarray:
         """
-        Of `labels`, float64; 0 for those of which too few texts are known, and all are if none is known well enough.
-        As strings overlap, their evidence counts as that of the square root of their number.
+        Return the probabilities of `labels`, float64; 0 for those of which too few texts are known, and for all if none
+        is known well enough. As strings overlap, their evidence counts as that of the square root of their number.
         """
         features = features_of(text, self.num_features)
         known = self._num_texts / self._weight > self.min_texts - 0.5
@@ -113,7 +113,7 @@ class TextClassifier:
     # On disk
 
     def save(self, path: str | Path) -> None:
-        """Writes a file (`.npz`), whole or not at all."""
+        """Write a file (`.npz`), whole or not at all."""
         save_arrays(
             path,
             options=np.array([_FORMAT, self.min_texts, self.min_probability, self.half_life]),
@@ -125,7 +125,7 @@ class TextClassifier:
     @classmethod
     def load(cls, path: str | Path) -> "TextClassifier":
         """
-        Reads what `save` has written.
+        Read a file that `save` has written.
 
         Raises:
             ValueError: if it is no such file.

@@ -11,8 +11,8 @@ _PRIME, _MIX = np.uint64(0x100000001B3), np.uint64(0x9E3779B97F4A7C15)
 
 def features_of(text: Text, num_features: int) -> np.ndarray:
     """
-    Which strings occur in a text (a string, or token ids `[length]`), hashed to numbers below `num_features`, a power
-    of two: int64 `[n]`, each once, in order.
+    Return which strings occur in a text (a string, or token ids `[length]`), hashed to numbers below `num_features`, a
+    power of two: int64 `[n]`, each once, in order.
     """
     if isinstance(text, str):
         units, lengths = np.frombuffer(text.encode("utf-8", "replace"), np.uint8), _LENGTHS_OF_TEXT

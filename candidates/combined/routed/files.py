@@ -1,4 +1,4 @@
-"""Arrays on disk: whole, or not at all."""
+"""Files of arrays, written whole or not at all."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,14 +12,14 @@ Found = TypeVar("Found")
 
 
 def save_arrays(path: str | Path, **arrays: np.ndarray) -> None:
-    """Writes a file (`.npz`) that takes the place of the one before as a whole."""
+    """Write a file (`.npz`) that replaces the one before as a whole."""
     with replacing(Path(path), is_private=True) as file:
         np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
 
 
 def load_arrays(path: str | Path, what: str, read: Callable[[Mapping[str, Any]], Found]) -> Found:
     """
-    What `read` makes of the arrays of a file.
+    Return the result of `read` for the arrays of a file.
 
     Raises:
         ValueError: if it cannot: the file holds no such thing as `what`.

@@ -1,4 +1,4 @@
-"""A drafter for the requests that go to it, and the log of what these take and yield."""
+"""A drafter for the requests that are routed to it, and the log of their time and tokens."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from .bandit import Outcome
 
 @dataclass
 class _Running:
-    """A request, and what it has taken and yielded so far."""
+    """A running request, with its time and tokens so far."""
 
     drafter: str
     kind: str
@@ -42,7 +42,7 @@ class RequestLog:
         self._drafted = 0.0  # seconds, of all drafters
 
     def __len__(self) -> int:
-        """Requests that run."""
+        """Return the number of running requests."""
         return len(self._running)
 
     def __contains__(self, request_id: Hashable) -> bool:
@@ -52,14 +52,14 @@ class RequestLog:
         self._running[request_id] = _Running(drafter, kind, sketch)
 
     def drafted(self, request_ids: Sequence[Hashable], seconds: float) -> None:
-        """One call of a drafter, whose time each of its requests is charged with: so much longer the step took."""
+        """Charge one call of a drafter to each of its requests: the step took so much longer for all of them."""
         self._drafted += seconds
         for name in request_ids:
             if name in self._running:
                 self._running[name].drafting += seconds
 
     def committed(self, lane: "Lane", request_id: Hashable, num_tokens: int) -> None:
-        """Of a request; the first tokens come with the prompt, whose time is no step's."""
+        """Count committed tokens of a request, but not the first ones: their step ran the prompt."""
         running = self._running.get(request_id)
         if running is None or not num_tokens or running.counting not in (None, lane):
             return
@@ -70,7 +70,7 @@ class RequestLog:
         running.counting, running.last, running.drafted = lane, now, self._drafted
 
     def end(self, request_id: Hashable) -> None:
-        """Unknown ids are ignored."""
+        """End a request and report its outcome; unknown ids are ignored."""
         item = self._running.pop(request_id, None)
         if item is not None:
             counted = item.tokens, item.steps, item.drafting, item.rest
@@ -79,7 +79,7 @@ class RequestLog:
 
 class Lane(ForwardingSource):
     """
-    A drafter, or a stage of one, as the loop sees it: passes everything on and keeps the log.
+    A drafter, or a stage of one, as the loop calls it: forwards everything and keeps the log.
 
     Args:
         route (`str`): The name under which requests go to it. What is learnt of its drafts is learnt under both names:

@@ -1,4 +1,4 @@
-"""What several drafters take up."""
+"""Memory of several drafters of one target."""
 
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -47,7 +47,7 @@ class RoutedMemory(NamedTuple):
 def memory_of(
     drafters: Mapping[str, TreeCandidateGenerator], target: nn.Module | None = None, router: int = 0
 ) -> RoutedMemory:
-    """What drafters take up beside the target."""
+    """Return the bytes of drafters beside the target."""
     own = _storages([] if target is None else [target])
     parts = {name: list(_parts(source)) for name, source in drafters.items()}
     storages = {name: _storages(_modules(found)) for name, found in parts.items()}
@@ -81,7 +81,7 @@ def _modules(sources: Iterable[TreeCandidateGenerator]) -> list[nn.Module]:
 
 
 def _storages(modules: Iterable[nn.Module]) -> dict[tuple[torch.device, int], int]:
-    """Bytes by place in memory."""
+    """Return bytes by place in memory."""
     tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     storages = [(tensor.device, tensor.untyped_storage()) for tensor in tensors]
     return {(device, storage.data_ptr()): storage.nbytes() for device, storage in storages}

@@ -1,4 +1,4 @@
-"""How drafters fared on texts that resemble another one."""
+"""Outcomes of drafters on texts that resemble another one."""
 
 from collections.abc import Mapping
 
@@ -12,8 +12,8 @@ _MOST_TEXTS = 10_000  # over which it is counted how common a string is, before 
 
 class Neighbours:
     """
-    The latest outcomes with sketches of their texts: random projections of which strings occur in them, rare ones
-    counting more. So a kind of text that nobody has a name for is one all the same.
+    The latest outcomes with sketches of their texts: random projections of the strings that occur in them, with more
+    weight for rare ones. So unnamed kinds of text are told apart, too.
 
     Args:
         num_kept (`int`): Outcomes, of 4 kB each.
@@ -33,7 +33,10 @@ class Neighbours:
         return self._sketches.nbytes
 
     def sketch(self, text: Text) -> np.ndarray:
-        """Of a text, which counts from now on where strings are common or rare: float32 `[1024]`, of length 1 or 0."""
+        """
+        Return the sketch of a text, float32 `[1024]`, of length 1 or 0, and count the text: how rare strings are is
+        learnt.
+        """
         features = features_of(text, _NUM_FEATURES)
         if self._num_texts >= _MOST_TEXTS:
             self._num_texts, self._num_with = self._num_texts / 2, self._num_with / 2
@@ -44,7 +47,7 @@ class Neighbours:
         return (sketch / max(float(np.linalg.norm(sketch)), 1e-9)).astype(np.float32)
 
     def add(self, sketch: np.ndarray, arm: int, value: float, weight: float) -> None:
-        """An outcome: which drafter served, and what came of it."""
+        """Add an outcome: the drafter that served, and its value."""
         if self._next == len(self._sketches) < self.num_kept:
             more = min(max(self._next, 32), self.num_kept - self._next)
             self._sketches = np.concatenate([self._sketches, np.zeros((more, _SIZE), np.float32)])
@@ -55,7 +58,7 @@ class Neighbours:
         self._next = (line + 1) % self.num_kept
 
     def state(self) -> dict[str, np.ndarray]:
-        """All that it knows, as arrays of its own."""
+        """Return its whole state, as copied arrays."""
         num = int((self._weights > 0).sum())  # lines are written one after the other
         return {
             "num_texts": np.array(self._num_texts),
@@ -91,8 +94,8 @@ class Neighbours:
 
     def nearest(self, sketch: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """
-        Arms, values and weights `[n]` of the outcomes on texts that are most like this one; weights are lower where
-        they are less so.
+        Return arms, values and weights `[n]` of the outcomes on the most similar texts; the less similar, the lower the
+        weight.
         """
         likeness = np.maximum(self._sketches @ sketch, 0.0) * (self._weights > 0)
         best = np.argsort(-likeness, kind="stable")[: self.num_nearest]

@@ -1,4 +1,4 @@
-"""What tells kinds of text apart: a function, a pipeline of transformers, or a classifier that learns."""
+"""Routers, which tell kinds of text apart: a function, a pipeline of transformers, or a classifier that learns."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ _MOST_TOKENS = 1024  # of a prompt that is read: half of them its first, half it
 
 
 class Router(Protocol):
-    """Says of prompts what kind of text they are: a drafter's name, any other label, or None."""
+    """Returns the kind of text of each prompt: a drafter's name, any other label, or None."""
 
     def predict(self, texts: Sequence[Text]) -> list[str | None]: ...
 
@@ -41,7 +41,7 @@ class PipelineRouter:
 
 def router_of(router: Any, tokenizer: PreTrainedTokenizerBase | None) -> Router | None:
     """
-    A `Router` from what a caller may pass for one.
+    Return a `Router` for any value that a caller may pass.
 
     Raises:
         TypeError: for anything else.
@@ -64,7 +64,7 @@ def router_of(router: Any, tokenizer: PreTrainedTokenizerBase | None) -> Router 
 
 
 def readable(prompt: np.ndarray, tokenizer: PreTrainedTokenizerBase | None) -> Text:
-    """A prompt (int64 `[prompt_len]`) as routers read it: as text where there is a tokenizer, else as token ids."""
+    """Return a prompt (int64 `[prompt_len]`) for routers: as text where there is a tokenizer, else as token ids."""
     if len(prompt) > _MOST_TOKENS:
         prompt = np.concatenate([prompt[: _MOST_TOKENS // 2], prompt[-_MOST_TOKENS // 2 :]])
     if tokenizer is None:

@@ -93,7 +93,7 @@ class RoutedCandidates(TreeCandidateGenerator):
 
     def prepare(self, target: nn.Module, settings: Hashable, make: Callable[[Any], TreeCandidateGenerator]) -> None:
         """
-        Makes the drafters sources, once for a target.
+        Make sources of the drafters, once for a target.
 
         Args:
             settings (`Hashable`): What they depend on beside it: if that changes, they are made anew.
@@ -134,7 +134,7 @@ class RoutedCandidates(TreeCandidateGenerator):
         return f"{type(self).__name__}({', '.join(self.drafters)})"
 
     def warm_up(self) -> None:
-        """Has every drafter compile what it compiles at its first use."""
+        """Let every drafter compile what it compiles at its first use."""
         for source in self.sources:
             if hasattr(source, "warm_up"):
                 source.warm_up()
@@ -166,7 +166,7 @@ class RoutedCandidates(TreeCandidateGenerator):
             return ""
 
     def _kinds(self, texts: Sequence[Text], tags: Sequence[str | None]) -> list[str]:
-        """What kind of text each is; "" where nobody knows."""
+        """Return the kind of each text; "" where it is unknown."""
         if self.router is None:
             return [tag or "" for tag in tags]
         unknown = [row for row, tag in enumerate(tags) if not tag]
@@ -194,18 +194,16 @@ class RoutedCandidates(TreeCandidateGenerator):
     # What is known
 
     def statistics(self) -> dict[str, "RouteStatistics"]:
-        """How the requests that have ended fared, by drafter."""
+        """Return sums over the requests that have ended, by drafter."""
         return dict(self._outcomes)
 
     def save(self, path: str | Path) -> None:
-        """
-        Writes what the bandit has found out (`.npz`), whole or not at all; a `TextClassifier` is saved by itself.
-        """
+        """Write what the bandit has learnt (`.npz`), whole or not at all; a `TextClassifier` is saved by itself."""
         self.bandit.save(path)
 
     def load(self, path: str | Path) -> None:
         """
-        Goes on from what `save` has written, by the names of drafters.
+        Continue from a file that `save` has written, by the names of drafters.
 
         Raises:
             ValueError: if it is no such file, or knows none of these drafters.
@@ -213,7 +211,7 @@ class RoutedCandidates(TreeCandidateGenerator):
         self.bandit.load(path)
 
     def memory(self) -> RoutedMemory:
-        """What all drafters take up at present, in bytes, those not in use included."""
+        """Return the bytes of all drafters at present, those not in use included."""
         router = self.bandit.num_bytes()
         if isinstance(self.router, TextClassifier):
             router += self.router.num_bytes()
@@ -271,7 +269,8 @@ class RouteStatistics(NamedTuple):
     Sums over the requests that one drafter has served.
 
     Args:
-        requests, tokens, steps (`int`): Tokens behind the step that ran the prompt, and steps in which they came.
+        requests, tokens, steps (`int`): Tokens committed after the step that ran the prompt, and the number of their
+            steps.
         seconds_draft, seconds_rest (`float`): In its calls, and in all else in these steps but other drafters; where
             requests run together, counted for each.
     """

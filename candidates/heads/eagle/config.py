@@ -99,8 +99,8 @@ def _check_activation(name: Any) -> None:
 
 def _rope(entries: Mapping[str, Any]) -> dict[str, Any]:
     """
-    The rotary embeddings' entry, of a kind that is known. Multimodal ones (mrope) count three positions, which are
-    equal in text.
+    Return the rotary embeddings' entry, of a known kind. Multimodal ones (mrope) count three positions, which are equal
+    in text.
     """
     key = "rope_parameters" if entries.get("rope_parameters") else "rope_scaling"
     rope = entries.get(key)
@@ -118,7 +118,10 @@ def _rope(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _window(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The type of the layer: the first, where there are those of all layers of the target. No type means all tokens."""
+    """
+    Return the type of the layer: the first, where the entry has those of all layers of the target. Without a type, the
+    layer attends to all tokens.
+    """
     types = config.get("layer_types")
     if not types:
         return {}
@@ -131,13 +134,13 @@ def _window(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def window_of(config: Any) -> int | None:
-    """Tokens that the layer sees, its own included; None for all."""
+    """Return the number of tokens that the layer attends to, its own included; None for all."""
     return config.sliding_window if (getattr(config, "layer_types", None) or [_FULL])[0] == _SLIDING else None
 
 
 def hidden_layers(config: Mapping[str, Any], is_third: bool, target: PreTrainedModel) -> tuple[tuple[int, ...], str]:
     """
-    The hidden states of the target that heads read, and where that is said.
+    Return the hidden states of the target that heads read, and the entry that says so.
 
     One key has two conventions. At the top (vLLM, speculators), k is what layer k reads. In `eagle_config` (SGLang,
     SpecForge, ModelOpt) it is that too, unless the first is 1: then k is what layer k leaves, but for targets of the
@@ -160,7 +163,7 @@ def hidden_layers(config: Mapping[str, Any], is_third: bool, target: PreTrainedM
 
 
 def check_layers(key: str, ids: Any, num_layers: int, shift: int = 0) -> None:
-    """Raises `ValueError` unless `ids`, counted up by `shift`, are hidden states of a target of so many layers."""
+    """Raise `ValueError` unless `ids`, counted up by `shift`, are hidden states of a target of so many layers."""
     is_list = isinstance(ids, list | tuple)
     if not is_list or not all(type(number) is int and 0 <= number + shift <= num_layers for number in ids):
         raise ValueError(
@@ -170,7 +173,7 @@ def check_layers(key: str, ids: Any, num_layers: int, shift: int = 0) -> None:
 
 
 def default_layers(target: PreTrainedModel) -> tuple[int, ...]:
-    """A low, a middle and a high one, as EAGLE-3's authors choose them."""
+    """Return a low, a middle and a high layer, as EAGLE-3's authors choose them."""
     num = target.config.get_text_config(decoder=True).num_hidden_layers
     return min(2, num - 1), num // 2, max(num - 3, 0)
 

@@ -1,4 +1,4 @@
-"""Files of EAGLE's heads: what they are called where, and which sizes they have."""
+"""Files of EAGLE's heads: names and sizes of their tensors."""
 
 import json
 import re
@@ -31,7 +31,7 @@ _KNOWN = {*_ATTENTION, *_MLP, *_NORMS, *_ALONE}
 
 
 def is_eagle_checkpoint(name: str, config: Mapping[str, Any] | None = None) -> bool:
-    """Whether a folder or hub id holds EAGLE's heads, by its config, or by what its tensors are called."""
+    """Return whether a folder or hub id holds EAGLE's heads, by its config or by the names of its tensors."""
     config = config_of(name) if config is None else config
     if "speculators_model_type" in config:
         return config["speculators_model_type"] in ("eagle", "eagle3", "peagle")
@@ -47,8 +47,8 @@ def read(
     name: str | Path, target: PreTrainedModel, layers: Sequence[int] | None = None
 ) -> tuple[LlamaConfig, dict[str, torch.Tensor], tuple[int, ...]]:
     """
-    Of a folder or hub id: the config of the layer, its tensors under their short names (`q_proj.weight`, ...), and the
-    target's hidden states that it looks at: `layers`, where these are given.
+    Return the config of the layer of a folder or hub id, its tensors under their short names (`q_proj.weight`, ...),
+    and the target's hidden states that it reads: `layers`, where these are given.
 
     Raises:
         ValueError: for files that hold no such heads, or such as are not known; it names the folder and the reason.
@@ -82,7 +82,7 @@ def _says(config: Mapping[str, Any], entry: str) -> bool:
 
 def _short(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """
-    What the heads consist of, under short names.
+    Return the heads' tensors under short names.
 
     Raises:
         ValueError: for tensors that are missing, or that the heads would have to be computed with in another way.
@@ -179,7 +179,9 @@ def write(
     vocab_size: int,
     entries: Mapping[str, Any],
 ) -> None:
-    """Tensors under their short names, and the config with further entries, as the authors' code reads them."""
+    """
+    Write tensors, given by their short names, and the config with further entries, as the authors' code reads them.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     is_third, offsets = "hidden_norm.weight" in tensors, tensors.get("d2t")

@@ -24,7 +24,7 @@ _QUERY_KEY_VALUE, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_p
 class EagleHeads(FeatureDrafter):
     """
     One decoder layer over tokens and features. From the embedding e of the next token and the feature f it computes,
-    in EAGLE-1 and 2, whose features are the target's last hidden states behind the final norm,
+    in EAGLE-1 and 2, whose features are the target's last hidden states after the final norm,
 
         x = fc [e, f]            h = layer(x)                              logits = head h
 
@@ -75,7 +75,7 @@ class EagleHeads(FeatureDrafter):
         cls, name: str | Path, target: PreTrainedModel, hidden_layers: Sequence[int] | None = None
     ) -> "EagleHeads":
         """
-        Reads the published files of a folder or hub id, of EAGLE's authors, SpecForge or speculators.
+        Read the published files of a folder or hub id, of EAGLE's authors, SpecForge or speculators.
 
         Args:
             hidden_layers (sequence of `int`, *optional*): Whose hidden states EAGLE-3 looks at (2: what decoder layer 2
@@ -94,7 +94,7 @@ class EagleHeads(FeatureDrafter):
         return heads.to(device=output.weight.device, dtype=target.dtype).requires_grad_(False)
 
     def save_pretrained(self, folder: str | Path, **config: Any) -> None:
-        """Writes `model.safetensors` and `config.json`, with further entries, as the authors' own."""
+        """Write `model.safetensors` and `config.json`, with further entries, as the authors' own."""
         write(folder, self.config, self._tensors(), self.hidden_layers, self.vocab_size, config)
 
     @property
@@ -107,14 +107,14 @@ class EagleHeads(FeatureDrafter):
 
     @property
     def is_third(self) -> bool:
-        """Whether these are heads of EAGLE-3."""
+        """Return whether these are heads of EAGLE-3."""
         return "hidden_norm" in self.parts
 
     def part(self, name: str) -> Any:
         return self.parts[name]
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """Under the names that the constructor knows."""
+        """Return all tensors under the names that the constructor takes."""
         tensors = {name.removeprefix("parts."): item for name, item in self.parts.state_dict().items()}
         ids = self.token_ids
         return tensors if ids is None else tensors | {"d2t": ids - torch.arange(len(ids), device=ids.device)}
@@ -128,7 +128,7 @@ class EagleHeads(FeatureDrafter):
     # What the heads compute
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Embeddings `[..., hidden_size]` of tokens `[...]`."""
+        """Return embeddings `[..., hidden_size]` of tokens `[...]`."""
         if "embed_tokens" in self.parts:
             return embedding(tokens, self.part("embed_tokens").weight)
         own: Any = self._target_parts[0]
@@ -145,8 +145,8 @@ class EagleHeads(FeatureDrafter):
         self, embeds: torch.Tensor, features: torch.Tensor, fc: Map | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
-        What attention reads, `[..., 2 * hidden_size]` (EAGLE-1: half as wide), and what it adds to. `fc` stands in for
-        the map of that name, where it is written out.
+        Return the input of attention, `[..., 2 * hidden_size]` (EAGLE-1: half as wide), and the residual that its
+        output is added to. `fc` replaces the map of that name, where it is written out.
         """
         if self.is_third:
             normed = self.part("hidden_norm")(features)
@@ -165,17 +165,17 @@ class EagleHeads(FeatureDrafter):
         return product(hidden, output.weight.detach(), None if output.bias is None else output.bias.detach())
 
     def layer_output(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What the layer leaves of what attention has added to."""
+        """Return the layer's output for the sum of residual and attention."""
         normed = self.part("post_attention_layernorm")(hidden)
         gate, up = (self.part(name)(normed) for name in _GATE_UP)
         return self.outputs(hidden + self.part("down_proj")(ACT2FN[self.config.hidden_act](gate) * up))
 
     def outputs(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What the layer leaves."""
+        """Return the layer's output for the sum of residual and MLP."""
         return self.part("norm")(hidden) if self._norms_output else hidden
 
     def rotary(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-        """Positions `[1, N]` to cosines and sines, like a model's own."""
+        """Return a function from positions `[1, N]` to cosines and sines, like a model's own."""
         return LlamaRotaryEmbedding(self.config).to(self.device)
 
     def layers(self) -> "_WrittenLayer":
@@ -234,7 +234,7 @@ def _map(heads: EagleHeads, *names: str) -> Map:
 
 
 def _module(tensors: Mapping[str, torch.Tensor], name: str, eps: float) -> nn.Module:
-    """A linear map, or a norm where the weight is a line."""
+    """Return a linear map, or a norm where the weight has one dimension."""
     weight, bias = tensors[f"{name}.weight"], tensors.get(f"{name}.bias")
     module: nn.Module
     if weight.dim() == 1:

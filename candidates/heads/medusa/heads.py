@@ -1,4 +1,4 @@
-"""Medusa heads (Cai et al., arXiv 2401.10774): each predicts the token so many places behind the next one."""
+"""Medusa heads (Cai et al., arXiv 2401.10774): head k predicts the token k places after the next one."""
 
 import json
 import re
@@ -24,7 +24,7 @@ _OWN = re.compile(r"(\d+|blocks|lm_heads?)\..*")  # and scales of quantized ones
 
 class MedusaHeads(LearnedDrafter):
     """
-    K heads over the last hidden state behind the target's final norm. Head k computes
+    K heads over the last hidden state after the target's final norm. Head k computes
 
         x <- x + silu(W x + b)    for each of its residual layers, then    logits = U x
 
@@ -63,26 +63,26 @@ class MedusaHeads(LearnedDrafter):
 
     @torch.no_grad()
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """Logits `[B, K, vocab]` from hidden states `[B, hidden]`."""
+        """Return logits `[B, K, vocab]` for hidden states `[B, hidden]`."""
         if len(self.outputs) > 1:
             return torch.stack([self.logits_of(head, states) for head in range(self.num_heads)], dim=1)
         x = torch.stack([self._states_of(head, states) for head in range(self.num_heads)], dim=1)
         return linear(x.to(self.dtype), self.outputs[0])  # which is read once for all
 
     def logits_of(self, head: int, states: torch.Tensor) -> torch.Tensor:
-        """One head's logits `[B, vocab]`."""
+        """Return one head's logits `[B, vocab]`."""
         output = self.outputs[head if len(self.outputs) > 1 else 0]
         return linear(self._states_of(head, states).to(output.dtype), output)
 
     def _states_of(self, head: int, states: torch.Tensor) -> torch.Tensor:
-        """What the head's output is multiplied with, `[B, hidden]`."""
+        """Return the input of a head's output layer, `[B, hidden]`."""
         x, layers = states, self.blocks[head]
         for layer in layers:  # type: ignore[attr-defined]
             x = x + silu(layer(x))
         return x
 
     def best(self, states: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The likeliest tokens of every head, best first, and their probabilities: `[B, K, num]` each."""
+        """Return the likeliest tokens of every head, best first, and their probabilities: `[B, K, num]` each."""
         logits = self(states.to(device=self.device, dtype=self.dtype)).float()
         best = logits.topk(min(num, logits.shape[-1]), dim=-1)
         probs = (best.values - logits.logsumexp(dim=-1, keepdim=True)).exp()
@@ -90,9 +90,7 @@ class MedusaHeads(LearnedDrafter):
         return best.indices if tokens is None else tokens[best.indices], probs
 
     def save_pretrained(self, folder: str | Path, **config: Any) -> None:
-        """
-        Writes `model.safetensors` and `config.json`, with further entries. The target's own output is not written.
-        """
+        """Write `model.safetensors` and `config.json`, with further entries. The target's own output is not written."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         tensors: dict[str, torch.Tensor] = {}
@@ -118,9 +116,9 @@ class MedusaHeads(LearnedDrafter):
     @classmethod
     def from_pretrained(cls, name: str | Path, target: PreTrainedModel) -> "MedusaHeads":
         """
-        Reads the published files of a folder or hub id: `medusa_lm_head.pt` or `.safetensors`, heads within a whole
-        model, or blocks with outputs of their own or the target's. How many heads there are is read from the tensors,
-        not from the config, which may name fewer.
+        Read the published files of a folder or hub id: `medusa_lm_head.pt` or `.safetensors`, heads within a whole
+        model, or blocks with outputs of their own or the target's. The number of heads is read from the tensors, not
+        from the config, which may name fewer.
 
         Raises:
             ValueError: if the files hold no Medusa heads, not all of them, or such for another target.
@@ -137,7 +135,7 @@ class MedusaHeads(LearnedDrafter):
         return heads.to(device=output.weight.device, dtype=target.dtype)
 
     def check_fit(self, target: PreTrainedModel) -> None:
-        """Raises `ValueError` unless the heads are of this target's sizes."""
+        """Raise `ValueError` unless the heads have this target's sizes."""
         config = target.config.get_text_config(decoder=True)
         hidden, vocab, name = config.hidden_size, config.vocab_size, self.name_or_path or "these heads"
         blocks: Any = self.blocks
@@ -159,7 +157,7 @@ class MedusaHeads(LearnedDrafter):
 
 
 def is_medusa_checkpoint(name: str, config: Mapping[str, Any] | None = None) -> bool:
-    """Whether a folder or hub id says that it holds Medusa heads: by its config, or by the name of its file."""
+    """Return whether a folder or hub id holds Medusa heads, by its config or by the name of its file."""
     config = config_of(name) if config is None else config
     kinds = [str(config.get("model_type", "")), *map(str, config.get("architectures") or ())]
     says_so = "medusa_num_heads" in config or any("medusa" in kind.lower() for kind in kinds)
@@ -175,7 +173,7 @@ def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
 
 
 def _without_prefix(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The heads' own tensors of a whole model, as they are named without it."""
+    """Return the heads' own tensors out of those of a whole model, under their names without it."""
     for prefix in _PREFIXES:
         if any(name.startswith(prefix) for name in tensors):
             return {name.removeprefix(prefix): item for name, item in tensors.items() if name.startswith(prefix)}
@@ -185,7 +183,7 @@ def _without_prefix(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tens
 def _parts(
     tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]
 ) -> tuple[list[list[tuple[torch.Tensor, torch.Tensor | None]]], list[torch.Tensor]]:
-    """Residual layers and outputs, see `_blocks` and `_own_outputs`."""
+    """Return residual layers and outputs, see `_blocks` and `_own_outputs`."""
     check_numbers({name: item for name, item in tensors.items() if _OWN.fullmatch(name)})
     blocks = _blocks(tensors)
     if not blocks:
@@ -199,7 +197,7 @@ def _parts(
 
 def _blocks(tensors: Mapping[str, torch.Tensor]) -> list[list[tuple[torch.Tensor, torch.Tensor | None]]]:
     """
-    Weight and bias of the residual layers of each head.
+    Return weight and bias of the residual layers of each head.
 
     Raises:
         ValueError: unless all heads have the same layers.
@@ -223,7 +221,7 @@ def _blocks(tensors: Mapping[str, torch.Tensor]) -> list[list[tuple[torch.Tensor
 
 def _own_outputs(tensors: Mapping[str, torch.Tensor], num_heads: int, num_layers: int) -> list[torch.Tensor]:
     """
-    Of each head, or one of all; none where these use the target's.
+    Return the output of each head, or one of all heads; an empty list where these use the target's.
 
     Raises:
         ValueError: for outputs of some heads only.

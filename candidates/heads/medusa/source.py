@@ -1,4 +1,4 @@
-"""Medusa heads as a candidate source."""
+"""The source that drafts with Medusa heads."""
 
 import os
 from collections.abc import Hashable, Sequence
@@ -25,8 +25,8 @@ _MOST_PENDING = 256  # observations that wait for the table to be made anew
 @dataclass(eq=False)
 class _State:
     """
-    Of one request: the hidden state `[hidden]` that its newest token was picked by, and, until it is known how they
-    fared, the candidates behind that token and their raw probabilities, `[K, w]` each.
+    State of one request: the hidden state `[hidden]` that its newest token was picked by, and, until its next tokens
+    are committed, the candidates after that token and their raw probabilities, `[K, w]` each.
     """
 
     hidden: torch.Tensor | None = None
@@ -36,8 +36,8 @@ class _State:
 class MedusaCandidates(TreeCandidateGenerator):
     """
     Drafts with Medusa heads: one small forward for all rows and depths. Trees have the nodes of the highest joint
-    probability, each head's probabilities being calibrated by how its candidates fared (Medusa's section 2.3.3 chooses
-    one tree for all texts instead, which `tree` does).
+    probability; each head's probabilities are calibrated by how often its candidates were accepted. (Medusa's section
+    2.3.3 chooses one tree for all texts instead, as `tree` does.)
 
     Args:
         heads (`MedusaHeads`): On the target's device. `MedusaHeads.from_pretrained(folder, target)` reads files.
@@ -117,7 +117,7 @@ class MedusaCandidates(TreeCandidateGenerator):
 
 
 def _checked(tree: Sequence[Sequence[int]], num_heads: int) -> list[tuple[int, ...]]:
-    """The paths, parents first."""
+    """Return the paths, parents first."""
     paths = sorted(dict.fromkeys(map(tuple, tree)), key=len)
     known = {(), *paths}
     for path in paths:
@@ -133,8 +133,8 @@ def _checked(tree: Sequence[Sequence[int]], num_heads: int) -> list[tuple[int, .
 
 class DepthCalibration:
     """
-    Table of what the heads' probabilities are worth at each depth, learnt from how their candidates fared. To ask a
-    calibrator about every candidate would cost more than to draft.
+    Table of calibrated probabilities of the heads' candidates at each depth. Asking a calibrator about every candidate
+    would cost more than drafting.
 
     Args:
         calibrator (`Calibrator`): Knows the source under `name`.
@@ -153,7 +153,7 @@ class DepthCalibration:
         return self._calibrator.calibrate(self._name, scores, depths, 0).reshape(self._num_depths, _NUM_SCORES)
 
     def calibrated(self, probs: np.ndarray) -> np.ndarray:
-        """Raw probabilities `[B, K, w]`, best first, as they have come true; still best first."""
+        """Return calibrated probabilities of raw ones, `[B, K, w]`, both best first."""
         if self._num_pending >= min(_MOST_PENDING, 8 + self._num_learnt // 4):
             self._flush()
         place = probs.clip(0.0, 1.0) * (_NUM_SCORES - 1)
@@ -165,8 +165,8 @@ class DepthCalibration:
 
     def learn(self, tokens: np.ndarray, probs: np.ndarray, truth: np.ndarray) -> None:
         """
-        Of one row: the candidates `[K, w]`, their raw probabilities, and the tokens that came. A depth teaches where
-        all tokens before it were among the candidates: only there trees have nodes.
+        Take one row's candidates `[K, w]`, their raw probabilities, and the tokens that followed. A depth counts if all
+        tokens before it were among the candidates: only there do trees have nodes.
         """
         for depth, token in enumerate(truth[: self._num_depths].tolist()):
             hits = tokens[depth] == token

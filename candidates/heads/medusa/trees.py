@@ -1,4 +1,4 @@
-"""Trees from heads that know nothing of one another: the candidates of a place are the same behind all paths."""
+"""Trees from heads that do not depend on one another: the candidates at a depth are the same after all paths."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from ....drafts.tree import DraftTree
 
 def best_trees(tokens: np.ndarray, probs: np.ndarray, limits: Sequence[int]) -> list[DraftTree]:
     """
-    Of all trees of at most `limits[i]` nodes those of the highest expected number of accepted tokens, if the heads'
+    Return the trees of at most `limits[i]` nodes with the highest expected number of accepted tokens, if the heads'
     probabilities are right and independent: a path's is their product.
 
     Args:
@@ -32,8 +32,8 @@ def best_trees(tokens: np.ndarray, probs: np.ndarray, limits: Sequence[int]) -> 
 
 def _levels(probs: np.ndarray, most: int) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """
-    Of every depth the `most` best paths `[B, m]`: their probabilities, the number of their parent among all nodes (-1:
-    none), and the rank of their last token.
+    Return for every depth the `most` best paths `[B, m]`: their probabilities, the number of their parent among all
+    nodes (-1: none), and the rank of their last token.
     """
     batch, _, width = probs.shape
     levels: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
@@ -50,7 +50,7 @@ def _levels(probs: np.ndarray, most: int) -> list[tuple[np.ndarray, np.ndarray, 
 def _tree(
     tokens: np.ndarray, probs: np.ndarray, nodes: np.ndarray, depths: np.ndarray, parents: np.ndarray, ranks: np.ndarray
 ) -> DraftTree:
-    """The tree of these nodes, in ascending order, of one row's levels."""
+    """Return the tree of these nodes, in ascending order, of one row's levels."""
     depth, rank = depths[nodes], ranks[nodes]
     place = np.full(len(depths) + 1, -1)  # the last entry: of no parent
     place[nodes] = np.arange(len(nodes))
@@ -59,7 +59,7 @@ def _tree(
 
 class FixedTree:
     """
-    The same tree for all rows.
+    A tree of the same shape for all rows.
 
     Args:
         paths (sequence of sequences of `int`): Of every node the ranks of the tokens on its path, as Medusa's files
@@ -73,7 +73,7 @@ class FixedTree:
         self._depths, self._ranks = np.array([[len(path) - 1, path[-1]] for path in paths]).T
 
     def of(self, tokens: np.ndarray, probs: np.ndarray, limit: int) -> DraftTree:
-        """The first nodes with one row's candidates `[K, w]`."""
+        """Return the first `limit` nodes with one row's candidates `[K, w]`."""
         depths, ranks = self._depths[:limit], self._ranks[:limit]
         shares = probs[depths, ranks].astype(np.float32)
         return DraftTree(tokens[depths, ranks].astype(np.int64), self._parents[:limit], shares)

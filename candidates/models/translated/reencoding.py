@@ -1,4 +1,4 @@
-"""Drafts in all of a draft model's own tokens, written in the target's."""
+"""Drafts of any of a draft model's own tokens, encoded anew in the target's."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,15 +15,15 @@ _REST = 3  # further ones, of a character of which the lead would begin with a p
 
 
 class _Branch(NamedTuple):
-    """One way through a tree, from the text to a leaf."""
+    """A path through a tree, from the text to a leaf."""
 
     text: str  # what the way adds
     nodes: list[int]
     ends: list[int]  # where in the text each of these ends
-    end_token: int | None  # a special token of the target's, which stands behind the text
+    end_token: int | None  # a special token of the target's, which follows the text
 
     def node_at(self, place: int) -> int:
-        """The first node that comes as far as a place in the text."""
+        """Return the first node whose text reaches a place."""
         return next((node for node, end in zip(self.nodes, self.ends) if end >= place), self.nodes[-1])
 
 
@@ -36,7 +36,7 @@ class _Piece(NamedTuple):
 
 @dataclass(eq=False)
 class _Merged:
-    """Branches as one tree."""
+    """Branches merged into one tree."""
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
@@ -54,7 +54,7 @@ class _Merged:
             self.origins[node].add(origin)
 
     def best(self, draft: DraftTree, limit: int) -> DraftTree:
-        """The nodes that are likeliest to be come to."""
+        """Return the nodes that are likeliest to be reached."""
         of_draft = draft.path_probs.tolist()
         path_probs = [sum(of_draft[origin] for origin in origins) for origins in self.origins]
         above = [path_probs[parent] if parent >= 0 else 1.0 for parent in self.parents]
@@ -66,7 +66,7 @@ class _Merged:
 
 class Reencoding:
     """
-    What a draft says, in the target's tokens: every way through its tree is decoded and encoded anew behind the last
+    Converter of drafts to the target's tokens: every path through a tree is decoded and encoded anew after the last
     words of the text (string-level exact match: Timor et al., 2025, algorithm 2). So drafts reach tokens that the draft
     model does not have. Where the target would have joined a draft with the text before it, and has not, the draft is
     encoded by itself.
@@ -85,12 +85,17 @@ class Reencoding:
 
     @staticmethod
     def is_possible(translation: Translation) -> bool:
-        """Whether the target's tokenizer is one of those that tell where tokens lie, and can be called at any time."""
+        """
+        Return whether the target's tokenizer returns where tokens lie in a text, and is a copy that any thread may use.
+        """
         return bool(translation.tokenizer.is_fast) and translation.is_own
 
     @staticmethod
     def _edge_of(translation: Translation) -> str:
-        """What a draft is encoded behind by itself: nothing, or where a space would be put before that, a new line."""
+        """
+        Return the text that precedes a draft which is encoded by itself: none, or a new line for tokenizers that would
+        put a space before the draft.
+        """
         ((ids, _),) = translation.encode_target(["a"])
         return "" if translation.decode([ids + ids]) == ["aa"] else "\n"
 
@@ -98,8 +103,8 @@ class Reencoding:
         self, texts: Sequence[TranslatedText], trees: Sequence[DraftTree], limits: Sequence[int]
     ) -> list[DraftTree]:
         """
-        Trees of the draft's tokens as such of the target's, with the same probabilities of coming to a place in the
-        text, and no more nodes than their limits.
+        Return trees of the draft's tokens as trees of the target's, with the same probabilities of reaching a place in
+        the text, and no more nodes than their limits.
         """
         branches = self._branches(texts, trees)
         _, leads = _leads([text.ids for text in texts], self.translation.decode)
@@ -114,7 +119,7 @@ class Reencoding:
         return found
 
     def _branches(self, texts: Sequence[TranslatedText], trees: Sequence[DraftTree]) -> list[list[_Branch]]:
-        """All ways through every tree, as far as they are text."""
+        """Return all paths through every tree, as far as they are text."""
         ways = [[_way_to(tree, node) for node in range(len(tree))] for tree in trees]
         leads, shown_leads = _leads([text.tokens for text in texts], self.translation.decode_draft)
         parts = [lead + tree.tokens[way].tolist() for lead, tree, own in zip(leads, trees, ways) for way in own]
@@ -135,16 +140,16 @@ class Reencoding:
         return _Branch(max(texts, key=len, default=""), way[: num + 1], [len(text) for text in texts], end_token)
 
     def _encoded(self, leads: list[str], branches: list[_Branch]) -> list[list[_Piece]]:
-        """Branches behind their leads, in the target's tokens."""
-        found = self._behind(leads, branches)
+        """Return branches in the target's tokens, encoded after their leads."""
+        found = self._encoded_after(leads, branches)
         apart = [number for number, pieces in enumerate(found) if pieces is None]
-        again = self._behind([self._edge] * len(apart), [branches[number] for number in apart])
+        again = self._encoded_after([self._edge] * len(apart), [branches[number] for number in apart])
         for number, pieces in zip(apart, again):
             found[number] = pieces
         return [pieces or [] for pieces in found]
 
-    def _behind(self, leads: list[str], branches: list[_Branch]) -> list[list[_Piece] | None]:
-        """None where a token lies across a lead's end."""
+    def _encoded_after(self, leads: list[str], branches: list[_Branch]) -> list[list[_Piece] | None]:
+        """Return branches encoded after their leads; None where a token lies across a lead's end."""
         strings = [lead + branch.text for lead, branch in zip(leads, branches)]
         found: list[list[_Piece] | None] = []
         for lead, branch, (ids, places) in zip(leads, branches, self.translation.encode_target(strings)):
@@ -155,7 +160,7 @@ class Reencoding:
         return found
 
     def _pieces(self, start: int, branch: _Branch, ids: list[int], places: list[tuple[int, int]]) -> list[_Piece]:
-        """A branch that begins at `start`, as far as the target can write it."""
+        """Return a branch that begins at `start`, as far as the target has tokens for it."""
         pieces: list[_Piece] = []
         for token, (first, last) in zip(ids, places):
             if first >= start:
@@ -170,7 +175,7 @@ class Reencoding:
 def _leads(
     texts: Sequence[list[int]], decode: Callable[[list[list[int]]], list[str]]
 ) -> tuple[list[list[int]], list[str]]:
-    """The last tokens of texts, from the beginning of a character on, and what they say."""
+    """Return the last tokens of texts, from the beginning of a character on, and their characters."""
     leads = [ids[-_LEAD:] for ids in texts]
     shown = decode(leads)
     for more in range(1, _REST + 1):
@@ -183,7 +188,7 @@ def _leads(
 
 
 def _way_to(tree: DraftTree, node: int) -> list[int]:
-    """The nodes from the text on."""
+    """Return the nodes on the path to a node, itself included."""
     way = []
     while node >= 0:
         way.append(node)
@@ -192,6 +197,6 @@ def _way_to(tree: DraftTree, node: int) -> list[int]:
 
 
 def _leaves(tree: DraftTree, ways: list[list[int]]) -> list[list[int]]:
-    """The ways to nodes without children."""
+    """Return the paths to nodes without children."""
     inner = set(tree.parents.tolist())
     return [way for node, way in enumerate(ways) if node not in inner]

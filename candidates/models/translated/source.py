@@ -23,8 +23,8 @@ from .translation import Translation
 @dataclass(eq=False)
 class TranslatedState(DraftState):
     """
-    Tokens, nodes and trees are the draft's. Its text is translated when it is asked for a draft; until then, `tokens`
-    are what its row holds, or will hold, of the text before.
+    State of a request in the draft's tokens: nodes, trees and text. The text is translated when a draft is asked for;
+    until then, `tokens` are those of the text before, which the row holds or will hold.
     """
 
     text: TranslatedText = field(default_factory=lambda: TranslatedText([], 0))
@@ -82,8 +82,8 @@ class TranslatedDraftCandidates(DraftModelCandidates):
 
     def _translate(self, states: list[TranslatedState]) -> None:
         """
-        Brings texts up to date. Rows keep what has not changed of the text before, and of the newest draft what it
-        goes on with.
+        Bring texts up to date. Rows keep the part of the text that is the same as before, and the nodes of the newest
+        draft that it continues with.
         """
         assert self._forward is not None
         firsts = [state.text.num_fixed for state in states]
@@ -121,7 +121,7 @@ class TranslatedDraftCandidates(DraftModelCandidates):
         ]
 
     def _is_free(self, state: DraftState) -> bool:
-        """Whether the request's drafts are of any of the draft's tokens."""
+        """Return whether the request's drafts may hold any of the draft's tokens."""
         return self._reencoding is not None and state.seed is None
 
     def _best_children(
@@ -146,7 +146,7 @@ class TranslatedDraftCandidates(DraftModelCandidates):
 
 
 def _num_equal(first: list[int], second: list[int]) -> int:
-    """How many tokens two texts begin with alike."""
+    """Return the number of tokens at the beginning that two texts have in common."""
     return next(
         (place for place, (one, other) in enumerate(zip(first, second)) if one != other), min(len(first), len(second))
     )

@@ -1,4 +1,4 @@
-"""A text of the target's that a draft model reads in tokens of its own."""
+"""A target's text as the draft model's tokens."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -7,7 +7,7 @@ _KEPT = 32  # tokens of the target's, at least, that are read anew whenever some
 _LONG = 96  # as many, and it is tried to leave all but these as they are
 _TOO_LONG = 1024  # as many, and they are left in any case
 _TRIES = 16  # places at which a text may be parted
-_LEAD = 4  # tokens before a place, which decide how the text behind it begins
+_LEAD = 4  # tokens before a place, which decide how the text after it begins
 
 BROKEN = "\ufffd"  # the first bytes of a character whose others are to come
 
@@ -26,8 +26,8 @@ class Reading(NamedTuple):
 @dataclass(eq=False)
 class TranslatedText:
     """
-    A text in the tokens of both, which grows at its end. What is added may change how the characters before it are cut
-    into tokens: its end is encoded anew every time.
+    A text in the tokens of both models, which grows at its end. Added characters may change how those before them are
+    cut into tokens, so that the end is encoded anew every time.
 
     ```
     ids     |-- read for good --|-- window: [start, ...)         |
@@ -53,22 +53,22 @@ class TranslatedText:
 
     @property
     def window(self) -> list[int]:
-        """What is to be decoded, the lead included."""
+        """The tokens to be decoded, the lead included."""
         return self.ids[max(self.start - _LEAD, 0) :]
 
     def reading(self, decoded: str) -> Reading:
-        """From the window's characters."""
+        """Return the window's characters without the lead."""
         whole = decoded[len(self.lead) :]
         return Reading(whole, whole.rstrip(BROKEN))
 
     def take(self, tokens: list[int], reading: Reading) -> None:
-        """The window's tokens."""
+        """Set the window's tokens."""
         self.tokens[self.num_fixed :] = tokens
         self.is_complete = reading.is_complete
 
     @property
     def is_long(self) -> bool:
-        """Whether it is time to begin the window later."""
+        """Return whether the window should begin later."""
         return len(self.ids) - self.start > self._least
 
     def possible_starts(self) -> list[int]:
@@ -79,15 +79,17 @@ class TranslatedText:
         return self.ids[max(start - _LEAD, 0) : start]
 
     def around(self, start: int) -> tuple[list[int], list[int]]:
-        """What is decoded to find out how the text behind a place reads: its lead, and this with all that follows."""
+        """
+        Return the tokens to be decoded for the characters after a place: its lead, and its lead with all that follows.
+        """
         return self.lead_of(start), self.ids[max(start - _LEAD, 0) :]
 
     def begin_at(self, start: int, lead: str, num_fixed: int) -> None:
-        """Has the window begin later."""
+        """Let the window begin later."""
         self.start, self.lead, self.num_fixed, self._least = start, lead, num_fixed, _LONG
 
     def shorten_by_force(self, lead: str, reading: Reading) -> None:
-        """Parts a text that can be parted nowhere at its end, if that must be."""
+        """Begin the window at the end of a text that could not be divided anywhere, if it has become too long."""
         if len(self.ids) - self.start > _TOO_LONG and reading.is_complete:
             self.begin_at(len(self.ids), lead, len(self.tokens))
         else:

@@ -1,4 +1,4 @@
-"""Between two tokenizers: which tokens both have, and how one's text reads in the other's tokens."""
+"""Translation between two tokenizers: the tokens that both have, and texts of one in tokens of the other."""
 
 import copy
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from .text import BROKEN, Reading, TranslatedText
 
 
 class _Tables(NamedTuple):
-    """The shared tokens, where logits are."""
+    """The shared tokens, on the device of the logits."""
 
     draft_ids: torch.Tensor  # [target_size] int64, of every token of the target's; 0 where the draft has none
     is_shared: torch.Tensor  # [target_size] bool
@@ -23,9 +23,9 @@ class _Tables(NamedTuple):
 
 class Translation:
     """
-    Between a target's tokenizer and a draft model's. Tokens of one text are shared, as transformers'
+    Translation between a target's tokenizer and a draft model's. Tokens of the same text are shared, as transformers'
     `AssistantToTargetTranslator` finds them: drafts consist of these alone (Timor et al., 2025, algorithm 4). The text
-    that they continue is the target's, decoded, and encoded anew as the draft model knows it.
+    that they continue is the target's, decoded, and encoded anew for the draft model.
 
     Args:
         tokenizer, assistant_tokenizer (`PreTrainedTokenizerBase`): Of the target, and of the draft.
@@ -70,7 +70,7 @@ class Translation:
         self._unread = self._unreadable()
 
     def check_fit(self, target_size: int) -> None:
-        """Raises `ValueError` if the target has a vocabulary of another size."""
+        """Raise `ValueError` if the target has a vocabulary of another size."""
         if target_size != self.target_size:
             raise ValueError(
                 f"The target has a vocabulary of {target_size} tokens, and the `Translation` is for one of "
@@ -78,7 +78,7 @@ class Translation:
             )
 
     def _unreadable(self) -> np.ndarray:
-        """Tokens of the target that stand for no text: special ones that the draft has not, and padding."""
+        """Return the target's tokens that are not text: special ones that the draft does not have, and padding."""
         known = self.assistant_tokenizer.get_vocab()
         unread = {number for text, number in special_tokens(self.tokenizer).items() if text not in known}
         if self._begin and self.tokenizer.bos_token_id is not None:
@@ -89,33 +89,33 @@ class Translation:
     # Drafts
 
     def to_target(self, tokens: np.ndarray) -> np.ndarray:
-        """Shared tokens of the draft's as the target's; others, which nobody draws, as any."""
+        """Return shared tokens of the draft's as the target's; others, which are never drawn, as arbitrary ones."""
         return self._target_ids[tokens]
 
     def to_draft(self, tokens: np.ndarray) -> np.ndarray:
-        """Tokens of the target's as the draft's; -1 where it has none."""
+        """Return tokens of the target's as the draft's; -1 where it has none."""
         return self._draft_ids[tokens]
 
     def shared_id(self, token: int) -> int | None:
-        """A token of the draft's as the target's, if it has that."""
+        """Return a token of the draft's as the target's, if it has that."""
         return int(self._target_ids[token]) if self._is_known[token] else None
 
     def restricted(self, logits: torch.Tensor) -> torch.Tensor:
-        """The draft's logits `[nodes, draft_size]`, of shared tokens only."""
+        """Return the draft's logits `[nodes, draft_size]`, of shared tokens only."""
         return logits.masked_fill(~self._tables_on(logits.device).is_known, -torch.inf)
 
     def readable(self, logits: torch.Tensor) -> torch.Tensor:
-        """The draft's logits `[nodes, draft_size]`, without padding of its vocabulary."""
+        """Return the draft's logits `[nodes, draft_size]`, without padding of its vocabulary."""
         table = self._tables_on(logits.device).is_readable
         return logits if table is None else logits.masked_fill(~table, -torch.inf)
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
-        """The draft's logits in the target's vocabulary, `[nodes, target_size]`."""
+        """Return the draft's logits in the target's vocabulary, `[nodes, target_size]`."""
         tables = self._tables_on(logits.device)
         return logits.index_select(1, tables.draft_ids).masked_fill_(~tables.is_shared, -torch.inf)
 
     def draft_ids(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Shared tokens of the target's (any shape) as the draft's, on their device."""
+        """Return shared tokens of the target's (any shape) as the draft's, on their device."""
         return self._tables_on(tokens.device).draft_ids[tokens]
 
     def _tables_on(self, device: torch.device) -> _Tables:
@@ -129,17 +129,17 @@ class Translation:
     # Texts
 
     def begin(self, prompt: np.ndarray) -> TranslatedText:
-        """A text of the target's, to be read."""
+        """Return a new text with the target's tokens of a prompt, to be read."""
         text = TranslatedText(list(self._begin), len(self._begin))
         self.extend(text, prompt)
         return text
 
     def extend(self, text: TranslatedText, tokens: np.ndarray) -> None:
-        """Tokens of the target's have come; they are translated by `read`."""
+        """Append tokens of the target's, which `read` will translate."""
         text.ids += tokens[~np.isin(tokens, self._unread)].tolist()
 
     def read(self, texts: Sequence[TranslatedText]) -> None:
-        """Translates what has come, of all texts together."""
+        """Translate the tokens that were added, of all texts together."""
         strings = self.decode([text.window for text in texts])
         readings = [text.reading(string) for text, string in zip(texts, strings)]
         for text, reading, tokens in zip(texts, readings, self._encode([item.string for item in readings])):
@@ -148,11 +148,11 @@ class Translation:
                 self._shorten(text, reading)
 
     def _shorten(self, text: TranslatedText, reading: Reading) -> None:
-        """Leaves what lies far back as it is, where what follows reads the same by itself."""
+        """Let the window begin later, where the text after that place is encoded the same by itself."""
         starts = text.possible_starts()
         windows = self.decode([part for start in starts for part in text.around(start)])
-        behind = [whole[len(lead) :] for lead, whole in zip(windows[::2], windows[1::2])]
-        usable = [item if reading.whole.endswith(item) else "" for item in behind]
+        after = [whole[len(lead) :] for lead, whole in zip(windows[::2], windows[1::2])]
+        usable = [item if reading.whole.endswith(item) else "" for item in after]
         ends = self._encode([item.rstrip(BROKEN) for item in usable])
         for start, lead, end in zip(starts, windows[::2], ends):
             if end and text.tokens[-len(end) :] == end:
@@ -161,15 +161,15 @@ class Translation:
         text.shorten_by_force(self.decode([text.lead_of(len(text.ids))])[0], reading)
 
     def decode(self, parts: list[list[int]]) -> list[str]:
-        """Tokens of the target's as characters."""
+        """Return tokens of the target's as characters."""
         return _decoded(self.tokenizer, parts)
 
     def decode_draft(self, parts: list[list[int]]) -> list[str]:
-        """Tokens of the draft's as characters."""
+        """Return tokens of the draft's as characters."""
         return _decoded(self.assistant_tokenizer, parts)
 
     def encode_target(self, strings: list[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        """Of every text the target's tokens, and where in it each begins and ends, in characters."""
+        """Return for every text the target's tokens, and where in it each begins and ends, in characters."""
         if not strings:
             return []
         found = self.tokenizer(
@@ -191,24 +191,26 @@ def _decoded(tokenizer: PreTrainedTokenizerBase, parts: list[list[int]]) -> list
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Tokens that are no text, named or added as such."""
+    """Return the tokens that are not text, named or added as special ones."""
     added = {str(token): number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     return dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids)) | added
 
 
 def _own(tokenizer: PreTrainedTokenizerBase) -> tuple[PreTrainedTokenizerBase, bool]:
-    """A copy, and that it is one; of a tokenizer with parts in Python, which cannot be copied, itself."""
+    """
+    Return a copy of a tokenizer and True, or the tokenizer itself and False where parts in Python cannot be copied.
+    """
     try:
         own = copy.deepcopy(tokenizer)
     except Exception:
         return tokenizer, False
-    if own.is_fast:  # the post-processor may say that a token begins behind its own space
+    if own.is_fast:  # the post-processor may set that a token begins after its own space
         own.backend_tokenizer.post_processor = None
     return own, True
 
 
 def _leading_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What the tokenizer puts before every text."""
+    """Return the tokens that the tokenizer puts before every text."""
     bare = tokenizer("a", add_special_tokens=False).input_ids
     whole = tokenizer("a").input_ids
     lengths = range(len(whole) - len(bare) + 1)

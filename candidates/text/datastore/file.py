@@ -31,7 +31,7 @@ _BATCH = 512  # documents tokenised at a time
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """32 hex digits that two tokenizers share if the same ids mean the same tokens, added ones included."""
+    """Return 32 hex digits that two tokenizers share if the same ids mean the same tokens, added ones included."""
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items())).encode()
     return hashlib.blake2b(vocabulary, digest_size=16).hexdigest()
 
@@ -42,7 +42,7 @@ class Datastore:
     Documents as token ids, and their suffixes in sorted order. Immutable; any number of sources may share one.
 
     Args:
-        tokens (`np.ndarray` of shape `[num_tokens]`, int32): All documents, with -1 behind each.
+        tokens (`np.ndarray` of shape `[num_tokens]`, int32): All documents, with -1 after each.
         suffixes (`np.ndarray` of shape `[num_suffixes]`, int32): Positions of all tokens but borders, sorted by what
             stands there.
         starts (`np.ndarray` of shape `[vocab_size + 1]`, int64): Suffixes in [starts[t], starts[t + 1]) begin with
@@ -63,7 +63,7 @@ class Datastore:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in all documents, borders left out."""
+        """Number of tokens in all documents, borders left out."""
         return len(self.suffixes)
 
     @classmethod
@@ -75,7 +75,7 @@ class Datastore:
         sort_depth: int = SORT_DEPTH,
     ) -> "Datastore":
         """
-        A datastore in memory; takes 8 bytes per token, and a little more while it is built.
+        Build a datastore in memory; it takes 8 bytes per token, and a little more while it is built.
 
         Args:
             documents: Texts, or token ids (in which -1 marks a border between documents as well).
@@ -110,7 +110,7 @@ class Datastore:
         verify: bool = True,
     ) -> "Datastore":
         """
-        Maps a file into memory: pages are read when they are needed, and shared between processes.
+        Map a file into memory: pages are read when they are needed, and shared between processes.
 
         Args:
             path (`str` or `os.PathLike`): A file that `save` or `build_datastore` wrote.
@@ -138,7 +138,7 @@ class Datastore:
         return store
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase, name: str = "The datastore") -> None:
-        """Raises `ValueError` unless the documents were tokenised with this tokenizer."""
+        """Raise `ValueError` unless the documents were tokenised with this tokenizer."""
         if not self.fingerprint:
             raise ValueError(f"{name} does not say which tokenizer it was built with. Build it with `tokenizer=...`.")
         if self.fingerprint != tokenizer_fingerprint(tokenizer):
@@ -148,7 +148,7 @@ class Datastore:
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the file at one stroke: whoever opens `path` finds what was there before, or all of the new one."""
+        """Write the file atomically: readers of `path` find the old contents, or all of the new ones."""
         parts = self.starts, self.tokens, self.suffixes
         data = [np.ascontiguousarray(part).view(np.uint8).data for part in parts]
         checksum = 0
@@ -170,8 +170,8 @@ def build_datastore(
     sort_depth: int = SORT_DEPTH,
 ) -> Datastore:
     """
-    Builds a datastore (see `Datastore.from_documents`), writes it to `path` and returns it. Nothing is left behind if
-    it is interrupted, and of two that run at once the later one's file stays.
+    Build a datastore (see `Datastore.from_documents`), write it to `path` and return it. An interrupted build leaves no
+    file, and of two builds at once, the later one's file stays.
 
     Example:
 
@@ -190,7 +190,7 @@ def build_datastore(
 def _join(
     documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase | None, vocab_size: int | None
 ) -> np.ndarray:
-    """All documents in one int32 array, with a border behind each."""
+    """Return all documents in one int32 array, with a border after each."""
     if isinstance(documents, str | bytes):
         raise TypeError("`documents` must be an iterable of documents, got one text. Pass a list.")
     limit = MAX_TOKENS if vocab_size is None else vocab_size
@@ -228,7 +228,7 @@ _LAYOUT = struct.Struct("<8sIIQQQ32sI48xI")  # the last number is the checksum o
 
 
 class _Header(NamedTuple):
-    """Before the data, which are `starts`, `tokens` and `suffixes`, one behind the other, little-endian."""
+    """The beginning of a file. The data follow, `starts`, `tokens` and `suffixes` one after another, little-endian."""
 
     magic: bytes
     version: int
@@ -241,7 +241,7 @@ class _Header(NamedTuple):
 
     @property
     def sections(self) -> tuple[int, int, int]:
-        """Sizes of the data's parts, in bytes."""
+        """Return the sizes of the data's parts, in bytes."""
         return 8 * (self.vocab_size + 1), 4 * self.num_tokens, 4 * self.num_suffixes
 
     def pack(self) -> bytes:
@@ -250,7 +250,7 @@ class _Header(NamedTuple):
 
     @classmethod
     def read(cls, file: BinaryIO, path: str | os.PathLike[str]) -> "_Header":
-        """Raises `ValueError` unless the file is a whole datastore of this version."""
+        """Read it; raise `ValueError` unless the file is a whole datastore of this version."""
         name = repr(os.fspath(path))
         packed = file.read(_LAYOUT.size)
         if not packed.startswith(_MAGIC):

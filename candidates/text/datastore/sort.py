@@ -1,4 +1,4 @@
-"""Sorting the suffixes of token documents, to a bounded depth, in place: compiled multikey quicksort."""
+"""Sorting of the suffixes of token documents, to a bounded depth, in place: compiled multikey quicksort."""
 
 import numpy as np
 from transformers.utils.logging import tqdm
@@ -14,8 +14,8 @@ _STACK = 256  # the largest part waits, so at most 2 log2(2**31) + 3 wait at onc
 
 def sort_suffixes(tokens: np.ndarray, vocab_size: int, depth: int) -> tuple[np.ndarray, np.ndarray]:
     """
-    The suffix array of documents. A suffix ends with its document, and before all that go on; suffixes that agree in
-    their first `depth` tokens stand in any (but always the same) order.
+    Return the suffix array of documents. A suffix ends with its document, and sorts before all longer ones; suffixes
+    that agree in their first `depth` tokens stand in any (but always the same) order.
 
     Needs 4 bytes per token besides the input, and 8 per occurrence of the most frequent token.
 
@@ -80,8 +80,8 @@ def _sort_buckets(
 @inner
 def _sort_bucket(tokens: np.ndarray, bucket: np.ndarray, keys: np.ndarray, bits: int, max_depth: int) -> None:
     """
-    Sorts suffixes that agree in their first token. Parts of the bucket wait on a stack as (low, high, depth, whether
-    `keys` hold the tokens at that depth). Keys hold several tokens, since fetching is what takes the time.
+    Sort suffixes that agree in their first token. Parts of the bucket wait on a stack as (low, high, depth, whether
+    `keys` hold the tokens at that depth). Keys hold several tokens, since fetching takes most of the time.
     """
     width = 63 // bits
     stack = np.empty((_STACK, 4), np.int64)
@@ -120,7 +120,7 @@ def _sort_bucket(tokens: np.ndarray, bucket: np.ndarray, keys: np.ndarray, bits:
 
 @inner
 def _key(tokens: np.ndarray, position: int, width: int, bits: int) -> np.int64:
-    """The next `width` tokens as one number that sorts as they do; zeros from the document's end on."""
+    """Return the next `width` tokens as one number that sorts as they do; zeros from the document's end on."""
     key = np.int64(0)
     for index in range(position, position + width):
         if index >= len(tokens) or tokens[index] < 0:
@@ -136,7 +136,7 @@ def _median(a: int, b: int, c: int) -> int:
 
 @inner
 def _partition(bucket: np.ndarray, keys: np.ndarray, low: int, high: int, pivot: int) -> tuple[int, int]:
-    """Orders [low, high) as keys below, at and above the pivot, and returns where the latter two begin."""
+    """Order [low, high) as keys below, at and above the pivot, and return where the latter two begin."""
     less, more, index = low, high, low
     while index < more:
         key = keys[index]

@@ -53,9 +53,9 @@ class DatastoreCandidates(TreeCandidateGenerator):
     Proposes what followed the last tokens of the request in a large text ("SSSD: Simply-Scalable Speculative Decoding",
     section 3.1.2). It looks for the longest end of the request that occurs, picks continuations at regular intervals
     among all occurrences, goes on with shorter ends until there are enough, and merges all into one tree that counts
-    occurrences. What matched over a longer end also matches over a shorter one, and counts again there. `probs` of the
-    drafts are ratios of counts: how often the node followed its parent; `match_lengths` are those of the longest ends
-    that the nodes were found behind. The best `max_nodes` nodes are proposed, best first.
+    occurrences. Matches of a longer end also match a shorter one, and count again there. `probs` of the drafts are
+    ratios of counts: how often the node followed its parent; `match_lengths` are those of the longest ends that the
+    nodes followed. The best `max_nodes` nodes are proposed, best first.
 
     Keeps no state but the last tokens. Does not know the request's own text:
     combine it with a source that does. Drafts with ids beyond the target's vocabulary are dropped by the engine, but
@@ -133,7 +133,7 @@ class DatastoreCandidates(TreeCandidateGenerator):
         self.warm_up()
 
     def warm_up(self) -> None:
-        """Has the search compiled, or loaded from the disk where it was compiled before. Done at construction."""
+        """Compile the search, or load it from the disk where it was compiled before. Done at construction."""
         self._search(np.full((1, self.max_prefix), -1, np.int32), np.ones(1, np.int64), self._settings)
 
     @property
@@ -156,7 +156,7 @@ class DatastoreCandidates(TreeCandidateGenerator):
     def propose(
         self, request_ids: Sequence[Hashable], max_nodes: Sequence[int], price: LevelPrice | None = None
     ) -> list[DraftTree]:
-        """Nodes that cost little are proposed for little."""
+        """Propose drafts; where a node costs little, also unlikely nodes."""
         if not len(request_ids):
             return []
         least = price.least_probability if self.heeds_prices and price is not None else 0.0
@@ -225,7 +225,7 @@ _NUM_FIELDS = 7
 def _propose(
     text: _Text, ends: np.ndarray, limits: np.ndarray, settings: _Settings, drafts: _Drafts, first: int, last: int
 ) -> None:
-    """Fills the drafts of the rows in [first, last)."""
+    """Fill the drafts of the rows in [first, last)."""
     trie = np.empty((settings.capacity, _NUM_FIELDS), np.int32)
     order = np.empty(len(trie), np.int32)
     ranges = np.empty((ends.shape[1] + 1, 2), np.int64)
@@ -236,7 +236,7 @@ def _propose(
 
 @inner
 def _grow_trie(text: _Text, end: np.ndarray, settings: _Settings, ranges: np.ndarray, trie: np.ndarray) -> int:
-    """Builds the trie of one row's continuations and returns its number of nodes."""
+    """Build the trie of one row's continuations and return its number of nodes."""
     trie[0] = 0
     size = 1
     for length in range(_longest_match(text, end, ranges), 0, -1):
@@ -249,7 +249,7 @@ def _grow_trie(text: _Text, end: np.ndarray, settings: _Settings, ranges: np.nda
 
 @inner
 def _longest_match(text: _Text, end: np.ndarray, ranges: np.ndarray) -> int:
-    """How many of the last tokens occur together; forgets the ranges of the row before."""
+    """Return how many of the last tokens occur together, and reset the ranges of the row before."""
     vocab_size = len(text.starts) - 1
     usable = 0
     while usable < len(end) and 0 <= end[len(end) - 1 - usable] < vocab_size:
@@ -268,7 +268,7 @@ def _longest_match(text: _Text, end: np.ndarray, ranges: np.ndarray) -> int:
 
 @inner
 def _range(text: _Text, end: np.ndarray, length: int, ranges: np.ndarray) -> tuple[int, int]:
-    """The suffixes that begin with the last `length` tokens, as [low, high); looked up once per row."""
+    """Return the suffixes that begin with the last `length` tokens, as [low, high); looked up once per row."""
     if ranges[length, 0] < 0:
         tokens, suffixes, starts = text
         prefix = end[len(end) - length :]
@@ -298,7 +298,10 @@ def _range(text: _Text, end: np.ndarray, length: int, ranges: np.ndarray) -> tup
 
 @inner
 def _compare(tokens: np.ndarray, position: int, prefix: np.ndarray) -> int:
-    """Negative, zero or positive: the suffix is below, begins with or is above the prefix, whose first token it has."""
+    """
+    Return a negative number, zero or a positive one: the suffix is below, begins with or is above the prefix, whose
+    first token it has.
+    """
     if position < 0:
         return -1
     for index in range(1, len(prefix)):
@@ -312,7 +315,10 @@ def _compare(tokens: np.ndarray, position: int, prefix: np.ndarray) -> int:
 def _add_continuations(
     text: _Text, low: int, high: int, length: int, settings: _Settings, trie: np.ndarray, size: int
 ) -> tuple[int, int]:
-    """Adds what follows the match in some of the suffixes; returns the trie's size and how many had anything."""
+    """
+    Add the continuations of the match in some of the suffixes; return the trie's size and the number of suffixes that
+    had any.
+    """
     tokens, vocab_size = text.tokens, len(text.starts) - 1
     matches = high - low
     picked = min(matches, settings.num_continuations)
@@ -335,7 +341,7 @@ def _add_continuations(
 
 @inner
 def _child(trie: np.ndarray, parent: int, token: int, length: int, size: int) -> tuple[Any, int]:
-    """The node of the token below its parent, made if need be, and the trie's size."""
+    """Return the node of the token below its parent, a new one if need be, and the trie's size."""
     # The newest child comes first: what is sorted finds it there.
     node = trie[parent, _CHILD]
     while node > 0:
@@ -358,7 +364,7 @@ def _select(
     trie: np.ndarray, size: int, order: np.ndarray, limit: int, settings: _Settings, drafts: _Drafts, row: int
 ) -> None:
     """
-    Writes the best nodes of the trie as a draft. The product of the ratios of counts along a path is the node's count
+    Write the best nodes of the trie as a draft. The product of the ratios of counts along a path is the node's count
     over the root's, so the best are those of highest count; of these the shallower, then the older ones. A child is
     never above its parent.
     """
@@ -380,7 +386,7 @@ def _select(
 
 @inner
 def _sort_nodes(trie: np.ndarray, size: int, branch_len: int, order: np.ndarray) -> None:
-    """Orders all nodes but the root by falling count, then by depth, then by age, in a counting sort."""
+    """Order all nodes but the root by falling count, then by depth, then by age, in a counting sort."""
     width = branch_len + 1
     begins = np.zeros((trie[0, _COUNT] + 1) * width + 1, np.int32)
     for node in range(1, size):

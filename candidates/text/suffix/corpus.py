@@ -1,4 +1,4 @@
-"""The outputs that suffix trees remember: namespaces, a bound on memory, removal, saving and loading."""
+"""The outputs that suffix trees keep: namespaces, a bound on memory, removal and saving."""
 
 import os
 from collections.abc import Hashable
@@ -79,13 +79,13 @@ class SuffixCorpus:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the outputs that are kept."""
+        """Number of tokens of the outputs that are kept."""
         return sum(output.length for output in self.outputs.values())
 
     def make_room(self, *lengths: int) -> bool:
         """
-        Whether texts of so many tokens can be added, after removing outputs as far as the bound asks for it. The trees'
-        growth is estimated for the bound, and taken at its worst where memory would otherwise be overrun.
+        Remove outputs as far as the bound requires, and return whether texts of so many tokens can be added. The growth
+        of the trees is estimated for the bound, and taken at its worst where memory would otherwise be overrun.
         """
         num_tokens = sum(lengths)
         if _TYPICAL_BYTES * num_tokens > self.max_bytes:
@@ -107,7 +107,7 @@ class SuffixCorpus:
         return any(size >= num_blocks for size, starts in self._free_texts.items() if starts)
 
     def _merge_free_texts(self) -> None:
-        """Neighbouring free places become one."""
+        """Merge neighbouring free places."""
         places = sorted((start, size) for size, starts in self._free_texts.items() for start in starts)
         self._free_texts = {}
         merged: list[list[int]] = []
@@ -120,7 +120,7 @@ class SuffixCorpus:
             self._free_texts.setdefault(size, []).append(start)
 
     def allocate(self, num_tokens: int) -> int:
-        """Place for a text of up to `num_tokens` tokens and what stands behind it."""
+        """Return a place for a text of up to `num_tokens` tokens and the border after it."""
         size = _num_blocks(num_tokens)
         self._text_blocks += size
         if self._free_texts.get(size):
@@ -146,15 +146,15 @@ class SuffixCorpus:
     # Outputs
 
     def root(self, namespace: Hashable) -> int:
-        """The root of a namespace's tree, which begins empty."""
+        """Return the root of a namespace's tree, which begins empty."""
         if namespace not in self.roots:
             self.roots[namespace] = new_root(self.store)
         return self.roots[namespace]
 
     def add(self, tokens: np.ndarray, namespace: Hashable, is_served: bool = False) -> int | None:
         """
-        Keeps an output (int32 `[length]`), which a request has ended with or which was given. Returns its number, or
-        None if there is no room or nothing to keep.
+        Keep an output (int32 `[length]`), of a request that has ended or given by the caller. Return its number, or
+        None if it is empty or there is no room.
         """
         if not len(tokens) or not self.make_room(len(tokens)):
             return None
@@ -179,7 +179,7 @@ class SuffixCorpus:
         return self._free_lines.pop()
 
     def _forget(self, number: int) -> _Output:
-        """Take an output off the lists, but for its text."""
+        """Remove an output from the lists, but not its text."""
         output = self.outputs.pop(number)
         self._free_lines.append(output.line)
         numbers = self._numbers[output.namespace]
@@ -191,7 +191,7 @@ class SuffixCorpus:
         return output
 
     def last_use(self, number: int) -> int:
-        """When an output was of use, by `clock`."""
+        """Return the time of an output's latest use, by `clock`."""
         return int(self.used[self.outputs[number].line])
 
     def set_last_use(self, number: int, when: int) -> None:
@@ -202,7 +202,7 @@ class SuffixCorpus:
         return self.store.text[output.start : output.start + output.length]
 
     def remove(self, number: int) -> None:
-        """Forgets an output. Raises `KeyError` for numbers that are not kept."""
+        """Remove an output. Raises `KeyError` for numbers that are not kept."""
         output = self._forget(number)
         root, end = self.roots[output.namespace], output.start + output.length
         remove(self.store, root, output.start, end, self.max_depth)
@@ -211,7 +211,7 @@ class SuffixCorpus:
         self._release_retired(self._retired if not self.outputs else [output, *self._retired[:2]])
 
     def remove_namespace(self, namespace: Hashable) -> None:
-        """Forgets all outputs of a namespace."""
+        """Remove all outputs of a namespace."""
         if namespace in self.roots:
             free_tree(self.store, self.roots.pop(namespace))
         for number in list(self._numbers.get(namespace, ())):
@@ -222,7 +222,7 @@ class SuffixCorpus:
             self.release(output.start, output.length)
 
     def _release_retired(self, outputs: list[_Output]) -> None:
-        """Gives up the texts of removed outputs in which no edges lie any more."""
+        """Release the texts of removed outputs in which no edges lie any more."""
         for output in list(dict.fromkeys(outputs)):
             end = output.start + output.length
             if not num_labels(self.store, self.roots[output.namespace], output.start, end, self.max_depth):
@@ -247,9 +247,7 @@ class SuffixCorpus:
     # Files
 
     def save(self, path: str | os.PathLike, header: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-        """
-        Writes all outputs, the oldest first, when they were used, and further arrays. Namespaces must be strings.
-        """
+        """Write all outputs, the oldest first, when they were used, and further arrays. Namespaces must be strings."""
         order = sorted(self.outputs)
         lines = {name: line for line, name in enumerate(self.roots)}
         parts: dict[str, np.ndarray] = {
@@ -263,7 +261,7 @@ class SuffixCorpus:
 
 
 def _num_blocks(num_tokens: int) -> int:
-    """Blocks of a text's place: of few distinct sizes, so that freed places fit others."""
+    """Return the blocks of a text's place: of few distinct sizes, so that freed places fit others."""
     blocks = -(-(num_tokens + 2) // BLOCK)
     unit = 1 << max(blocks.bit_length() - 4, 0)
     return -(-blocks // unit) * unit

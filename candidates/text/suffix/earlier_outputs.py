@@ -1,4 +1,4 @@
-"""The outputs that suffix trees draft from: kept, added, removed, written and read."""
+"""The outputs that suffix trees draft from: adding, listing, removing, saving and loading them."""
 
 import os
 import threading
@@ -19,7 +19,7 @@ SourceT = TypeVar("SourceT", bound="EarlierOutputs")
 
 
 class EarlierOutputs:
-    """What a source of suffix trees remembers beyond its running requests."""
+    """Methods of a source of suffix trees for what it keeps beyond its running requests."""
 
     _lock: threading.RLock
     _corpus: SuffixCorpus
@@ -37,12 +37,12 @@ class EarlierOutputs:
         return self._corpus.max_bytes
 
     def num_bytes(self) -> int:
-        """Memory in use by all trees, in bytes."""
+        """Return the memory in use by all trees, in bytes."""
         with self._lock:
             return self._corpus.num_bytes
 
     def num_cached_tokens(self) -> int:
-        """Tokens of the outputs that are kept."""
+        """Return the number of tokens of the outputs that are kept."""
         with self._lock:
             return self._corpus.num_tokens
 
@@ -50,8 +50,8 @@ class EarlierOutputs:
         self, outputs: Iterable[np.ndarray | Sequence[int]], namespace: Hashable = "", progress: bool = True
     ) -> list[int | None]:
         """
-        Adds finished outputs, as token ids. Returns a number for each, by which `remove_output` knows it (None: it is
-        empty, or memory is full).
+        Add finished outputs, as token ids. Return a number for each, which `remove_output` takes (None: it is empty, or
+        memory is full).
         """
         hash(namespace)
         numbers = []
@@ -69,14 +69,16 @@ class EarlierOutputs:
         progress: bool = True,
     ) -> list[int | None]:
         """
-        `add_outputs` for texts, such as a column of a `datasets.Dataset`; `load_dataset("json", ...)` reads JSON lines.
+        Do as `add_outputs` for texts, such as a column of a `datasets.Dataset`; `load_dataset("json", ...)` reads JSON
+        lines.
         """
         outputs = (tokenizer(text, add_special_tokens=False).input_ids for text in texts)
         return self.add_outputs(outputs, namespace, progress)
 
     def outputs(self, after: int = 0, only_served: bool = False) -> list[tuple[int, Hashable, np.ndarray]]:
         """
-        What is kept with a higher number than `after`: number, namespace and tokens (int32), the oldest first.
+        Return the kept outputs with a higher number than `after`: number, namespace and tokens (int32), the oldest
+        first.
 
         Args:
             only_served (`bool`): What requests ended with here, without what was added or loaded.
@@ -87,13 +89,13 @@ class EarlierOutputs:
             return [(n, items[n].namespace, corpus.tokens(n).copy()) for n in reversed(new)]
 
     def remove_output(self, number: int) -> None:
-        """Forgets one output. Raises `KeyError` if it is not kept (any more)."""
+        """Remove one output. Raises `KeyError` if it is not kept (any more)."""
         with self._lock:
             self._corpus.remove(number)
 
     def remove_namespace(self, namespace: Hashable) -> None:
         """
-        Forgets all outputs of a namespace and what was learnt from them.
+        Remove all outputs of a namespace, and what was learnt from them.
 
         Raises:
             ValueError: while a request drafts from it.
@@ -109,7 +111,7 @@ class EarlierOutputs:
 
     def save(self, path: str | os.PathLike, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """
-        Writes the kept outputs and what was learnt. The file is replaced as a whole; with `tokenizer`, it can only be
+        Write the kept outputs and what was learnt. The file is replaced as a whole; with `tokenizer`, it can only be
         loaded for the same vocabulary.
 
         Raises:
@@ -124,13 +126,13 @@ class EarlierOutputs:
 
     @property
     def has_learnt(self) -> bool:
-        """Whether it has drafted before, or goes on with what others have learnt."""
+        """Return whether it has drafted before, or continues from what others have learnt."""
         with self._lock:
             return bool(self._slots.lines)
 
     def learnt(self) -> tuple[list[tuple[str, int]], dict[str, np.ndarray]]:
         """
-        What was learnt of which drafts come true: the lines of the namespaces in it, and its arrays.
+        Return what was learnt of the acceptance of drafts: the lines of the namespaces in it, and its arrays.
 
         Raises:
             ValueError: if a namespace is no string.
@@ -147,7 +149,8 @@ class EarlierOutputs:
 
     def take_over(self, lines: Iterable[tuple[str, int]], learnt: Mapping[str, np.ndarray]) -> bool:
         """
-        Goes on with what another source has learnt; returns whether it does: not where requests were drafted for.
+        Continue from what another source has learnt. Return False, and change nothing, if this source has drafted
+        before.
 
         Raises:
             ValueError: if that cannot have been learnt.
@@ -171,7 +174,7 @@ class EarlierOutputs:
         **options: Any,
     ) -> SourceT:
         """
-        A source with the outputs of a saved file; `options` are the constructor's.
+        Return a source with the outputs of a saved file; `options` are the constructor's.
 
         Raises:
             OSError: if the file cannot be read.
@@ -199,7 +202,7 @@ class EarlierOutputs:
 
 
 def checked(tokens: np.ndarray | Sequence[int]) -> np.ndarray:
-    """Token ids as int32. Raises `TypeError` or `ValueError` for anything else."""
+    """Return token ids as int32. Raises `TypeError` or `ValueError` for anything else."""
     array = np.asarray(tokens)
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
         raise TypeError(f"Tokens must be a sequence of integers, got {array.dtype} of shape {array.shape}.")

@@ -19,7 +19,7 @@ _VERSION = 1
 
 
 def packed(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> bytes:
-    """The contents of a file. The header must be JSON."""
+    """Return the contents of a file. The header must be JSON."""
     header = header | {
         "version": _VERSION,
         "arrays": {name: [array.dtype.str, list(array.shape)] for name, array in arrays.items()},
@@ -31,7 +31,7 @@ def packed(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> bytes:
 
 def unpacked(data: bytes, name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """
-    Header and arrays of a file's contents.
+    Return header and arrays of a file's contents.
 
     Raises:
         ValueError: if it is damaged, of another kind or of another version; it says which, of the file `name`.
@@ -60,7 +60,9 @@ def unpacked(data: bytes, name: str) -> tuple[dict[str, Any], dict[str, np.ndarr
 
 @contextmanager
 def making_sense(name: str) -> Iterator[None]:
-    """Raise `ValueError` for whatever fails with the contents of a file whose check sum is right: somebody made it."""
+    """
+    Raise `ValueError` for any error with the contents of a file whose check sum is right, such as one made by hand.
+    """
     try:
         yield
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError, SyntaxError) as error:
@@ -69,14 +71,14 @@ def making_sense(name: str) -> Iterator[None]:
 
 
 def write(path: str | os.PathLike, header: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-    """A file at once: readers and other writers find the old one or the new one, whole."""
+    """Write a file atomically: readers and other writers find the old one or the new one, whole."""
     with replacing(Path(path), is_private=True) as file:
         file.write(packed(header, arrays))
 
 
 def read(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """
-    Header and arrays of a saved file.
+    Return header and arrays of a saved file.
 
     Raises:
         ValueError: as `unpacked`.

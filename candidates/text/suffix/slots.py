@@ -40,7 +40,7 @@ class SuffixSlots:
 
     Args:
         corpus (`SuffixCorpus`): Holds the trees and texts.
-        settings (sequence of `float`): See `suffix_draft`.
+        settings (sequence of `float`): See `kernels.expand`.
 
     Attributes:
         lines (dict): The line of the model that each namespace learns in.
@@ -60,7 +60,7 @@ class SuffixSlots:
 
     @property
     def least_probability(self) -> float:
-        """Of the path to a node that is proposed."""
+        """Least probability of the path to a node that is proposed."""
         return float(self._settings[LEAST])
 
     @least_probability.setter
@@ -68,11 +68,13 @@ class SuffixSlots:
         self._settings[LEAST] = least
 
     def refresh(self) -> None:
-        """Looks up the addresses of all arrays again, after the corpus replaced one."""
+        """Look up the addresses of all arrays again, after the corpus replaced one."""
         self._replace(self.model, self._slots, self._scratch, self._batch)
 
     def _replace(self, model: Model, slots: Slots, scratch: Scratch, batch: Batch) -> None:
-        """Has everyone work on these arrays from now on. Whatever fails or interrupts it leaves all the old ones."""
+        """
+        Let compiled code and Python work on these arrays from now on. An error or interrupt leaves all the old ones.
+        """
         corpus = self._corpus
         groups = corpus.store, model, slots, scratch, batch
         arrays = [*(array for group in groups for array in group), self._settings, corpus.owners, corpus.used]
@@ -87,7 +89,9 @@ class SuffixSlots:
     # Slots
 
     def take(self, start: int, roots: Sequence[int], namespace: Hashable) -> int:
-        """A slot for a text that begins at position `start` and drafts from these trees, the first of them its own."""
+        """
+        Return a slot for a text that begins at position `start` and drafts from these trees, the first of them its own.
+        """
         line = self._line(namespace)
         if not self._free_slots:
             num = len(self._slots.state)
@@ -107,31 +111,31 @@ class SuffixSlots:
         self._free_slots.append(slot)
 
     def span(self, slot: int) -> tuple[int, int]:
-        """Where the text begins and ends."""
+        """Return where the text begins and ends."""
         return self._state[slot * STATE + START], self._state[slot * STATE + END]
 
     def root(self, slot: int) -> int:
-        """The text's own tree."""
+        """Return the root of the text's own tree."""
         return int(self._slots.trees[slot, 0])
 
     def move(self, slot: int, distance: int) -> None:
-        """The text lies elsewhere now."""
+        """Update the slot after its text was moved."""
         self._slots.state[slot, [START, END]] += distance
         self._slots.state[slot, REMOVALS_SEEN] = -1  # walks name text positions
         self._slots.pointers[slot] = -1
 
     def reads(self, root: int) -> bool:
-        """Whether a request drafts from this tree."""
+        """Return whether a request drafts from this tree."""
         return bool((self._slots.trees == root).any())
 
     # Decoding
 
     def begin(self, slot: int, tokens: np.ndarray) -> None:
-        """Appends the prompt (int32 `[n]`)."""
+        """Append the prompt (int32 `[n]`)."""
         begin(self._address, slot, tokens)
 
     def append(self, slot: int, tokens: np.ndarray) -> None:
-        """Appends committed tokens. They join the tree with the next draft, which saves a compiled call."""
+        """Append committed tokens. They join the tree with the next draft, which saves a compiled call."""
         at = slot * STATE + NUM_PENDING
         end = self._state[at] + len(tokens)
         if end > MAX_PENDING:
@@ -159,11 +163,11 @@ class SuffixSlots:
         self._unwritten.clear()
 
     def absorb(self, slot: int) -> None:
-        """What was appended joins the tree now."""
+        """Add the appended tokens to the tree now."""
         absorb(self._address, slot, self._corpus.clock)
 
     def draft(self, slots: Sequence[int], limits: Sequence[int]) -> list[DraftTree]:
-        """Drafts of up to so many nodes for these slots."""
+        """Return drafts of up to so many nodes for these slots."""
         self.write_likeliest()
         num_rows = len(slots)
         if num_rows > len(self._batch.slots):
@@ -187,7 +191,7 @@ class SuffixSlots:
     # What was learnt
 
     def _line(self, namespace: Hashable) -> int:
-        """The namespace's line of the model; a new one begins with nothing learnt."""
+        """Return the namespace's line of the model; a new one begins with nothing learnt."""
         if namespace not in self.lines:
             if not self._free_lines:
                 num = len(self.model.cells)
@@ -198,7 +202,7 @@ class SuffixSlots:
         return self.lines[namespace]
 
     def forget(self, namespace: Hashable) -> None:
-        """Forgets what was learnt from a namespace."""
+        """Drop what was learnt from a namespace."""
         line = self.lines.pop(namespace, None)
         if line is not None:
             self._free_lines.append(line)
@@ -210,7 +214,7 @@ class SuffixSlots:
         self, cells: np.ndarray, weights: np.ndarray, likely: np.ndarray | None, lines: dict[Hashable, int]
     ) -> None:
         """
-        Goes on with what was learnt before (see `Model`), unless it was by a model of another shape.
+        Continue from what was learnt before (see `Model`), unless it was by a model of another shape.
 
         Raises:
             ValueError: if that cannot have been learnt. Compiled code relies on it.

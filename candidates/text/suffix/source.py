@@ -57,8 +57,8 @@ class SuffixTreeCandidates(EarlierOutputs, TreeCandidateGenerator):
     Each request has a suffix tree of its own. Finished outputs join the tree of their *namespace*, which only requests
     of that namespace draft from, and those that name it as one they read. Followers of the last tokens, at several
     context lengths and in all of these trees, are the candidates; their acceptance probabilities are learnt while
-    decoding, per namespace, and the most probable paths are proposed (see `suffix_draft`). So `probs` of its trees are
-    calibrated.
+    decoding, per namespace, and the most probable paths are proposed (see `kernels.expand`). So `probs` of its trees
+    are calibrated.
 
     Args:
         max_bytes (`int`): Bound on the memory of all trees, at most 2**32. Forgotten first, of the namespace that holds
@@ -71,8 +71,8 @@ class SuffixTreeCandidates(EarlierOutputs, TreeCandidateGenerator):
             given, 0.1, and where goodput decides and a node costs less than that many tokens, what it costs.
         chains (`bool`): Propose chains, not trees.
         keep_outputs (`bool`): Whether finished requests' outputs join the tree of their namespace.
-        likeliest (`bool`): Whether it also proposes what the target thought likely when it last stood behind the same
-            token (Token Recycling, Luo et al., 2024), where the target can be asked: new text is drafted by that.
+        likeliest (`bool`): Whether it also proposes the tokens that the target found likely when it last verified the
+            same token (Token Recycling, Luo et al., 2024), where there is a target: new text is drafted by these.
         scoring (`str`): "learned" (see above), or "counts": SuffixDecoding as published (algorithm 1), for comparison.
         factor, offset (`float`): With "counts", p matching tokens are continued by up to `factor * p + offset` nodes.
 
@@ -160,7 +160,9 @@ class SuffixTreeCandidates(EarlierOutputs, TreeCandidateGenerator):
     def propose(
         self, request_ids: Sequence[Hashable], max_nodes: Sequence[int], price: LevelPrice | None = None
     ) -> list[DraftTree]:
-        """Nodes that cost little are proposed for little (SSSD, section 3.2.1: tokens that ride free)."""
+        """
+        Propose drafts; where a node costs little, also unlikely nodes (SSSD, section 3.2.1: tokens that ride free).
+        """
         with self._lock:
             if self.heeds_prices:
                 least = LEAST_PROBABILITY if price is None else min(price.least_probability, LEAST_PROBABILITY)
@@ -177,7 +179,7 @@ class SuffixTreeCandidates(EarlierOutputs, TreeCandidateGenerator):
             self._slots.append(request.slot, step.tokens)
 
     def _use(self, request: _Request, num_tokens: int) -> None:
-        """Takes so many tokens' room of the request's place, or moves its text to a larger one."""
+        """Take room for so many tokens in the request's place, or move its text to a larger one."""
         if request.room < num_tokens:
             self._enlarge(request, num_tokens)
         request.room -= num_tokens
@@ -215,8 +217,8 @@ class SuffixTreeCandidates(EarlierOutputs, TreeCandidateGenerator):
 
     def warm_up(self) -> None:
         """
-        Compiles what drafts with these settings, or loads it from the disk, so that no request has to wait for that.
-        What forgets outputs is compiled when memory is full for the first time.
+        Compile the code that drafts with these settings, or load it from the disk, so that no request has to wait for
+        that. The code that removes outputs is compiled when memory is full for the first time.
         """
         _compile(self._scoring)
 

@@ -42,7 +42,7 @@ IN_FOLDERS = [kind for kind in KINDS if kind.drafter is not MtpLayers]
 def test_a_folder_is_of_one_kind_and_becomes_its_source(kind, tmp_path):
     target = shared_model("llama")
     WRITERS[kind.drafter](target, tmp_path)
-    assert [other for other in KINDS if other.says(str(tmp_path), config_of(str(tmp_path)))] == [kind]
+    assert [other for other in KINDS if other.recognizes(str(tmp_path), config_of(str(tmp_path)))] == [kind]
     drafter = load(str(tmp_path), target)
     assert type(drafter) is kind.drafter and drafter.name_or_path == str(tmp_path)
     assert (drafter.dtype, drafter.device) == (target.dtype, target.device)

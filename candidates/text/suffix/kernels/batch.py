@@ -1,5 +1,5 @@
 """
-One compiled call that takes in what a batch of requests committed and drafts what comes next.
+A compiled call that takes in the tokens that a batch of requests committed, and drafts their next ones.
 
 Compiled code is given the address of a table of addresses. Passing two dozen arrays from Python would cost more than
 drafting does.
@@ -47,7 +47,7 @@ class Slots(NamedTuple):
             number of removals that the walks know of (-1: there are no walks).
         trees (`np.ndarray` of shape `[slots, 4]`, int32): Roots: the request's own tree, then namespaces; -1: none.
         points (`np.ndarray` of shape `[slots, (max_depth + 1) * 2]`, int32): See `suffix_store.extend`.
-        walks (`np.ndarray` of shape `[slots, (MAX_TREES - 1) * MAX_MATCH * 4]`, int32): See `suffix_places`.
+        walks (`np.ndarray` of shape `[slots, (MAX_TREES - 1) * MAX_MATCH * 4]`, int32): See `places`.
         pending (`np.ndarray` of shape `[slots, MAX_PENDING]`, int32): The tokens that are not in the tree yet.
         pointers (`np.ndarray` of shape `[slots, 4]`, int32): Into the request's own text and the others', see
             `pointer`.
@@ -74,13 +74,13 @@ def new_slots(num_slots: int, max_depth: int) -> Slots:
 
 class Batch(NamedTuple):
     """
-    What a call of `draft_batch` reads and writes.
+    Input and output of a call of `draft_batch`.
 
     Args:
         slots, limits (`np.ndarray` of shape `[rows]`, int64): Which slots to draft for, and nodes per draft.
         ends (`np.ndarray` of shape `[rows]`, int64): Get where each draft ends in the following arrays.
         tokens, parents, probs (`np.ndarray` of shape `[rows * MAX_NODES]`, int64, int64, float32): Get the drafts, one
-            behind another.
+            after another.
     """
 
     slots: np.ndarray
@@ -148,7 +148,7 @@ def _scratch(table, slot):
 
 @inner
 def _grow(s, slot, settings, tokens, num_tokens):
-    """Appends committed tokens to a request's text and tree."""
+    """Append committed tokens to a request's text and tree."""
     state, max_depth = slot.state, int(settings[DEPTH_LIMIT])
     for k in range(num_tokens):
         for at in range(0, NUM_POINTERS * POINTER, POINTER):
@@ -159,7 +159,7 @@ def _grow(s, slot, settings, tokens, num_tokens):
 
 @compiled
 def begin(address, k, tokens):
-    """Appends the prompt's tokens (int32 `[n]`) to the text and tree of slot `k`."""
+    """Append the prompt's tokens (int32 `[n]`) to the text and tree of slot `k`."""
     table = int64_at(address)
     s, slot = _store(table), _slot(table, k)
     set_clock(s, slot.trees[0], slot.state[START])
@@ -168,7 +168,7 @@ def begin(address, k, tokens):
 
 @compiled
 def absorb(address, k, clock):
-    """Learns from the tokens that were committed since the last draft of slot `k`, and appends them."""
+    """Learn from the tokens that were committed since the last draft of slot `k`, and append them."""
     table = int64_at(address)
     s, slot, settings = _store(table), _slot(table, k), float64_at(table[25])
     state = slot.state
@@ -184,7 +184,7 @@ def absorb(address, k, clock):
 
 @inner
 def _forget_walks(s, slot):
-    """Texts were removed since the last draft: nodes may be gone, and what was pointed to."""
+    """Reset walks and pointers after texts were removed since the last draft, since their nodes may be gone."""
     if slot.state[REMOVALS_SEEN] != s.heads[REMOVALS]:
         slot.state[REMOVALS_SEEN] = s.heads[REMOVALS]
         for walk in range(0, NUM_WALK_FIELDS, WALK):
@@ -194,13 +194,13 @@ def _forget_walks(s, slot):
 
 @inner
 def _drafts(table, end):
-    """Where `Batch` has its drafts from node `end` on: tokens, parents, probs."""
+    """Return the places of drafts in `Batch` from node `end` on: tokens, parents, probs."""
     return ahead(int64_at(table[22]), end), ahead(int64_at(table[23]), end), ahead(float32_at(table[24]), end)
 
 
 @compiled
 def draft_batch(address, num_rows, clock):
-    """Absorbs what was committed and drafts, for the slots that `Batch` names."""
+    """Absorb committed tokens and draft, for the slots that `Batch` names."""
     table = int64_at(address)
     s, settings, slots = _store(table), float64_at(table[25]), int64_at(table[19])
     limits, ends = int64_at(table[20]), int64_at(table[21])
@@ -223,7 +223,7 @@ def draft_batch(address, num_rows, clock):
 
 @compiled
 def draft_batch_by_counts(address, num_rows, clock):
-    """The same as published; apart, since it takes long to compile and few ask for it."""
+    """Do as `draft_batch`, but as published; separate, since it takes long to compile and is seldom used."""
     table = int64_at(address)
     s, settings, slots = _store(table), float64_at(table[25]), int64_at(table[19])
     limits, ends = int64_at(table[20]), int64_at(table[21])

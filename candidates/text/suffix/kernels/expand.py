@@ -1,8 +1,8 @@
 """
-Draft trees from suffix trees (compiled): what may come next, best path first, and learning from what came.
+Draft trees from suffix trees (compiled): likely next tokens, best path first, and learning from the tokens that came.
 
 At every node of a draft, the last tokens are looked up in all of a request's trees, at several context lengths at once.
-Each token that followed one of them is a candidate, whose probability `suffix_model` estimates. Nodes are added best
+Each token that followed one of them is a candidate, whose probability `mix` estimates. Nodes are added best
 path first, which is SuffixDecoding's expansion with learnt probabilities for D(N) and all match lengths for the best
 one.
 """
@@ -13,7 +13,7 @@ import numpy as np
 
 from .....jit import inner
 from .....jit.pointers import prefetch
-from .likely import LEAST_LIKELY, NUM_BINS, NUM_LIKELY, behind_one, behind_two
+from .likely import LEAST_LIKELY, NUM_BINS, NUM_LIKELY, after_one, after_two
 from .mix import (
     CANDIDATE,
     GROWN,
@@ -58,7 +58,7 @@ offset their size follows the match."""
 
 # Fields of a grown node
 PLACES, PLACES_END, FIRST, END_OF, DRAFTED, HOLDS, POINTERS = range(7)
-"""Where its places begin and end, its first candidate and the one behind its last; its node of the draft, or -1; its
+"""Where its places begin and end, its first candidate and the one after its last; its node of the draft, or -1; its
 token; its pointers, in this field and the next ones."""
 NODE_FIELDS = POINTERS + NUM_POINTERS * POINTER
 _FOUND = MAX_NODES * MAX_TREES * MAX_CONTEXTS * PLACE  # where `places` has room for all lengths of a match
@@ -67,12 +67,12 @@ NUM_PLACE_FIELDS = _FOUND + MAX_MATCH * PLACE
 
 class Scratch(NamedTuple):
     """
-    The last draft of every slot, which learning needs when its tokens are known.
+    The last draft of every slot, which learning needs when its next tokens are known.
 
     Args:
         places (`np.ndarray` of shape `[slots, NUM_PLACE_FIELDS]`, int32): Where grown nodes' contexts stand in trees.
         grown (`np.ndarray` of shape `[slots, MAX_NODES * 10]`, int32): See the fields above.
-        candidates (`np.ndarray` of shape `[slots, MAX_CANDIDATES * 24]`, int32): See `suffix_model`.
+        candidates (`np.ndarray` of shape `[slots, MAX_CANDIDATES * 24]`, int32): See `mix`.
         probs, paths (`np.ndarray` of shape `[slots, MAX_CANDIDATES]`, float32): Probabilities of the candidates given
             their parents, and of the paths to those that were not drafted (-1: drafted).
     """
@@ -110,8 +110,8 @@ def _set_place(s, places, at, tree, depth, node, following, stop, number):
 @inner
 def _root_places(s, d, trees, points, walks, num_points, start, end, longest):
     """
-    The contexts of the text `text[start:end]`: per tree the longest one, and each shorter one that occurs more often
-    than the one kept before. Returns where they end.
+    Write the contexts of the text `text[start:end]`: per tree the longest one, and each shorter one that occurs more
+    often than the one kept before. Return where they end.
     """
     places, kept = d.places, 0
     for t in range(MAX_TREES):
@@ -137,7 +137,7 @@ def _root_places(s, d, trees, points, walks, num_points, start, end, longest):
 
 @inner
 def _child_places(s, d, parent, kept, token):
-    """The contexts of a grown node, from `kept` on: those of its parent, one token on. Returns where they end."""
+    """Write the contexts of a grown node, from `kept` on: those of its parent, one token on. Return where they end."""
     places, tree, before = d.places, -1, 0
     for at in range(d.grown[parent + PLACES], d.grown[parent + PLACES_END], PLACE):
         is_found, node, following, stop = step(
@@ -157,7 +157,7 @@ def _child_places(s, d, parent, kept, token):
 
 @inner
 def _newest(s, kids, last):
-    """Which of the entries was seen last."""
+    """Return the entry that was seen last."""
     newest, entry_of = s.rows[kids + SEEN], kids
     for entry in range(kids + ROW, last, ROW):
         if is_later(s.rows[entry + SEEN], newest):
@@ -171,7 +171,7 @@ def _newest(s, kids, last):
 @inner
 def _set_pointers(s, d, pointers, owners):
     """
-    Lets the pointers of a slot go where the longest contexts are followed, if these are long enough, and gives them to
+    Set the pointers of a slot to where the longest contexts are followed, if these are long enough, and give them to
     the draft's root.
     """
     tree = -1
@@ -190,7 +190,7 @@ def _set_pointers(s, d, pointers, owners):
 
 @inner
 def _newest_follower(s, node, following):
-    """Text position of the token that followed a place last; -1 if nothing did."""
+    """Return the text position of the token that followed a place last; -1 if none did."""
     if following >= 0:
         return following
     kids = s.nodes[node + KIDS]
@@ -202,7 +202,7 @@ def _newest_follower(s, node, following):
 
 @inner
 def _expected(s, d, g, kind):
-    """A pointer's state at a grown node and the token that it expects; -1 if it does not say."""
+    """Return a pointer's state at a grown node and the token that it expects; -1 if it expects none."""
     at = g + POINTERS + kind * POINTER
     position, state = np.int64(d.grown[at + POSITION]), state_of(d.grown[at + RECORD])
     return state, np.int64(s.text[position]) if position >= 0 and state >= 0 else np.int64(-1)
@@ -213,7 +213,7 @@ def _expected(s, d, g, kind):
 
 @inner
 def _candidate(d, g, first, end, token):
-    """The candidate of this token, which may be a new one; `MAX_CANDIDATES` if there is no room for it."""
+    """Return the candidate of this token, which may be a new one; `MAX_CANDIDATES` if there is no room for it."""
     c = first
     while c < end and d.candidates[c * CANDIDATE + TOKEN] != token:
         c += 1
@@ -224,15 +224,15 @@ def _candidate(d, g, first, end, token):
 
 @inner
 def _find_candidates(s, d, model, before, g, min_share):
-    """Lists what may follow a grown node, with what is known of each; `before` is the token before the node's."""
+    """List the candidates after a grown node, with the evidence for each; `before` is the token before the node's."""
     _find_followers(s, d, g, min_share)
     for kind in range(NUM_POINTERS):
         _, token = _expected(s, d, g, kind)
         c = _candidate(d, g, d.grown[g + FIRST], d.grown[g + END_OF], token) if token >= 0 else MAX_CANDIDATES
         d.grown[g + END_OF] += c == d.grown[g + END_OF] < MAX_CANDIDATES
     token = d.grown[g + HOLDS]
-    _find_likely(d, g, model.likely, behind_one(model.likely, token), LIKELY)
-    _find_likely(d, g, model.likely, behind_two(model.likely, before, token), LIKELY + 1)
+    _find_likely(d, g, model.likely, after_one(model.likely, token), LIKELY)
+    _find_likely(d, g, model.likely, after_two(model.likely, before, token), LIKELY + 1)
     for kind in range(NUM_POINTERS):
         state, token = _expected(s, d, g, kind)
         for c in range(d.grown[g + FIRST], d.grown[g + END_OF] if token >= 0 else 0):
@@ -241,7 +241,9 @@ def _find_candidates(s, d, model, before, g, min_share):
 
 @inner
 def _find_likely(d, g, lines, at, field):
-    """Lists what the target thought likely when it last stood behind the same tokens: a line of the table, if any."""
+    """
+    List the tokens that the target found likely when it last verified the same tokens: a line of the table, if any.
+    """
     if at < 0:
         return
     first, known = d.grown[g + FIRST], d.grown[g + END_OF]
@@ -260,7 +262,7 @@ def _find_likely(d, g, lines, at, field):
 
 @inner
 def _find_followers(s, d, g, min_share):
-    """Lists the tokens that follow the contexts of a grown node."""
+    """List the tokens that follow the contexts of a grown node."""
     places, tree, gap = d.places, -1, 0
     first = end = d.grown[g + FIRST]
     for at in range(d.grown[g + PLACES], d.grown[g + PLACES_END], PLACE):
@@ -290,7 +292,7 @@ def _find_followers(s, d, g, min_share):
 
 @inner
 def _estimate(s, d, model, g, own_root, path):
-    """Gives the candidates of a grown node their probabilities; `path` is that of the node itself."""
+    """Compute the probabilities of the candidates of a grown node; `path` is that of the node itself."""
     first = d.grown[g + FIRST]
     for c in range(first, d.grown[g + END_OF]):
         entry = find(s, own_root, d.candidates[c * CANDIDATE + TOKEN])
@@ -310,7 +312,7 @@ def _estimate(s, d, model, g, own_root, path):
 def make_draft(
     s, d, model, trees, points, walks, pointers, num_points, start, end, limit, settings, owners, tokens, parents, probs
 ):
-    """Drafts for one slot, best path first. Returns the number of nodes."""
+    """Draft for one slot, best path first. Return the number of nodes."""
     min_path, is_chain = np.float32(settings[LEAST]), settings[CHAINS] > 0
     min_share = np.float32(max(settings[LEAST] / 3, 0.01))  # rarer followers are no candidates
     grown = d.grown
@@ -322,8 +324,8 @@ def make_draft(
     _estimate(s, d, model, 0, trees[0], np.float32(1))
     n = g = first = 0
     while n < limit:
-        best, best_path, behind = -1, min_path, grown[g + END_OF]
-        for c in range(first, behind):
+        best, best_path, end_of = -1, min_path, grown[g + END_OF]
+        for c in range(first, end_of):
             if d.paths[c] >= best_path:
                 best, best_path = c, d.paths[c]
         if best < 0:
@@ -332,12 +334,12 @@ def make_draft(
         tokens[n], parents[n], probs[n] = token, grown[parent + DRAFTED], d.probs[best]
         kept, g = grown[g + PLACES_END], g + NODE_FIELDS
         grown[g + PLACES] = grown[g + PLACES_END] = kept
-        grown[g + FIRST] = grown[g + END_OF] = behind
+        grown[g + FIRST] = grown[g + END_OF] = end_of
         grown[g + DRAFTED], grown[g + HOLDS] = n, token
         d.candidates[best * CANDIDATE + GROWN], d.paths[best] = g, -1
         n += 1
         if is_chain:
-            first = behind
+            first = end_of
         if n < limit:  # the last node's followers would not be drafted any more
             for at in range(POINTERS, NODE_FIELDS, POINTER):
                 advance(s, grown, parent + at, grown, g + at, token)
@@ -353,8 +355,8 @@ def make_draft(
 @inner
 def learn_from(s, d, model, pending, num_pending, settings, owners, used, clock):
     """
-    Scores the last draft's candidates against the committed tokens, as far as these follow the draft. Texts that a
-    right draft was copied from are marked as used.
+    Score the last draft's candidates against the committed tokens, as far as these follow the draft. Texts that a right
+    draft was copied from are marked as used.
     """
     g = 0
     for k in range(num_pending):

@@ -1,5 +1,5 @@
 """
-Adding texts to suffix trees (compiled).
+Insertion of texts into suffix trees (compiled).
 
 `extend` appends a token to a text and to its tree. It walks along all suffixes of the text that have occurred before
 (its *points*); the longest one is the longest match. Suffixes that are new become leaves at once, and leaves grow with
@@ -35,7 +35,7 @@ from .store import (
 
 @inner
 def _split(s, root, node, entry, offset, end):
-    """A new node in the middle of an edge below `node`, `offset` tokens down, reached once more. Returns it."""
+    """Make a new node in the middle of an edge below `node`, `offset` tokens down, reached once more. Return it."""
     count, child, seen = s.rows[entry + COUNT], s.rows[entry + CHILD], s.rows[entry + SEEN] + offset
     middle = new_node(s, end - offset, offset)
     if child >= 0:
@@ -57,7 +57,7 @@ def _split(s, root, node, entry, offset, end):
 @inner
 def settle(s, root, node, offset, end):
     """
-    A point whose edge was split meanwhile, put below the new nodes (and counted there). Returns (node, offset, entry of
+    Move a point whose edge was split meanwhile below the new nodes (and count it there). Return (node, offset, entry of
     the child whose edge it stands on, or -1).
     """
     while offset > 0:
@@ -74,7 +74,7 @@ def settle(s, root, node, offset, end):
 @inner
 def extend(s, root, points, num_points, max_depth, end, token):
     """
-    Appends a token to a text.
+    Append a token to a text.
 
     Args:
         points (int32 `[(max_depth + 1) * 2]`): Pair d is the place (node, offset on the edge below) of the text's last
@@ -123,7 +123,7 @@ def extend(s, root, points, num_points, max_depth, end, token):
 
 @inner
 def finish(s, root, points, num_points, max_depth, end):
-    """Ends a text: its last tokens are counted too."""
+    """End a text: its last tokens are counted too."""
     for depth in range(min(num_points, max_depth - 1), 0, -1):
         node, offset, entry = settle(s, root, np.int64(points[2 * depth]), np.int64(points[2 * depth + 1]), end)
         if offset > 0:
@@ -133,7 +133,7 @@ def finish(s, root, points, num_points, max_depth, end):
 
 @compiled
 def insert(store, root, start, tokens, points):
-    """Writes a whole text to `text[start:]` and to the tree. Needs `len(tokens) + 1` places, and memory for points."""
+    """Write a whole text to `text[start:]` and to the tree. Needs `len(tokens) + 1` places, and memory for points."""
     s, at, max_depth = pointers(store), int32_at(points.ctypes.data), len(points) // 2 - 1
     set_clock(s, root, start)
     s.heads[CLOCK] += len(tokens)
@@ -147,7 +147,7 @@ def insert(store, root, start, tokens, points):
 
 @compiled
 def move_tree(store, root, start, end, target):
-    """Copies `text[start:end]` and what stands behind it to `target`, and lets the tree's edges lie there."""
+    """Copy `text[start:end]` and the border after it to `target`, and move the tree's edges there."""
     s, shift = pointers(store), target - start
     for position in range(start, end + 1):
         s.text[position + shift] = s.text[position]

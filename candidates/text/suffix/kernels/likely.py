@@ -1,5 +1,5 @@
 """
-What the target thought likely behind a token, or behind two (Token Recycling, Luo et al., 2024): tables that every
+The target's likeliest tokens after a token, and after two (Token Recycling, Luo et al., 2024), in tables that every
 verified token fills, and compiled code reads.
 """
 
@@ -9,12 +9,12 @@ import numpy as np
 
 from .....jit import inner
 
-# A line of the table is what was last seen behind its key: a hash of the tokens (0: nothing was seen), the bins of the
-# shares of what may follow, four bits each, and what may follow, best first.
+# A line of the table has what the target last found likely after some tokens: a hash of these (0: the line is empty),
+# the bins of the shares of the likeliest tokens, four bits each, and these tokens, best first.
 NUM_LIKELY = 6
 LINE = 2 + NUM_LIKELY
-_BEHIND_ONE, _BEHIND_TWO = 1 << 13, 1 << 14  # lines
-NUM_LINES = _BEHIND_ONE + _BEHIND_TWO
+_AFTER_ONE, _AFTER_TWO = 1 << 13, 1 << 14  # lines
+NUM_LINES = _AFTER_ONE + _AFTER_TWO
 
 _LEAST_SHARES = np.array([0.97, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.14, 0.09, 0.05, 0.03, 0.015])  # of bins
 MEAN_SHARES = (0.98, 0.93, 0.85, 0.75, 0.65, 0.55, 0.45, 0.35, 0.25, 0.17, 0.11, 0.07, 0.04, 0.02, 0.01)
@@ -25,7 +25,7 @@ _SPREAD, _MIX_IN, _KEY = 0x9E3779B1, 0x85EBCA6B, 0x7FFFFFFF
 
 
 def new_lines(num_namespaces: int) -> np.ndarray:
-    """Nothing seen: `[namespaces, NUM_LINES, LINE]` int32."""
+    """Return empty tables: `[namespaces, NUM_LINES, LINE]` int32."""
     return np.zeros((num_namespaces, NUM_LINES, LINE), np.int32)
 
 
@@ -33,7 +33,7 @@ def lines_of(
     before: np.ndarray, tokens: np.ndarray, following: np.ndarray, shares: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """
-    The lines that remember what may follow tokens, of which the last ones count where two share a line.
+    Return the lines of the likeliest tokens after tokens; where two tokens share a line, the last one counts.
 
     Args:
         before, tokens (`np.ndarray` of shape `[n]`, int64): The tokens, and those before them (-1: there is none).
@@ -66,11 +66,11 @@ def _key_of_two(before: Any, token: Any) -> Any:
 
 
 def _line_of_one(key: Any) -> Any:
-    return key * _SPREAD >> 15 & _BEHIND_ONE - 1
+    return key * _SPREAD >> 15 & _AFTER_ONE - 1
 
 
 def _line_of_two(key: Any) -> Any:
-    return _BEHIND_ONE + (key * _SPREAD >> 15 & _BEHIND_TWO - 1)
+    return _AFTER_ONE + (key * _SPREAD >> 15 & _AFTER_TWO - 1)
 
 
 _one_key, _two_key, _one_line, _two_line = [
@@ -79,16 +79,16 @@ _one_key, _two_key, _one_line, _two_line = [
 
 
 @inner
-def behind_one(lines, token):
-    """Where the line of what may follow a token begins; -1 if nothing was seen."""
+def after_one(lines, token):
+    """Return where the line for a token begins; -1 if the table does not have it."""
     key = _one_key(np.int64(token))
     at = _one_line(key) * LINE
     return at if lines[at] == key else -1
 
 
 @inner
-def behind_two(lines, before, token):
-    """Where the line of what may follow two tokens begins; -1 if nothing was seen."""
+def after_two(lines, before, token):
+    """Return where the line for two tokens begins; -1 if the table does not have it."""
     key = _two_key(np.int64(before), np.int64(token))
     at = _two_line(key) * LINE
     return at if lines[at] == key else -1

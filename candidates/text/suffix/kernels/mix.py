@@ -19,8 +19,8 @@ TOKEN, PARENT, GROWN = range(3)
 CELLS, SETS = 3, 14  # eleven cells of the model's tables (-1: none); where the three sets of weights begin
 OWN_DEPTH, OTHERS_DEPTH, OWN_SHARE, OTHERS_SHARE, NEWEST, LIKELY = range(17, 23)
 """Bins of context length and of the share in it, each in the request's own tree and in others; whether no other
-follower of the context is more recent; what the target thought of it when it last stood behind the same token, and (in
-the next field) behind the same two: 0 if nothing is known of that, 1 and more for bins of its share, and for none."""
+follower of the context is more recent; how likely the target found it when it last verified the same token, and (in
+the next field) the same two: 0 if the table does not have them, 1 and more for bins of its share, and for none."""
 CANDIDATE = 24
 
 _POINTERS, _NUM_TABLES = 9, 11  # number of the first pointer's table, and of all
@@ -31,7 +31,9 @@ _JOINT = 2 * _CONTEXT_CELLS  # order and share in both kinds
 _ROUGH = _JOINT + 6 * 6 * 5 * 5  # order, occurrences in the request, rank, recency
 _TOKENS = _ROUGH + 6 * 4 * 5 * 2 * 2  # the token, hashed: known apart by depth it gains less
 _HASH_BITS = 13
-_LIKELY = _TOKENS + (1 << _HASH_BITS)  # what the target thought behind one token and two, for first nodes and others
+_LIKELY = _TOKENS + (
+    1 << _HASH_BITS
+)  # what the target found likely after one token and two, for first nodes and others
 _THOUGHTS = NUM_BINS + 2
 _LIKELY_JOINT = _LIKELY + _THOUGHTS * _THOUGHTS * 2  # what it thought, and the order in both kinds
 _POINTED = _LIKELY_JOINT + _THOUGHTS * 6 * 6  # for both pointers: how they fared, and whether they expect it
@@ -50,14 +52,15 @@ _LOG_ODDS = np.log((np.arange(_STEPS) + 0.5) / (_STEPS - 0.5 - np.arange(_STEPS)
 
 class Model(NamedTuple):
     """
-    What was learnt, one line per namespace: nothing that one tenant's text has taught steers another's drafts.
+    State of learning, one line per namespace: no tenant's text affects another's drafts.
 
     Args:
-        cells (`np.ndarray` of shape `[namespaces, NUM_CELLS, 2]`, float32): Acceptance frequency, and number of
-            observations behind it.
+        cells (`np.ndarray` of shape `[namespaces, NUM_CELLS, 2]`, float32): Acceptance frequency, and the
+            number of its observations.
         odds (`np.ndarray` of shape `[namespaces, NUM_CELLS]`, float32): Logarithm of the odds of the frequency.
         weights (`np.ndarray` of shape `[namespaces, sets, 12]`, float32): Mixing weights of the tables and a bias.
-        likely (`np.ndarray` of shape `[namespaces, NUM_LINES, LINE]`, int32): What the target thought likely.
+        likely (`np.ndarray` of shape `[namespaces, NUM_LINES, LINE]`, int32): Tokens that the target found
+            likely.
     """
 
     cells: np.ndarray
@@ -67,7 +70,10 @@ class Model(NamedTuple):
 
 
 def new_model(num_namespaces: int = 1) -> Model:
-    """A model that has seen nothing: a candidate's share in its context, trusted the more, the longer the context."""
+    """
+    Return a model that has learnt nothing: a candidate's share in its context, trusted the more, the longer the
+    context.
+    """
     shares = np.array([1.0, 0.93, 0.8, 0.6, 0.4, 0.25, 0.14, 0.06, 0.02])
     counts = np.array([1, 2, 3, 4.5, 7, 14, 40])
     order, gap, count, share = np.meshgrid(np.arange(_ORDERS), np.arange(_GAPS), counts, shares, indexing="ij")
@@ -97,14 +103,17 @@ def new_model(num_namespaces: int = 1) -> Model:
 
 
 def _pointed() -> np.ndarray:
-    """Frequencies of what pointers expect and of other candidates: for longer runs of tokens that came as expected."""
+    """
+    Return initial frequencies of tokens that pointers expect and of other candidates: higher for longer runs of tokens
+    that came as expected.
+    """
     after_run = np.array([0.12, 0.45, 0.7, 0.75, 0.82, 0.9, 0.95, 0.97, 0.98])
     others = np.array([0.09, 0.07, 0.06, 0.05, 0.05, 0.05, 0.03, 0.03, 0.02])
     return np.tile(np.stack([others, after_run], 1).repeat(MISSES * BEFORE, 0).ravel(), NUM_POINTERS)
 
 
 def log_odds(cells: np.ndarray) -> np.ndarray:
-    """`Model.odds` of `Model.cells`."""
+    """Return `Model.odds` of `Model.cells`."""
     return np.log(cells[:, :, 0] / (1 - cells[:, :, 0]))
 
 
@@ -113,7 +122,7 @@ def log_odds(cells: np.ndarray) -> np.ndarray:
 
 @inner
 def _bin(value, a, b, c, d):
-    """0 to 4: the number of bounds that the value does not exceed."""
+    """Return 0 to 4: the number of bounds that the value does not exceed."""
     return (value <= a) + (value <= b) + (value <= c) + (value <= d)
 
 
@@ -130,7 +139,7 @@ def _context_cell(depth, gap, count, total):
 
 @inner
 def begin_candidate(candidates, c, token, parent):
-    """A candidate of which nothing is known yet."""
+    """Reset a candidate's fields: there is no evidence yet."""
     at = c * CANDIDATE
     candidates[at + TOKEN], candidates[at + PARENT], candidates[at + GROWN] = token, parent, -1
     for table in range(_NUM_TABLES):
@@ -143,8 +152,8 @@ def begin_candidate(candidates, c, token, parent):
 @inner
 def describe(candidates, c, kind, gap, depth, count, total, is_newest):
     """
-    Adds what a context of `depth` tokens says of a candidate, which followed it `count` times of `total`. The context
-    is the `gap`-th longest of its tree, whose `kind` is 0 for the request's own. Two of each kind are heard.
+    Add the evidence of a context of `depth` tokens, which the candidate followed `count` times of `total`. The context
+    is the `gap`-th longest of its tree, whose `kind` is 0 for the request's own. Two of each kind are used.
     """
     at = c * CANDIDATE
     cell = at + CELLS + 2 * kind
@@ -159,27 +168,27 @@ def describe(candidates, c, kind, gap, depth, count, total, is_newest):
 
 @inner
 def point(candidates, c, kind, state, is_expected):
-    """Adds whether the pointer of this kind, which is in such a state, expects the candidate."""
+    """Add whether the pointer of this kind, which is in such a state, expects the candidate."""
     cell = _POINTED + (kind * NUM_STATES + state) * 2 + is_expected
     candidates[c * CANDIDATE + CELLS + _POINTERS + kind] = cell
 
 
 @inner
 def _hashed(token):
-    """Fibonacci hashing."""
+    """Hash by Fibonacci hashing."""
     return ((token * 2654435761) & 0xFFFFFFFF) >> (32 - _HASH_BITS)
 
 
 @inner
 def _sets(candidates, at):
-    """Where the sets of weights begin, for the candidate whose fields begin at `at`."""
+    """Return where the sets of weights begin, for the candidate whose fields begin at `at`."""
     sets = at + SETS
     return np.int64(candidates[sets]), np.int64(candidates[sets + 1]), np.int64(candidates[sets + 2])
 
 
 @inner
 def _weight(model, sets, table):
-    """Of a table; behind these, of the bias."""
+    """Return the place of a table's weight; the bias has the place after the tables'."""
     return model.weights[sets[0] + table] + model.weights[sets[1] + table] + model.weights[sets[2] + table]
 
 
@@ -193,8 +202,8 @@ def _change_weight(model, sets, table, change):
 @inner
 def estimate(model, candidates, c, rank, is_first_node, occurrences):
     """
-    Probability of a candidate that all contexts have described: the `rank`-th of its node, which hangs on the last
-    committed token or not, and whose token has occurred in the request not at all (0) to often (3).
+    Return the probability of a candidate that all contexts have described: the `rank`-th of its node, which hangs on
+    the last committed token or not, and whose token has occurred in the request not at all (0) to often (3).
     """
     at = c * CANDIDATE
     own, others = candidates[at + OWN_DEPTH], candidates[at + OTHERS_DEPTH]
@@ -203,9 +212,9 @@ def estimate(model, candidates, c, rank, is_first_node, occurrences):
     rough = (max(own, others) * 4 + occurrences) * 5 + min(rank, 4)
     candidates[at + CELLS + 5] = _ROUGH + (rough * 2 + candidates[at + NEWEST]) * 2 + (not is_first_node)
     candidates[at + CELLS + 6] = _TOKENS + _hashed(np.int64(candidates[at + TOKEN]))
-    behind_one, behind_two = candidates[at + LIKELY], candidates[at + LIKELY + 1]
-    likely = behind_two if 0 < behind_two <= NUM_BINS else behind_one
-    thoughts = behind_one * _THOUGHTS + behind_two
+    after_one, after_two = candidates[at + LIKELY], candidates[at + LIKELY + 1]
+    likely = after_two if 0 < after_two <= NUM_BINS else after_one
+    thoughts = after_one * _THOUGHTS + after_two
     candidates[at + CELLS + 7] = _LIKELY + thoughts * 2 + (not is_first_node) if thoughts > 0 else -1
     candidates[at + CELLS + 8] = _LIKELY_JOINT + (likely * 6 + own) * 6 + others if thoughts > 0 else -1
     present = (thoughts > 0) << 4
@@ -226,7 +235,7 @@ def estimate(model, candidates, c, rank, is_first_node, occurrences):
 
 @inner
 def learn(model, candidates, c, prob, is_hit, rate, memory):
-    """Takes in whether a candidate of probability `prob` came true."""
+    """Learn whether a candidate of probability `prob` was accepted."""
     at = c * CANDIDATE
     hit = np.float32(is_hit)
     change = np.float32(rate) * (hit - prob)

@@ -24,13 +24,13 @@ MAX_MATCH = 32  # longest context; a power of two
 # text grows, it is followed on from there: in large trees, long ways from the root would miss the cache at every node.
 # New nodes may join the way; when nodes go, all walks are forgotten.
 FROM, LAST, REACHED = range(3)
-"""Text position where it begins (-1: there is none); last node on the way; text position behind what leads there."""
+"""Text position where it begins (-1: there is none); last node on the way; text position after the path to it."""
 WALK = 4
 
 
 @inner
 def edge_of(s, child):
-    """Text positions where the edge to a child begins and ends."""
+    """Return the text positions where the edge to a child begins and ends."""
     if child < 0:
         return np.int64(~child), np.int64(_NEVER)
     label = np.int64(s.nodes[child + LABEL])
@@ -49,8 +49,8 @@ def support(s, at, following):
 @inner
 def locate(s, node, position, end):
     """
-    Where `text[position:end]` leads from a node: (whether it does, AT, NEXT, STOP, last node on the way, text position
-    behind what leads to it).
+    Find the place that `text[position:end]` leads to from a node. Return (whether there is one, AT, NEXT, STOP, last
+    node on the way, text position after the path to that node).
     """
     while position < end:
         entry = find(s, node, s.text[position])
@@ -72,8 +72,8 @@ def locate(s, node, position, end):
 @inner
 def place_of(s, trees, t, points, walks, end, depth):
     """
-    Where the last `depth` tokens before `end` stand in tree `t`: (whether they do, AT, NEXT, STOP). In the text's own
-    tree, its points tell; in others they are looked up, from where they led before.
+    Find the last `depth` tokens before `end` in tree `t`. Return (whether they occur, AT, NEXT, STOP). In the text's
+    own tree, its points have them; in others they are looked up, from where they led before.
     """
     if t > 0:
         first = end - depth
@@ -95,7 +95,7 @@ def place_of(s, trees, t, points, walks, end, depth):
 
 @inner
 def step(s, at, following, stop, token):
-    """The place one token on: (whether there is one, AT, NEXT, STOP)."""
+    """Return the place one token on: (whether there is one, AT, NEXT, STOP)."""
     if following >= 0:
         if s.text[following] != token:
             return False, at, following, stop
@@ -114,5 +114,5 @@ def step(s, at, following, stop, token):
 
 @inner
 def position_of(s, at, following):
-    """A text position in the latest occurrence of a place's context."""
+    """Return a text position in the latest occurrence of a place's context."""
     return following if following >= 0 else np.int64(s.nodes[at + LABEL])

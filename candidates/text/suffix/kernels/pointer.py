@@ -1,11 +1,10 @@
 """
-Pointers: a place in an earlier text that goes on being followed behind a token that differs (compiled).
+Pointers (compiled): a place in an earlier text that is still followed after a token that differs.
 
-Contexts end where a text departs from what it repeats: behind a changed name or number, nothing longer than a token or
-two matches any more, though the earlier text often goes on to be repeated. So per request, one place in its own text
-and one in the others' are kept and moved on with every token, expected or not. Behind one that was not, the place is
-looked for anew nearby: what was changed may be longer or shorter here. How far a pointer can be trusted is learnt
-(`mix`).
+Contexts end where a text departs from the passage that it repeats: after a changed name or number, only a token or two
+match, though the earlier text often goes on to be repeated. So per request, one place in its own text and one in the
+others' are kept and moved on with every token, expected or not. After an unexpected one, the place is searched nearby,
+since the changed part may be longer or shorter. How far a pointer can be trusted is learnt (`mix`).
 """
 
 import numpy as np
@@ -22,9 +21,9 @@ NUM_POINTERS = 2  # by kind of tree: the request's own, the others
 _BITS = 6
 _LONGEST_RUN = 2**_BITS - 1
 _MOST_MISSES = 8  # a pointer that missed more often is given up
-_FORGIVEN = 8  # tokens as expected, behind which earlier misses are forgotten
+_FORGIVEN = 8  # tokens as expected, after which earlier misses are forgotten
 _SHORT_RUN = 2  # tokens as expected between two misses, which leave what is known of the run before
-_BEHIND, _AHEAD = 4, 8  # how far a place is looked for anew
+_BACK, _AHEAD = 4, 8  # how far a place is looked for anew
 
 _LEAST_TO_SET, _LEAST_TO_MOVE = 2, 9  # length of a context that sets a pointer, or moves one that followed long before
 _LONG_BEFORE = 4
@@ -36,13 +35,15 @@ NUM_STATES = RUNS * MISSES * BEFORE
 
 @inner
 def _record(run, before, misses):
-    """Tokens that came as expected since the last miss; before it; and how often they lately did not."""
+    """
+    Unpack a pointer's record: tokens that came as expected since the last miss, those before it, and recent misses.
+    """
     return run | before << _BITS | misses << 2 * _BITS
 
 
 @inner
 def run_of(record):
-    """How many tokens came as expected since the last miss, up to 63."""
+    """Return how many tokens came as expected since the last miss, up to 63."""
     return record & _LONGEST_RUN
 
 
@@ -53,7 +54,7 @@ def _before(record):
 
 @inner
 def state_of(record):
-    """How a pointer fared, 0 to `NUM_STATES` - 1; or -1, where it says no more than contexts do, or nothing at all."""
+    """Return the state of a pointer, 0 to `NUM_STATES` - 1; -1 where it adds no evidence to that of contexts."""
     run, before, misses = run_of(record), _before(record), record >> 2 * _BITS
     if (before < _LONG_BEFORE and run < 16) or (run == 0 and misses > 1):
         return -1
@@ -63,13 +64,13 @@ def state_of(record):
 
 @inner
 def set_pointer(memory, at, position, run):
-    """Points to the token at `position`, before which the last `run` tokens stand."""
+    """Point to the token at `position`, before which the last `run` tokens stand."""
     memory[at + POSITION], memory[at + RECORD] = position, _record(min(run, _LONGEST_RUN), 0, 0)
 
 
 @inner
 def least_to_set(memory, at):
-    """How long a context must be for the pointer to go where it is followed, in tokens."""
+    """Return how long a context must be, in tokens, for the pointer to move to where it is followed."""
     if memory[at + POSITION] < 0:
         return np.int64(_LEAST_TO_SET)
     run, before = run_of(memory[at + RECORD]), _before(memory[at + RECORD])
@@ -78,7 +79,7 @@ def least_to_set(memory, at):
 
 @inner
 def advance(s, memory, at, target, to, token):
-    """The pointer one token on, written to `target[to:]`."""
+    """Write the pointer one token on to `target[to:]`."""
     position, record = np.int64(memory[at + POSITION]), memory[at + RECORD]
     target[to + POSITION] = -1
     if position < 0 or s.text[position] < 0:
@@ -98,13 +99,13 @@ def advance(s, memory, at, target, to, token):
 
 @inner
 def _nearby(s, position, token):
-    """Where the token stands near a position of a text; the position itself if it does not."""
+    """Return where the token stands near a position of a text; the position itself if it does not."""
     for k in range(1, _AHEAD + 1):
         if s.text[position + k] == token:
             return position + k
         if s.text[position + k] < 0:  # the text's end
             break
-    for k in range(1, _BEHIND + 1):
+    for k in range(1, _BACK + 1):
         if position - k < 0 or (position - k) >> BLOCK_BITS != position >> BLOCK_BITS:  # another text may stand there
             break
         if s.text[position - k] == token:

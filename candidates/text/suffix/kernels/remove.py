@@ -1,4 +1,4 @@
-"""Taking a text out of a suffix tree again, and finding out whether its memory may be used again (compiled)."""
+"""Removal of texts from a suffix tree, and the check whether their memory may be used again (compiled)."""
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from .store import (
 @compiled
 def remove(store, root, start, end, max_depth):
     """
-    Takes the finished text `text[start:end]` out of the tree. Its memory may be used again when `num_labels` finds no
+    Remove the finished text `text[start:end]` from the tree. Its memory may be used again when `num_labels` finds no
     edge that still lies in it.
     """
     s, path = pointers(store), np.empty(max_depth + 1, np.int32)
@@ -57,7 +57,7 @@ def remove(store, root, start, end, max_depth):
 
 @inner
 def _decrease(s, node, entry, is_root):
-    """One occurrence less of a child; without any it is dropped."""
+    """Count one occurrence less of a child; without any, it is dropped."""
     kids = s.nodes[node + KIDS]
     num = s.nodes[node + NUM]
     count = s.rows[entry + COUNT]
@@ -84,7 +84,7 @@ def _decrease(s, node, entry, is_root):
 
 @inner
 def _tidy(s, parent, node, start, end):
-    """A node that lost an occurrence: gone if it was the last, merged with an only child, or labelled anew."""
+    """Drop a node that has lost its last occurrence, merge it with an only child, or label it anew."""
     if s.nodes[node + TOTAL] + s.nodes[node + ENDED] == 0:
         free_node(s, node)
         return
@@ -106,7 +106,7 @@ def _tidy(s, parent, node, start, end):
 
 @inner
 def _relabel(s, node, start, end):
-    """Lets the node's edge lie in the text of one of its children, if it lies in `text[start:end]` now."""
+    """Move the node's edge to the text of one of its children, if it lies in `text[start:end]` now."""
     if not start <= s.nodes[node + LABEL] < end:
         return
     kids = s.nodes[node + KIDS]
@@ -120,7 +120,7 @@ def _relabel(s, node, start, end):
 
 @compiled
 def num_labels(store, root, start, end, max_depth):
-    """How many edges of the tree still lie in the text `text[start:end]`, which was removed."""
+    """Return how many edges of the tree still lie in the text `text[start:end]`, which was removed."""
     s, count = pointers(store), 0
     for first in range(start, end):
         node, at = root, first

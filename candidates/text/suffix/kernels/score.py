@@ -13,8 +13,8 @@ _QUEUE = 4 * MAX_NODES
 @inner
 def draft_by_score(s, trees, points, walks, num_points, start, end, limit, settings, tokens, parents, probs):
     """
-    EXPANDSPECULATIONTREE for every tree and match length p, each of up to alpha p + offset nodes. The draft of the
-    highest SCORE, the sum of its path probabilities, wins, the longer match in a tie. Returns its number of nodes.
+    Run EXPANDSPECULATIONTREE for every tree and match length p, each of up to alpha p + offset nodes. The draft of the
+    highest SCORE, the sum of its path probabilities, wins, the longer match in a tie. Return its number of nodes.
     """
     trial_tokens = np.empty(MAX_NODES, np.int64)
     trial_parents = np.empty(MAX_NODES, np.int64)
@@ -41,7 +41,7 @@ def draft_by_score(s, trees, points, walks, num_points, start, end, limit, setti
 
 @inner
 def _expand(s, node, following, stop, limit, least, is_chain, tokens, parents, probs):
-    """The likeliest nodes below a place, by D(N) = D(parent) COUNT(N) / COUNT(parent). Returns (nodes, SCORE)."""
+    """Find the likeliest nodes below a place, by D(N) = D(parent) COUNT(N) / COUNT(parent). Return (nodes, SCORE)."""
     # The queue's entries: a node's next child that was not drafted yet, or a place on an edge (no child's index).
     likely = np.empty(_QUEUE, np.float64)
     places = np.empty((_QUEUE, 5), np.int64)  # node, follower and end of the edge, index of the child, parent
@@ -79,7 +79,7 @@ def _expand(s, node, following, stop, limit, least, is_chain, tokens, parents, p
 
 @inner
 def _path_of(probs, parents, node):
-    """Probability of the path to a drafted node."""
+    """Return the probability of the path to a drafted node."""
     path = 1.0
     while node >= 0:
         path *= probs[node]
@@ -89,7 +89,7 @@ def _path_of(probs, parents, node):
 
 @inner
 def _push(s, likely, places, size, node, following, stop, i, parent, path):
-    """Queues what follows a place, if anything does; returns the queue's size."""
+    """Queue the nodes that follow a place; return the queue's size."""
     if size == _QUEUE:
         return size
     if following < 0:

@@ -6,7 +6,7 @@ are compressed (an edge is a range of text, a suffix that was seen once is a lea
 bounded in depth; every string of up to `max_depth` tokens that occurs has its exact number of occurrences. Children are
 sorted by falling count, so that the best come first; nodes of many children have a hash index besides.
 
-Here are nodes and their children; `suffix_growth` adds texts to a tree, `suffix_removal` takes them out again.
+Here are nodes and their children; `insert` adds texts to a tree, `remove` takes them out again.
 """
 
 from typing import NamedTuple
@@ -36,7 +36,7 @@ of tokens ever added by `insert`."""
 NUM_HEADS = 48
 
 _INDEXED = 4  # classes above (more than 16 children) have an index
-END = -1  # stands behind every text
+END = -1  # the border after every text
 BLOCK_BITS = 6
 BLOCK = 1 << BLOCK_BITS  # tokens; texts begin at multiples, so that a position tells its text
 _MOST_ROWS = 2**29 - 1  # whose places are 32-bit numbers
@@ -60,7 +60,10 @@ class Store(NamedTuple):
 
 
 def new_store(num_tokens: int, num_nodes: int, num_rows: int) -> Store:
-    """Memory for so many tokens, nodes and rows. It is not touched before it is used, so large numbers cost nothing."""
+    """
+    Return memory for so many tokens, nodes and rows. It is not touched before it is used, so large numbers cost
+    nothing.
+    """
     rows = _aligned(min(num_rows, _MOST_ROWS) * ROW)
     store = Store(_aligned(num_tokens), _aligned(num_nodes * NODE), rows, np.empty(NUM_HEADS, np.int64))
     clear_store(store)
@@ -68,14 +71,14 @@ def new_store(num_tokens: int, num_nodes: int, num_rows: int) -> Store:
 
 
 def _aligned(size: int) -> np.ndarray:
-    """Untouched memory that begins with a cache line, so that no node or entry lies in two."""
+    """Return untouched memory that begins with a cache line, so that no node or entry lies in two."""
     memory = np.empty(size + 16, np.int32)
     start = -memory.ctypes.data % 64 // 4
     return memory[start : start + size]
 
 
 def clear_store(store: Store) -> None:
-    """Forgets all trees."""
+    """Remove all trees."""
     store.heads[:] = -1
     store.heads[[NODES_TOP, NODES_LIVE, ROWS_TOP, ROWS_LIVE, REMOVALS, CLOCK]] = 0
 
@@ -95,7 +98,7 @@ def pointers(store):
 
 @inner
 def _new_block(s, cls):
-    """Rows for 2**cls entries; freed blocks of the class come first."""
+    """Return rows for 2**cls entries; freed blocks of the class come first."""
     s.heads[ROWS_LIVE] += 1 << cls
     block = s.heads[BLOCKS_FREE + cls]
     if block >= 0:
@@ -136,8 +139,8 @@ def new_node(s, label, length):
 @inner
 def free_node(s, node):
     """
-    The node's children must have gone elsewhere. Its label stays a text position: what was drafted before may be learnt
-    from when a place of the draft is gone (`suffix_places.position_of`).
+    Free a node whose children are elsewhere. Its label stays a text position: an earlier draft may still be learnt from
+    when a place of it is gone (`places.position_of`).
     """
     if s.nodes[node + KIDS] >= 0:
         free_block(s, s.nodes[node + KIDS], s.nodes[node + CLASS])
@@ -150,14 +153,14 @@ def free_node(s, node):
 
 @compiled
 def new_root(store):
-    """A new tree, which is empty."""
+    """Return the root of a new tree, which is empty."""
     return new_node(pointers(store), 0, 0)
 
 
 @compiled
 def free_tree(store, root):
     s, waiting = pointers(store), root
-    s.nodes[root + TOTAL] = -1  # of a node that waits: the one that waits behind it
+    s.nodes[root + TOTAL] = -1  # of a node that waits: the next one that waits
     while waiting >= 0:
         node = waiting
         waiting = s.nodes[node + TOTAL]
@@ -175,19 +178,19 @@ def free_tree(store, root):
 
 @inner
 def set_clock(s, root, start):
-    """Times of a text that begins at position `start` go on from those of all texts that were inserted before."""
+    """Let the times of a text that begins at position `start` follow those of all texts inserted before."""
     s.nodes[root + LEN] = s.heads[CLOCK] - start
 
 
 @inner
 def time_of(s, root, position):
-    """When the token at this position of the growing text was added. Positions are used again, times are not."""
+    """Return when the token at this position of the growing text was added. Positions are used again, times are not."""
     return position + s.nodes[root + LEN]
 
 
 @inner
 def is_later(time, other):
-    """Times are 32-bit numbers that begin anew after 2**32 tokens, so their distance counts."""
+    """Compare times by their distance: they are 32-bit numbers that begin anew after 2**32 tokens."""
     return np.int32(time - other) > 0
 
 
@@ -196,13 +199,13 @@ def is_later(time, other):
 
 @inner
 def _hash(token, cls):
-    """Slot of a token in an index of 2**(cls + 1) slots (Fibonacci hashing)."""
+    """Return the slot of a token in an index of 2**(cls + 1) slots (Fibonacci hashing)."""
     return ((np.int64(token) * 2654435761) & 0xFFFFFFFF) >> (31 - cls)
 
 
 @inner
 def find(s, node, token):
-    """The entry of the child whose edge begins with `token`, or -1."""
+    """Return the entry of the child whose edge begins with `token`, or -1."""
     kids = np.int64(s.nodes[node + KIDS])
     index = s.nodes[node + INDEX]
     if index < 0:
@@ -224,7 +227,7 @@ def find(s, node, token):
 
 @inner
 def _slot_of(s, node, i):
-    """The slot of the index that names child i."""
+    """Return the slot of the index that names child i."""
     cls = s.nodes[node + CLASS]
     start = s.nodes[node + INDEX]
     slot = _hash(s.rows[s.nodes[node + KIDS] + i * ROW], cls)
@@ -245,7 +248,7 @@ def _index_child(s, node, i):
 
 @inner
 def unindex_child(s, node, i):
-    """Clears the child's slot and moves those behind it up, so that no search stops early."""
+    """Clear the child's slot and move those after it up, so that no search stops early."""
     cls = s.nodes[node + CLASS]
     mask = (2 << cls) - 1
     start = s.nodes[node + INDEX]
@@ -263,7 +266,7 @@ def unindex_child(s, node, i):
 
 @inner
 def set_class(s, node, cls):
-    """Moves the children to a block of 2**cls entries."""
+    """Move the children to a block of 2**cls entries."""
     block = _new_block(s, cls)
     old = s.nodes[node + KIDS]
     num = s.nodes[node + NUM]
@@ -305,7 +308,7 @@ def add_child(s, node, token, count, child, seen):
 
 @inner
 def swap(s, node, i, j):
-    """Children i and j change places."""
+    """Swap children i and j."""
     if i == j:
         return
     kids = s.nodes[node + KIDS]
@@ -321,7 +324,7 @@ def swap(s, node, i, j):
 
 @inner
 def border(s, node, low, high, count):
-    """The first of the children low ... high - 1 whose count is below `count`; `high` if there is none."""
+    """Return the first of the children low ... high - 1 whose count is below `count`; `high` if there is none."""
     counts = s.nodes[node + KIDS] + COUNT
     while low < high:
         middle = (low + high) >> 1
@@ -334,11 +337,11 @@ def border(s, node, low, high, count):
 
 @inner
 def increase(s, node, entry, seen, is_root):
-    """One more occurrence, at time `seen`: the child changes places with the first child of its count."""
+    """Count one more occurrence, at time `seen`: the child changes places with the first child of its count."""
     count = s.rows[entry + COUNT]
     kids = s.nodes[node + KIDS]
     s.rows[entry + COUNT] = count + 1
-    if is_later(seen, s.rows[entry + SEEN]):  # a point that was behind others may be counted after them
+    if is_later(seen, s.rows[entry + SEEN]):  # a point that lagged is counted after others
         s.rows[entry + SEEN] = seen
     s.nodes[node + TOTAL] += 1
     if not is_root and entry > kids and s.rows[entry - ROW + COUNT] == count:
