@@ -11,18 +11,18 @@ from ...drafts.tree import DraftTree
 from ...goodput.estimates.decayed import DecayedMean
 from ..base import TreeCandidateGenerator
 from ..committed import Committed
-from .members import MemberCandidates
+from .base import CombinedCandidates
 
 _LEAST_WEIGHT = 0.05  # of the newest draft in the running mean of accepted lengths
 
 
-class StagedCandidates(MemberCandidates):
+class StagedCandidates(CombinedCandidates):
     """
-    Any number of sources of any cost. The engine asks one `stage` after the other, each where its nodes, beside those
-    that are there already, bring more than they cost.
+    Any number of sources of any cost. The engine asks one `stage` after the other, each where its nodes bring more,
+    beside those that are there already, than they cost.
 
-    Where nobody weighs that (a fixed number of nodes, transformers' own loop), it is SuffixDecoding's hybrid (appendix
-    B.1): a later source is asked where the tree so far promises too few tokens (SCORE, the sum of its path
+    Without a policy that weighs that (a fixed number of nodes, transformers' own loop), it is SuffixDecoding's hybrid
+    (appendix B.1): a later source is asked where the tree so far promises too few tokens (SCORE, the sum of its path
     probabilities, is at most τ). The paper then verifies this source's draft in place of the tree; here its nodes join
     the tree.
 
@@ -30,7 +30,7 @@ class StagedCandidates(MemberCandidates):
         sources (sequence of `TreeCandidateGenerator`): The stages, cheap ones first.
         threshold (`float`, *optional*): τ, in tokens. By default the running mean of what is accepted of the drafts of
             the source in question.
-        vocab_size (`int`, *optional*): See `MemberCandidates`.
+        vocab_size (`int`, *optional*): See `CombinedCandidates`.
     """
 
     def __init__(

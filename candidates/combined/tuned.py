@@ -96,7 +96,7 @@ class TunedSources:
 
         Raises:
             FileNotFoundError: if there is none.
-            ValueError: if it is damaged, of another kind or of another version; it says which.
+            ValueError: if it is damaged, of another kind or of another version, with the reason.
         """
         try:
             content = json.loads(Path(path).read_bytes())

@@ -41,8 +41,8 @@ class _Sequence:
 
 class WrappedCandidates(TreeCandidateGenerator):
     """
-    Serves a `CandidateGenerator` that knows one sequence at a time. Every request gets a copy of its own, one level
-    deep: models are shared, per-sequence state is not.
+    Serves a `CandidateGenerator` that drafts for one sequence at a time. Every request gets a copy of its own, one
+    level deep: models are shared, per-sequence state is not.
 
     A generator that asks for the target's outputs (`requires_model_outputs`, as those of transformers for multi-token
     prediction and DFlash do) gets the hidden states that it names in `model_kwargs_overrides`. It drafts from the

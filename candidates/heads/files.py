@@ -92,7 +92,7 @@ def _read(path: Path) -> Mapping[str, torch.Tensor]:
     except Exception as error:  # of many kinds: it is damaged, cannot be opened, or asks for more than tensors
         raise ValueError(f"{path} cannot be read, or holds more than tensors: {error}.") from None
     if not isinstance(content, Mapping) or not all(isinstance(item, torch.Tensor) for item in content.values()):
-        raise ValueError(f"{path} holds something else than named tensors.")
+        raise ValueError(f"{path} holds other objects than named tensors.")
     return content
 
 

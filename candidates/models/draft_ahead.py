@@ -39,7 +39,7 @@ class DraftLevel:
         planned (`PlannedForward`): Of the text, or of as many nodes as the level has.
         num_nodes (`int`): Nodes of every tree that have children in it; 1 for the text.
         noise (`NoiseKeys`, *optional*): Of its logits.
-        going_on (`torch.Tensor`, *optional*): Which of the growths have a further level; all, where not given.
+        continuing (`torch.Tensor`, *optional*): Which of the growths have a further level; all, where not given.
         trust (`torch.Tensor` of shape `[1]`, int64, *optional*): By how much its probabilities are corrected, as the
             bits of two float32; not at all, where not given.
     """
@@ -48,30 +48,30 @@ class DraftLevel:
     planned: PlannedForward
     num_nodes: int
     noise: NoiseKeys | None = None
-    going_on: torch.Tensor | None = None
+    continuing: torch.Tensor | None = None
     trust: torch.Tensor | None = None
 
     def tensors(self) -> list[torch.Tensor]:
         """Return its tensors beside those of its layout."""
-        return [item for item in (*(self.noise or ()), self.going_on, self.trust) if item is not None]
+        return [item for item in (*(self.noise or ()), self.continuing, self.trust) if item is not None]
 
     def with_tensors(self, tensors: Iterator[torch.Tensor], planned: PlannedForward) -> "DraftLevel":
         """Return the level with the next of these tensors in place of its own."""
         noise = None if self.noise is None else NoiseKeys(next(tensors), next(tensors))
-        going_on, trust = (None if item is None else next(tensors) for item in (self.going_on, self.trust))
-        return replace(self, planned=planned, noise=noise, going_on=going_on, trust=trust)
+        continuing, trust = (None if item is None else next(tensors) for item in (self.continuing, self.trust))
+        return replace(self, planned=planned, noise=noise, continuing=continuing, trust=trust)
 
     def run(self, run: Callable[[PlannedForward], torch.Tensor], frontier: Frontier | None) -> torch.Tensor:
         """Return logits `[nodes, vocab_size]` after the frontier, or after the text."""
         if frontier is not None:
             tokens = frontier.tokens.reshape(1, -1)
             self.planned.layout.tokens = extended(tokens, self.planned.layout.positions.shape[1])
-            self._hang(frontier.ancestors)
+            self._set_ancestors(frontier.ancestors)
             if frontier.features is not None:
                 self.planned.features = frontier.features.flatten(0, 1)
         return run(self.planned)
 
-    def _hang(self, ancestors: torch.Tensor) -> None:
+    def _set_ancestors(self, ancestors: torch.Tensor) -> None:
         """
         Replace the layout's placeholder ancestors, the first node of every level, with the real ones in the tree mask.
         """
@@ -95,8 +95,8 @@ class DraftLevel:
         """Return the best of the children `[nodes, width]`, as many in every row as a node has."""
         num_rows, width = len(self.growths), tokens.shape[1]
         if width == 1:
-            nobody, first = tokens[:, :, None][:, :, :0], torch.zeros_like(tokens)
-            return self._going_on(Frontier(tokens, probs, nobody, first, self._left_by(first)))
+            no_ancestors, first = tokens[:, :, None][:, :, :0], torch.zeros_like(tokens)
+            return self._continuing(Frontier(tokens, probs, no_ancestors, first, self._child_features(first)))
         trusted = probs if self.trust is None else probs * self.trust.view(torch.float32)[:1]
         paths = trusted.clamp(max=1.0)
         if above is not None:
@@ -109,10 +109,12 @@ class DraftLevel:
         else:
             further = above.ancestors.gather(1, parents[:, :, None].expand(-1, -1, above.ancestors.shape[2]))
             ancestors = torch.cat([parents[:, :, None], further], dim=2)
-        nodes = Frontier(tokens.gather(1, chosen), paths.gather(1, chosen), ancestors, chosen, self._left_by(parents))
-        return self._going_on(nodes)
+        nodes = Frontier(
+            tokens.gather(1, chosen), paths.gather(1, chosen), ancestors, chosen, self._child_features(parents)
+        )
+        return self._continuing(nodes)
 
-    def _left_by(self, parents: torch.Tensor) -> torch.Tensor | None:
+    def _child_features(self, parents: torch.Tensor) -> torch.Tensor | None:
         """
         Return the features that nodes of this level `[rows, width]` pass to their children, `[rows, width, D]`, if any.
         """
@@ -122,9 +124,9 @@ class DraftLevel:
         left = hidden.view(len(parents), -1, hidden.shape[-1])
         return left.gather(1, parents[:, :, None].expand(-1, -1, left.shape[-1]))
 
-    def _going_on(self, frontier: Frontier) -> Frontier:
+    def _continuing(self, frontier: Frontier) -> Frontier:
         """Return the rows of a frontier that have a further level."""
-        rows = self.going_on
+        rows = self.continuing
         if rows is None:
             return frontier
         return Frontier(*[None if item is None else item.index_select(0, rows) for item in frontier])  # type: ignore[arg-type]
@@ -164,7 +166,7 @@ def plan_levels(
     for level, further in pairwise(levels):
         if len(further.growths) < len(level.growths):
             stay = set(further.growths)
-            level.going_on = torch.tensor([number for number, growth in enumerate(level.growths) if growth in stay])
+            level.continuing = torch.tensor([number for number, growth in enumerate(level.growths) if growth in stay])
     if width > 1 and trust != 1.0:
         for level in levels[:-1]:
             level.trust = torch.tensor([trust, trust], dtype=torch.float32).view(torch.int64)

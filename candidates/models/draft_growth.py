@@ -32,7 +32,7 @@ class Outlook:
         """Learn from the promises of one draft's levels."""
         self._promised.add(sum([1.0, *promises][:-1]), sum(promises), _MEMORY)
 
-    def of_another(self) -> "Outlook":
+    def for_new_request(self) -> "Outlook":
         """Return the outlook that another request begins with."""
         return Outlook(self.at(1))
 
@@ -166,7 +166,7 @@ class Growth:
         )
 
 
-def hand_out(hidden: torch.Tensor | None, growths: list[Growth], numbers: list[int]) -> None:
+def distribute_features(hidden: torch.Tensor | None, growths: list[Growth], numbers: list[int]) -> None:
     """Give each growth its part of the features that a level left, `[nodes, D]`, for so many nodes each."""
     if hidden is not None:
         for growth, part in zip(growths, hidden.split(numbers)):

@@ -140,8 +140,8 @@ class DraftModelCandidates(GrowingCandidates):
             logits = self.vocabulary.scores(logits, is_whole=self.samples)
         return super()._best_children(growths, numbers, logits, noise, width)
 
-    def _decisive(self, levels: list[DraftLevel], width: int) -> Hashable:
-        known = super()._decisive(levels, width)
+    def _signature(self, levels: list[DraftLevel], width: int) -> Hashable:
+        known = super()._signature(levels, width)
         return None if known is None else (known, self.vocabulary)
 
     def num_bytes(self) -> int | None:

@@ -61,7 +61,7 @@ class EarlyExitCandidates(GrowingCandidates):
                 "those that are known, or its modules are hooked or replaced. Pass another `assistant`."
             )
         self.model, self.num_layers = model, num_layers
-        # Whoever shares it between threads must lose drafts, not have one draft over another's keys and values.
+        # Threads that share it may lose drafts, but must not draft over one another's keys and values.
         self._lock = RLock()
 
     @property
@@ -117,7 +117,7 @@ class EarlyExitCandidates(GrowingCandidates):
         return self._forward
 
     def _new_forward(self) -> EarlyExitForward:
-        raise AssertionError("`begin` makes it, which knows whose rows it runs over")
+        raise AssertionError("`begin` makes it for the target's forward")
 
     def _new_row(self, request: SourceRequest) -> CacheRow:
         assert request.row is not None, "a forward has rows"

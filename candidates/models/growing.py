@@ -22,7 +22,7 @@ from ...validate import is_integer
 from ..base import TreeCandidateGenerator
 from ..request import SourceRequest
 from .draft_ahead import DraftLevel, plan_levels
-from .draft_growth import DraftState, Growth, Outlook, hand_out
+from .draft_growth import DraftState, Growth, Outlook, distribute_features
 
 _CHAIN_NODES, _TREE_NODES = 5, 24  # of a draft; where prices end it
 _TREE_WIDTH = 4  # children of a node, and nodes of a level that are grown further, where prices rule
@@ -48,8 +48,8 @@ class GrowingCandidates(TreeCandidateGenerator):
             draft gives a lower probability.
         samples (`bool`): Draws drafts from the draft's own distribution, with independent noise, and hands the
             distributions on, as verification by rejection needs them. Chains only.
-        draws_trees (`bool`): Whether the forward knows trees.
-        num_positions (`int`, *optional*): The longest text that it knows.
+        draws_trees (`bool`): Whether the forward runs trees.
+        num_positions (`int`, *optional*): The longest text that it runs.
         vocab_size (`int`, *optional*): Of the target, where the draft's scores are of fewer tokens.
     """
 
@@ -110,7 +110,7 @@ class GrowingCandidates(TreeCandidateGenerator):
     def begin(self, request: SourceRequest) -> int | None:
         self._forward = self._forward or self._new_forward()
         state = self._new_state(self._new_row(request), request.prompt)
-        state.request, state.outlook, state.seed = request, self._outlook.of_another(), request.seed
+        state.request, state.outlook, state.seed = request, self._outlook.for_new_request(), request.seed
         if request.seed is not None:  # else the arg max of the draft's own scores
             state.processing = ScoreProcessing(request.processors)
         self._states[request.request_id] = state
@@ -172,7 +172,7 @@ class GrowingCandidates(TreeCandidateGenerator):
             logits, offsets = self._forward.forward([growth.next_input() for growth in growths])
             growths = [growths[index] for index in np.argsort(offsets)]
             numbers = [len(growth.frontier) for growth in growths]
-            hand_out(self._forward.hidden, growths, numbers)
+            distribute_features(self._forward.hidden, growths, numbers)
             noise = self._noise(growths, numbers, growths[0].depth)
             children = self._best_children(growths, numbers, logits, noise, self._width(price))
             tokens, probs = fetch_together(children)
@@ -197,7 +197,7 @@ class GrowingCandidates(TreeCandidateGenerator):
             self._add_children(level.growths, tokens, probs, price)
             if price is not None:
                 for growth in level.growths:
-                    growth.promises.append(growth.promise_of(self._worthy(growth, price)))
+                    growth.promises.append(growth.promise_of(self._worth_children(growth, price)))
         for growth in growths:
             growth.state.outlook.learn(growth.promises)
             self._outlook.learn(growth.promises)
@@ -207,13 +207,13 @@ class GrowingCandidates(TreeCandidateGenerator):
         series = ForwardSeries(
             [level.planned for level in levels],
             [tensor for level in levels for tensor in level.tensors()],
-            partial(self._found, levels, width),
-            partial(self._decisive, levels, width),
+            partial(self._run_on_device, levels, width),
+            partial(self._signature, levels, width),
         )
         arrays = forward.run_series(series)
         return [arrays[first : first + 3] for first in range(0, len(arrays), 3)]
 
-    def _found(
+    def _run_on_device(
         self,
         levels: list[DraftLevel],
         width: int,
@@ -233,13 +233,13 @@ class GrowingCandidates(TreeCandidateGenerator):
                 frontier = level.choose(tokens, probs, frontier)
         return found
 
-    def _decisive(self, levels: list[DraftLevel], width: int) -> Hashable:
+    def _signature(self, levels: list[DraftLevel], width: int) -> Hashable:
         """Return everything but tensors that determines the result of levels; None where it cannot be compared."""
         if self.samples or self._token_ids is not None:
             return None
         facts: list[Any] = [type(self), width]
         for level in levels:
-            has = [item is not None for item in (level.noise, level.going_on, level.trust)]
+            has = [item is not None for item in (level.noise, level.continuing, level.trust)]
             facts.append((len(level.growths), level.num_nodes, *has))
             if level.noise is not None:
                 signatures = [growth.state.processing.signature for growth in level.growths]
@@ -258,7 +258,7 @@ class GrowingCandidates(TreeCandidateGenerator):
         scores, ids = logits.float(), self._token_ids
         if noise is not None:
             if ids is not None:
-                scores, ids = self._spread(scores, ids), None
+                scores, ids = self._in_whole_vocabulary(scores, ids), None
             scores = process_lines(scores, [(growth.state.processing, num) for growth, num in zip(growths, numbers)])
             if self.samples:  # a chain
                 for growth, line in zip(growths, scores.softmax(dim=-1)):
@@ -268,11 +268,11 @@ class GrowingCandidates(TreeCandidateGenerator):
         tokens, probs = likeliest_tokens(scores, width)
         return tokens if ids is None else ids[tokens], probs
 
-    def _spread(self, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def _in_whole_vocabulary(self, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """
         Return scores `[nodes, len(ids)]` of some tokens as scores `[nodes, vocab_size]` of the target's vocabulary.
         """
-        assert self._vocab_size is not None, "the scores are of few tokens, and nobody says of how many"
+        assert self._vocab_size is not None, "scores of some tokens need the size of the vocabulary"
         return scores.new_full((len(scores), self._vocab_size), -torch.inf).index_copy_(1, ids, scores)
 
     def _noise(self, growths: list[Growth], numbers: list[int], depth: int) -> NoiseKeys | None:
@@ -303,17 +303,19 @@ class GrowingCandidates(TreeCandidateGenerator):
         if price is None:
             return [growth for growth in growths if self._choose_frontier(growth)]
         for growth in growths:
-            growth.frontier = self._worthy(growth, price)
+            growth.frontier = self._worth_children(growth, price)
         promises = [growth.promise_of(growth.frontier) for growth in growths]
-        return self._paying(growths, promises, growths[0].depth, price)
+        return self._worth_a_level(growths, promises, growths[0].depth, price)
 
-    def _worthy(self, growth: Growth, price: LevelPrice) -> list[int]:
+    def _worth_children(self, growth: Growth, price: LevelPrice) -> list[int]:
         """Return the newest nodes that are worth children."""
         paths, probs = growth.path_probs, growth.probs
         best = growth.best(self._widest)
         return [node for node in best if paths[node] >= price.node and probs[node] >= self.confidence_threshold]
 
-    def _paying(self, growths: list[Growth], promises: list[float], depth: int, price: LevelPrice) -> list[Growth]:
+    def _worth_a_level(
+        self, growths: list[Growth], promises: list[float], depth: int, price: LevelPrice
+    ) -> list[Growth]:
         """Return the growths for which a level after `depth` others promises more tokens than it costs."""
         cost = price.beyond(depth)
         gains = {growth: promise - cost.row for growth, promise in zip(growths, promises)}
@@ -327,12 +329,14 @@ class GrowingCandidates(TreeCandidateGenerator):
         if price is None:
             return [self._max_depth(growth, price) for growth in growths]
         depths = dict.fromkeys(growths, 0)
-        going_on = growths
-        while going_on:
-            for growth in going_on:
+        continuing = growths
+        while continuing:
+            for growth in continuing:
                 depths[growth] += 1
-            depth = depths[going_on[0]]
-            going_on = self._paying(going_on, [item.state.outlook.at(depth) for item in going_on], depth, price)
+            depth = depths[continuing[0]]
+            continuing = self._worth_a_level(
+                continuing, [item.state.outlook.at(depth) for item in continuing], depth, price
+            )
         return list(depths.values())
 
     def _choose_frontier(self, growth: Growth) -> bool:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from ..candidates import DraftModelCandidates, TreeCandidateGenerator
-from ..candidates.combined.members import MemberCandidates
+from ..candidates.combined.base import CombinedCandidates
 from ..candidates.request import EncoderInputs
 from ..target_model.encoded import encoder_size
 
@@ -78,7 +78,7 @@ def encoder_inputs(model_kwargs: dict[str, Any], arguments: dict[str, Any]) -> E
 def check_encoder_arguments(source: TreeCandidateGenerator, arguments: dict[str, Any]) -> None:
     """Raise `ValueError` if a draft model has an encoder of its own and the call has no inputs for it."""
     for stage in source.stages:
-        for member in stage.sources if isinstance(stage, MemberCandidates) else ():
+        for member in stage.sources if isinstance(stage, CombinedCandidates) else ():
             check_encoder_arguments(member, arguments)
         if isinstance(stage, DraftModelCandidates) and stage.model.config.is_encoder_decoder and not arguments:
             raise ValueError(

@@ -22,7 +22,7 @@ from ..candidates import (
     TreeCandidateGenerator,
     WrappedCandidates,
 )
-from ..candidates.combined.members import MemberCandidates
+from ..candidates.combined.base import CombinedCandidates
 from ..candidates.heads.kinds import source_of
 from ..candidates.heads.learned import LearnedDrafter
 from ..candidates.models.draft_model import SharedVocabulary
@@ -191,7 +191,7 @@ def _as_source(config: SmartSpecConfig, target: PreTrainedModel, drafters: Draft
 
 def _fit(source: TreeCandidateGenerator, target: PreTrainedModel) -> None:
     """Prepare a source that the caller has made, and its members, for the target; raise if one does not fit."""
-    for member in source.sources if isinstance(source, MemberCandidates) else ():
+    for member in source.sources if isinstance(source, CombinedCandidates) else ():
         _fit(member, target)
     if isinstance(source, RoutedCandidates):
         _prepare_drafters(source, SmartSpecConfig(), target, Drafters())

@@ -83,7 +83,7 @@ class Calibrations:
     The calibration of several sources, separate for every namespace.
 
     Args:
-        calibrator (`Calibrator`): Knows each source as (namespace, name).
+        calibrator (`Calibrator`): Has each source under (namespace, name).
         names (sequence of `str`): Of the sources.
     """
 

@@ -12,13 +12,13 @@ from ....validate import is_integer
 from ...base import TreeCandidateGenerator, most_nodes_of
 from ...committed import Committed
 from ...request import SourceRequest
-from ..members import MemberCandidates
+from ..base import CombinedCandidates
 from .calibration import Calibrations
 
-_LEAST_PROBABILITY = 0.05  # of a path, where no price says otherwise
+_LEAST_PROBABILITY = 0.05  # of a path, where there is no lower price
 
 
-class FusedCandidates(MemberCandidates):
+class FusedCandidates(CombinedCandidates):
     """
     Merges the trees of several sources: one queue over all of them yields the most probable continuation next, and a
     token that two sources propose at one place is one node (SSSD, algorithm 1). What is learnt while decoding is learnt
@@ -34,7 +34,7 @@ class FusedCandidates(MemberCandidates):
             frequencies, before discounts apply.
         min_probability (`float`, *optional*): Nodes whose path has a lower probability, after all that, are not
             proposed. Where not given, 0.05, and where goodput decides and a node costs less, what it costs.
-        num_nodes, vocab_size (`int`, *optional*): See `MemberCandidates`.
+        num_nodes, vocab_size (`int`, *optional*): See `CombinedCandidates`.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class FusedCandidates(MemberCandidates):
     def propose(
         self, request_ids: Sequence[Hashable], max_nodes: Sequence[int], price: LevelPrice | None = None
     ) -> list[DraftTree]:
-        # What their word is worth here is told of the list as a whole, after calibration.
+        # `trust` is that of the merged trees, whose probabilities are calibrated.
         own = None if price is None else price._replace(trust=1.0)
         proposals = [
             self._ask(source, request_ids, _limits(source, max_nodes, price), None if source.is_autoregressive else own)

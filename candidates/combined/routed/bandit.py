@@ -19,7 +19,7 @@ _KIND_STRENGTH = 1.0  # of how a drafter does on all texts, in requests, where o
 _SPREAD = 0.3  # of requests' goodput before it is known, relative to it
 _SPREAD_STRENGTH = 2.0  # of that, in requests
 _TYPICAL_STEPS = 16.0  # of a request that counts half
-_MOST_KINDS = 256  # that are told apart; of more, those unused for longest are forgotten
+_MOST_KINDS = 256  # of text with counts of their own; beyond that, those unused for longest are dropped
 _FORMAT = 1
 _UNIT_SHARE = 0.02  # of the newest request in the running mean of what a step takes
 
@@ -108,7 +108,7 @@ class DrafterBandit:
         self._general = _Arms(len(self.names))
         self._kinds: OrderedDict[str, _Arms] = OrderedDict()  # the latest used last
         self.neighbours = Neighbours()
-        self._lock = Lock()  # of all it knows, which requests of several threads use and change
+        self._lock = Lock()  # of its state, which requests of several threads use and change
         self._unit = DecayedMean(_UNIT_SHARE)  # seconds of an ordinary step, drafting aside
 
     def choose(self, kind: str = "", sketch: np.ndarray | None = None) -> str:
@@ -173,7 +173,7 @@ class DrafterBandit:
         anew, and further ones in it are ignored.
 
         Raises:
-            ValueError: if it is no such file, or knows none of the drafters.
+            ValueError: if it is no such file, or has none of the drafters.
         """
         load_arrays(path, "outcomes of these drafters", self._restore)
 

@@ -18,7 +18,7 @@ class TextClassifier:
     """
     Multinomial naive Bayes over hashed strings of one to five bytes (of text) or one to three tokens (of token ids),
     each counted once per text. It needs no download, learns from one text at a time, and a label that it has never met
-    is no more than a line of counts: scikit-learn's `partial_fit` has to be told all labels at its first call.
+    costs one line of counts. (scikit-learn's `partial_fit` needs all labels at its first call.)
 
     Args:
         num_features (`int`): Counts per label, float32; a power of two.

@@ -20,7 +20,7 @@ class _Running:
     drafter: str
     kind: str
     sketch: np.ndarray | None = None
-    counting: "Lane | None" = None  # the stage that counts tokens: the first that is told of some
+    counting: "Lane | None" = None  # the stage that counts tokens: the first that observes some
     tokens: int = 0
     steps: int = 0
     drafting: float = 0.0

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ...base import TreeCandidateGenerator
-from ..members import MemberCandidates
+from ..base import CombinedCandidates
 
 
 class DrafterMemory(NamedTuple):
@@ -17,7 +17,7 @@ class DrafterMemory(NamedTuple):
     Args:
         weights (`int`): Of parameters and buffers, without those that are the target's own.
         state (`int`, *optional*): Of what it keeps of texts at present: keys and values, suffix trees, datastores; None
-            where nobody knows.
+            if unknown.
     """
 
     weights: int
@@ -31,7 +31,7 @@ class RoutedMemory(NamedTuple):
     Args:
         drafters (mapping of `str` to `DrafterMemory`): By name. What two of them share is counted in both.
         weights, state (`int`): Of all together, every tensor and source once, as far as known.
-        router (`int`): Of what has been learnt to tell texts apart.
+        router (`int`): Of what the router and the bandit have learnt.
     """
 
     drafters: Mapping[str, DrafterMemory]
@@ -69,7 +69,7 @@ def _sum(numbers: Iterable[int | None]) -> int | None:
 
 
 def _parts(source: TreeCandidateGenerator) -> Iterable[TreeCandidateGenerator]:
-    if not isinstance(source, MemberCandidates):
+    if not isinstance(source, CombinedCandidates):
         yield source
         return
     for member in source.sources:

@@ -31,11 +31,11 @@ class RoutedCandidates(TreeCandidateGenerator):
     Several drafters of one target, each for texts of its kind (Online Speculative Decoding, sections 4.3 and 5.3). A
     request goes to one drafter when it begins:
 
-    1. What kind of text it is, its `tag` says (`SmartSpecConfig(tag=...)`, `Engine.add_request(tag=...)`), else the
-       `router`.
-    2. Of a kind that a drafter is named for, or that `labels` gives one, this drafter serves it.
-    3. Of any other kind, or none, a bandit chooses: the drafter with the highest measured goodput on this kind of text,
-       or on texts that resemble this one, found out by serving (see `DrafterBandit`).
+    1. Its `tag` (`SmartSpecConfig(tag=...)`, `Engine.add_request(tag=...)`), or else the `router`, names its kind of
+       text.
+    2. If a drafter has this name, or `labels` maps the kind to a drafter, this drafter serves it.
+    3. For any other kind, or none, a bandit chooses: the drafter with the highest measured goodput on this kind of
+       text, or on texts that resemble this one, found out by serving (see `DrafterBandit`).
 
     Each drafter is asked for all of its rows in one call, and what its drafts cost and are worth is learnt by itself.
 
@@ -206,7 +206,7 @@ class RoutedCandidates(TreeCandidateGenerator):
         Continue from a file that `save` has written, by the names of drafters.
 
         Raises:
-            ValueError: if it is no such file, or knows none of these drafters.
+            ValueError: if it is no such file, or has none of these drafters.
         """
         self.bandit.load(path)
 
@@ -218,7 +218,7 @@ class RoutedCandidates(TreeCandidateGenerator):
         target = None if self._target is None else self._target()
         return memory_of({name: lanes.source for name, lanes in self._lanes.items()}, target, router)
 
-    # Where nobody asks who drafts for a request (transformers' own loop, fused sources), it is passed on from here.
+    # Callers without `choose` (transformers' own loop, fused sources) make these calls; they are forwarded.
 
     def begin(self, request: SourceRequest) -> int | None:
         lanes = self._serving[request.request_id] = self.choose([request])[0]

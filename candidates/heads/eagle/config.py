@@ -140,7 +140,7 @@ def window_of(config: Any) -> int | None:
 
 def hidden_layers(config: Mapping[str, Any], is_third: bool, target: PreTrainedModel) -> tuple[tuple[int, ...], str]:
     """
-    Return the hidden states of the target that heads read, and the entry that says so.
+    Return the hidden states of the target that heads read, and the entry that names them.
 
     One key has two conventions. At the top (vLLM, speculators), k is what layer k reads. In `eagle_config` (SGLang,
     SpecForge, ModelOpt) it is that too, unless the first is 1: then k is what layer k leaves, but for targets of the

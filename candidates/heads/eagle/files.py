@@ -163,7 +163,7 @@ def _check_outputs(tensors: Mapping[str, torch.Tensor], hidden: int, target: Pre
     if shape != (num, hidden):
         raise ValueError(
             f"an output of shape {shape} does not fit {num} tokens of hidden size {hidden}"
-            + ("" if offsets is not None else ", and no `d2t` says which tokens it is of")
+            + ("" if offsets is not None else ", and there is no `d2t` to map it to tokens")
         )
     if offsets is not None:
         ids = offsets.long() + torch.arange(num, device=offsets.device)

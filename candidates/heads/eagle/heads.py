@@ -79,7 +79,7 @@ class EagleHeads(FeatureDrafter):
 
         Args:
             hidden_layers (sequence of `int`, *optional*): Whose hidden states EAGLE-3 looks at (2: what decoder layer 2
-                reads), where the config does not say it, or says it wrongly.
+                reads), where the config lacks them or has wrong ones.
 
         Raises:
             ValueError: if the files hold no such heads, or such for another target.

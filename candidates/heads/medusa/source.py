@@ -137,7 +137,7 @@ class DepthCalibration:
     would cost more than drafting.
 
     Args:
-        calibrator (`Calibrator`): Knows the source under `name`.
+        calibrator (`Calibrator`): Has the source under `name`.
         num_depths (`int`): K.
     """
 

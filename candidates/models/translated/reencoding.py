@@ -58,7 +58,7 @@ class _Merged:
         of_draft = draft.path_probs.tolist()
         path_probs = [sum(of_draft[origin] for origin in origins) for origins in self.origins]
         above = [path_probs[parent] if parent >= 0 else 1.0 for parent in self.parents]
-        # Rounded sums, and what one way says earlier than another, may exceed what their parent has.
+        # Rounding, and branches that reach a token earlier than others, may exceed the parent's probability.
         probs = [min(prob / of_parent, 1.0) if of_parent else 0.0 for prob, of_parent in zip(path_probs, above)]
         parents = np.array(self.parents, np.int64)
         return DraftTree(np.array(self.tokens, np.int64), parents, np.array(probs, np.float32)).most_likely(limit)
@@ -72,8 +72,8 @@ class Reencoding:
     encoded by itself.
 
     Args:
-        translation (`Translation`): Between two tokenizers, of which the target's tells where its tokens begin and end
-            in a text (`is_possible`).
+        translation (`Translation`): Between two tokenizers, of which the target's returns where its tokens begin and
+            end in a text (`is_possible`).
     """
 
     def __init__(self, translation: Translation):

@@ -44,7 +44,7 @@ class TranslatedDraftCandidates(DraftModelCandidates):
         translation (`Translation`): Between its tokenizer and the target's.
         num_nodes, width, confidence_threshold, samples: See `GrowingCandidates`.
         reencodes (`bool`): Whether drafts are ever encoded anew. They are not where the target's tokenizer is one that
-            does not tell where tokens lie in a text, or with `samples`.
+            does not return where tokens lie in a text, or with `samples`.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class TranslatedDraftCandidates(DraftModelCandidates):
         chosen = to_device(is_free, logits.device)[:, None]
         return torch.where(chosen, free_tokens, tokens), torch.where(chosen, free_probs, probs)
 
-    def _decisive(self, levels: list[DraftLevel], width: int) -> Hashable:
+    def _signature(self, levels: list[DraftLevel], width: int) -> Hashable:
         return None  # which tokens both have is sent when it is first asked for
 
 

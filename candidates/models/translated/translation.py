@@ -42,7 +42,7 @@ class Translation:
         target_size: int,
         draft_size: int,
     ):
-        # The caller's may be padding something in another thread meanwhile, which they remember as a setting.
+        # The caller's may be padding in another thread meanwhile, which changes settings of the tokenizer.
         self.assistant_tokenizer = copy.deepcopy(assistant_tokenizer)
         self.tokenizer, self.is_own = _own(tokenizer)
         self.target_size, self.draft_size = target_size, draft_size

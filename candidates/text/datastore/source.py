@@ -28,7 +28,7 @@ class _Settings(NamedTuple):
     branch_len: int
     first_n: bool
     capacity: int  # nodes of the largest trie of one row, its root included
-    usual: int  # nodes that are proposed whatever they promise
+    usual: int  # nodes that are proposed at any promise
     least: float  # probability of the paths to nodes beyond the usual number
 
 
@@ -57,9 +57,9 @@ class DatastoreCandidates(TreeCandidateGenerator):
     ratios of counts: how often the node followed its parent; `match_lengths` are those of the longest ends that the
     nodes followed. The best `max_nodes` nodes are proposed, best first.
 
-    Keeps no state but the last tokens. Does not know the request's own text:
-    combine it with a source that does. Drafts with ids beyond the target's vocabulary are dropped by the engine, but
-    ids that mean something else there just never come true: pass `tokenizer` to be told.
+    Keeps no state but the last tokens. It does not draft from the request's own text: combine it with a source that
+    does. The engine drops drafts with ids beyond the target's vocabulary, but ids that mean other tokens there are
+    just never accepted: pass `tokenizer` to have it checked.
 
     Args:
         datastore (`Datastore`, `str` or `os.PathLike`): The text, or the file where it lies (see `build_datastore`).
@@ -272,7 +272,7 @@ def _range(text: _Text, end: np.ndarray, length: int, ranges: np.ndarray) -> tup
     if ranges[length, 0] < 0:
         tokens, suffixes, starts = text
         prefix = end[len(end) - length :]
-        # Within the array, whatever a damaged file says.
+        # Within the array, even for a damaged file.
         low = min(max(starts[prefix[0]], 0), len(suffixes))
         high = min(max(starts[prefix[0] + 1], low), len(suffixes))
         above = high

@@ -43,7 +43,7 @@ class SuffixCorpus:
     Args:
         max_bytes (`int`): Bound on texts and trees. Whole outputs go: of the namespace that has most tokens in outputs,
             the one that has gone unused for longest. So no namespace loses an output while another has more of them;
-            the texts of running requests cannot go, and count for nobody.
+            the texts of running requests cannot go, and count for no namespace.
         max_depth (`int`): Longest string whose occurrences are counted, in tokens.
 
     Attributes:

@@ -34,7 +34,7 @@ def unpacked(data: bytes, name: str) -> tuple[dict[str, Any], dict[str, np.ndarr
     Return header and arrays of a file's contents.
 
     Raises:
-        ValueError: if it is damaged, of another kind or of another version; it says which, of the file `name`.
+        ValueError: if it is damaged, of another kind or of another version, with the reason and the file `name`.
     """
     if not data.startswith(_MAGIC):
         raise ValueError(f"{name} holds no suffix trees of this library.")

@@ -44,7 +44,7 @@ class SuffixSlots:
 
     Attributes:
         lines (dict): The line of the model that each namespace learns in.
-        used (`np.ndarray`): The corpus' array that compiled code knows.
+        used (`np.ndarray`): The corpus' array whose address compiled code has.
     """
 
     def __init__(self, corpus: SuffixCorpus, settings: Sequence[float]):

@@ -23,7 +23,7 @@ from .kernels.store import free_tree, new_root
 from .slots import SuffixSlots
 
 LEAST_PROBABILITY = 0.1
-_PROMPT_TAIL = 8  # tokens of the prompt that an output is kept with: they tell how outputs begin
+_PROMPT_TAIL = 8  # tokens of the prompt that an output is kept with, so that beginnings of outputs are found
 _MOST_BYTES = 2**32
 _LEARNING = (0.0045, 255)  # rate of the weights, observations that a frequency remembers
 

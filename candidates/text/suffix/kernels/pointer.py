@@ -28,7 +28,7 @@ _BACK, _AHEAD = 4, 8  # how far a place is looked for anew
 _LEAST_TO_SET, _LEAST_TO_MOVE = 2, 9  # length of a context that sets a pointer, or moves one that followed long before
 _LONG_BEFORE = 4
 
-# What is told apart of how a pointer fared: the run of tokens as expected, misses before it, and the run before those
+# States of pointers: the run of tokens as expected, misses before it, and the run before those
 RUNS, MISSES, BEFORE = 9, 3, 3
 NUM_STATES = RUNS * MISSES * BEFORE
 

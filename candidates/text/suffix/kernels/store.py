@@ -38,7 +38,7 @@ NUM_HEADS = 48
 _INDEXED = 4  # classes above (more than 16 children) have an index
 END = -1  # the border after every text
 BLOCK_BITS = 6
-BLOCK = 1 << BLOCK_BITS  # tokens; texts begin at multiples, so that a position tells its text
+BLOCK = 1 << BLOCK_BITS  # tokens; texts begin at multiples, so that a position determines its text
 _MOST_ROWS = 2**29 - 1  # whose places are 32-bit numbers
 
 

@@ -17,7 +17,7 @@ from ..request import SourceRequest
 logger = get_logger(__name__)
 
 
-class MemberCandidates(TreeCandidateGenerator):
+class CombinedCandidates(TreeCandidateGenerator):
     """
     Several sources that get the same requests. One that fails is left out for the request, with one warning.
 
