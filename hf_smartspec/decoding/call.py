@@ -19,7 +19,7 @@ from ..target_model.layout.rows import CacheRow, RowInput
 from .alarm import leaves_drafts_a_chance
 from .batch import DecodingBatch
 from .learning import Learning
-from .line import SourceLine
+from .source_chain import SourceChain
 from .statistics import GenerationStatistics
 from .text import RequestText
 from .trace import RequestTrace
@@ -64,11 +64,11 @@ class Request(RequestText):
     """One row of a call, with its sources and its row in the cache. Arguments are those of `RequestText`."""
 
     call: "DecodingCall" = field(init=False, repr=False)  # set by the call
-    line: SourceLine = field(init=False, repr=False)  # the call's, unless a source chose others for this request
+    chain: SourceChain = field(init=False, repr=False)  # the call's, unless a source chose others for this request
     row: CacheRow | None = None
     is_resumed: bool = False  # whether it was suspended before, so that its row began anew
     is_drafting: bool = True  # False: all of its sources failed and were dropped, or none was begun
-    dropped: set[int] = field(default_factory=set)  # positions in the line whose source failed
+    dropped: set[int] = field(default_factory=set)  # positions of sources that have failed
     is_known_to_source: bool = False
     shares_with: Hashable | None = None  # the request whose keys and values its row began with
     num_observed: int = 0  # generated tokens that were passed to its sources
@@ -96,7 +96,7 @@ class Request(RequestText):
     @property
     def wants_states(self) -> bool:
         """True if a source or recorder needs more of the request than its tokens."""
-        return self.line.needs_more and (self.is_drafting or bool(self.line.recorders.recorders))
+        return self.chain.needs_more and (self.is_drafting or bool(self.chain.recorders.recorders))
 
     @property
     def cache_row(self) -> CacheRow:
@@ -191,9 +191,9 @@ class DecodingCall:
     statistics: GenerationStatistics = field(default_factory=GenerationStatistics)
 
     def __post_init__(self) -> None:
-        self.line = self.line_of(self.source.stages)  # for requests without sources of their own
+        self.chain = self.chain_of(self.source.stages)  # for requests without sources of their own
         for request in self.batch.requests:
-            request.call, request.line = self, self.line
+            request.call, request.chain = self, self.chain
         self._unread = self.encoder_inputs  # without the outputs, where the encoder is run by `read`
         self._texts = None if self.encoder_inputs is None else self.encoder_inputs.texts()
         # Without processors, noise or records, tokens are picked by the arg max of all nodes at once.
@@ -241,9 +241,9 @@ class DecodingCall:
             **assignment,
         )
 
-    def line_of(self, sources: Sequence[TreeCandidateGenerator]) -> SourceLine:
-        """Return a line of these sources, with the recorders that learn from their requests."""
-        return SourceLine.of(sources, () if self.learning is None else self.learning.recorders(sources))
+    def chain_of(self, sources: Sequence[TreeCandidateGenerator]) -> SourceChain:
+        """Return a chain of these sources, with the recorders that learn from their requests."""
+        return SourceChain.of(sources, () if self.learning is None else self.learning.recorders(sources))
 
     def set_lengths(self, request: Request) -> None:
         """Store in the request's row its position in the padded batch."""

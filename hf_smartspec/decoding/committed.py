@@ -1,4 +1,4 @@
-"""What sources that need more than tokens are shown of a step: the target's hidden states and scores."""
+"""Steps for sources and recorders that need more than tokens: the target's hidden states and scores."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -14,7 +14,7 @@ from .learning import Recorder, Shown, guarded
 
 
 def check_source(source: TreeCandidateGenerator, forward: ModelForward) -> None:
-    """Raises `ValueError` if a source needs what this forward cannot give."""
+    """Raise `ValueError` if a source needs states or scores that this forward does not leave."""
     check_needs(source)
     if forward.taps is None:
         refuse_needs(source, type(forward).__name__)
@@ -31,11 +31,11 @@ def check_source(source: TreeCandidateGenerator, forward: ModelForward) -> None:
 def run_forward(
     forward: ModelForward, rows: Sequence[Request], inputs: Sequence[RowInput]
 ) -> tuple[torch.Tensor, list[int]]:
-    """`forward.forward` of what rows bring; those whose sources need hidden states are left with theirs."""
-    asking = [request for request in rows if request.line.hidden_layers and request.wants_states]
+    """Run a forward of the rows' inputs, and store hidden states in the rows whose sources need them."""
+    asking = [request for request in rows if request.chain.hidden_layers and request.wants_states]
     if not asking or forward.taps is None:
         return forward.forward(inputs)
-    layers = frozenset[int]().union(*[request.line.hidden_layers for request in asking])
+    layers = frozenset[int]().union(*[request.chain.hidden_layers for request in asking])
     with forward.taps.taking(layers) as states:
         output = forward.forward(inputs)
     for request in asking:
@@ -47,11 +47,12 @@ def show_steps(
     rows: Sequence[Request], tokens: Mapping[Request, np.ndarray], show: Callable[[Request, Committed], None]
 ) -> None:
     """
-    Rows' steps for their sources with needs, which `show` gets, and for what learns from them.
+    Send each row's committed tokens, hidden states and scores to `show`, for its sources, and to its recorders.
 
     Args:
-        rows (sequence of `Request`): Those whose draft was verified, and those of whose prompt a piece was run.
-        tokens (mapping of `Request` to `np.ndarray`): What the former have newly committed.
+        rows (sequence of `Request`): Rows whose draft was verified, or of whose prompt a part was run.
+        tokens (mapping of `Request` to `np.ndarray`): Newly committed tokens of the verified rows.
+        show (`Callable`): Passes a step to the sources of a request.
     """
     steps = _committed_steps(rows, tokens)
     for request, step in steps.items():
@@ -69,15 +70,15 @@ def _committed_steps(rows: Sequence[Request], tokens: Mapping[Request, np.ndarra
 
 
 def _wanted(request: Request, is_verified: bool) -> tuple[FedStates, Sequence[int], int]:
-    assert request.fed is not None, "nothing was fed"
+    assert request.fed is not None, "the row was fed nothing"
     end = request.num_valid if request.call.batch.pads_finished else request.num_generated
-    most = len(request.prompt) + end - 1 - request.fed.start  # the newest token's comes with the next step
+    most = len(request.prompt) + end - 1 - request.fed.start  # the newest token's state comes with the next step
     return request.fed, request.path if is_verified else (), most
 
 
 def _step(request: Request, states: Mapping[int, torch.Tensor], tokens: np.ndarray | None) -> Committed:
     start = request.fed.start if request.fed is not None else 0
-    own = {layer: states[layer] for layer in request.line.hidden_layers if layer in states}
+    own = {layer: states[layer] for layer in request.chain.hidden_layers if layer in states}
     if tokens is None or request.verified is None:
         new = np.empty(0, np.int64) if tokens is None else tokens
         return Committed(new, hidden_states=own, start=start, likeliest=request.likeliest)
@@ -85,7 +86,7 @@ def _step(request: Request, states: Mapping[int, torch.Tensor], tokens: np.ndarr
         tokens,
         np.array(request.path, np.int64),
         own,
-        request.verified.scores.to(torch.float32, copy=True) if request.line.needs_scores else None,
+        request.verified.scores.to(torch.float32, copy=True) if request.chain.needs_scores else None,
         request.verified.tree,
         start,
         request.likeliest,
@@ -93,11 +94,11 @@ def _step(request: Request, states: Mapping[int, torch.Tensor], tokens: np.ndarr
 
 
 def _show_recorders(steps: Mapping[Request, Committed]) -> None:
-    """What learns from requests is shown their steps: all those of a forward in one call."""
+    """Pass steps to the recorders of their requests, those of one forward in one call."""
     groups: dict[tuple[Recorder, int], dict[Request, Shown]] = {}
     for request, step in steps.items():
         logits, first = (None, 0) if request.verified is None else (id(request.verified.logits), request.verified.first)
-        for recorder in request.line.recorders.recorders:
+        for recorder in request.chain.recorders.recorders:
             groups.setdefault((recorder, logits or 0), {})[request] = Shown(step, first)
     for (recorder, _), group in groups.items():
         verified = next(iter(group)).verified

@@ -109,7 +109,7 @@ class Drafting:
 
     def _count(self, step: StepRows, rows: list[Request], trees: list[DraftTree]) -> None:
         """Count drafted nodes for the gates of draft models, except for rows whose sources wait for the prefill."""
-        if not any([request.line.drafter for request in rows]):
+        if not any([request.chain.drafter for request in rows]):
             return
         waiting = (step.caps > 0) & ~np.any([stage.caps > 0 for stage in step.stages], axis=0)
         self.sources.count({request: tree for request, tree, waits in zip(rows, trees, waiting.tolist()) if not waits})
@@ -236,8 +236,8 @@ class Drafting:
 
     def _stages(self, rows: Sequence[Request], caps: np.ndarray, feeds: dict[Request, np.ndarray]) -> list[Stage]:
         """Return a stage for each position and cost of sources, with its rows, in the order of positions."""
-        costs = rows[0].line.costs if rows else ()
-        if all([request.line.costs is costs and not request.dropped for request in rows]):
+        costs = rows[0].chain.costs if rows else ()
+        if all([request.chain.costs is costs and not request.dropped for request in rows]):
             return [
                 Stage(
                     cost, _own_caps(cost, rows, caps, feeds), position, self._threshold(rows[0], position, cost.source)
@@ -246,7 +246,7 @@ class Drafting:
             ]
         kinds: dict[tuple[int, DraftCost], list[int]] = {}
         for index, request in enumerate(rows):
-            for position, cost in enumerate(request.line.costs):
+            for position, cost in enumerate(request.chain.costs):
                 if position not in request.dropped:
                     kinds.setdefault((position, cost), []).append(index)
         stages = []
@@ -335,4 +335,4 @@ def _begin_traces(step: StepDrafts, sources: GuardedSources) -> None:
             drafted,
             [(Draft.of(tree), partial(sources.drafted_by, request, place)) for place, tree in proposals if len(tree)],
         )
-        request.trace.begin(drafted, nodes, [label or label_of(request.line.sources[0]) for label in labels])
+        request.trace.begin(drafted, nodes, [label or label_of(request.chain.sources[0]) for label in labels])

@@ -81,12 +81,12 @@ class DecodingLoop:
             self._renew(request)
             self.drafting.sources.start(request)
             is_greedy, encoded = request.seed is None, call.encoded_text(request)
-            request.line.recorders.start(request.request_id, request.prompt, is_greedy, encoded)
+            request.chain.recorders.start(request.request_id, request.prompt, is_greedy, encoded)
         self._find_running()
 
     def _renew(self, request: Request) -> None:
         """Give sources whose weights have changed a new chance, in spite of what they cost before."""
-        for source, cost in zip(request.line.sources, request.line.costs):
+        for source, cost in zip(request.chain.sources, request.chain.costs):
             if number := unwrapped(source).num_renewals:
                 self.policy.renew(cost.source, number)
                 self.drafting.sources.renew(cost.source, number)
@@ -154,7 +154,7 @@ class DecodingLoop:
         self._learning |= {call.learning for call in self.calls if call.learning is not None}
         self._notify_idle()
         self._is_compact = False
-        self._shows_more = any(request.line.needs_more for request in self.running)
+        self._shows_more = any(request.chain.needs_more for request in self.running)
         self.drafting.is_traced = self.drafting.decides and any(request.trace is not None for request in self.running)
 
     @property
@@ -273,13 +273,13 @@ class DecodingLoop:
         self, rows: list[Request], drafts: dict[Request, DraftTree], offsets: list[int], logits: torch.Tensor
     ) -> list[int]:
         """Return the arg max of every line if some row needs it, and keep likely tokens for sources that want them."""
-        forward, count = rows[0].call.forward, max([request.line.num_likeliest for request in rows])
+        forward, count = rows[0].call.forward, max([request.chain.num_likeliest for request in rows])
         is_greedy = any([request.call.picks_greedily for request in rows])
         top = forward.top(logits, count, _TOP_LINES, is_greedy) if count else None
         if top is None:
             return forward.argmax(logits) if is_greedy else []
         for request, first in zip(rows, offsets):
-            if first < len(top.tokens) and request in drafts and request.line.num_likeliest:
+            if first < len(top.tokens) and request in drafts and request.chain.num_likeliest:
                 before, tokens = request.ends_of(drafts[request])
                 lines = slice(first, first + len(tokens))
                 following, shares = top.tokens[lines], top.shares[lines]  # of the first `_TOP_LINES` lines only
@@ -432,7 +432,7 @@ class DecodingLoop:
 
     def _forget(self, request: Request, has_row: bool = True) -> None:
         """Delete a request from recorders, sources and policy; data of its row only once that is gone."""
-        request.line.recorders.stop(request.request_id)
+        request.chain.recorders.stop(request.request_id)
         if request.is_known_to_source:
             self.drafting.sources.stop(request)
             self.policy.forget(request.request_id)

@@ -1,4 +1,4 @@
-"""What the loop asks of candidate sources, and what happens when they fail."""
+"""Calls of candidate sources by the loop. A source that fails is dropped for the request, which goes on."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -13,15 +13,15 @@ from ..drafts.tree import DraftTree, check_trees
 from ..goodput.prefill_gate import PrefillGate
 from ..log import get_logger
 from .call import DecodingCall, Request
-from .line import SourceLine
+from .source_chain import SourceChain
 
 logger = get_logger(__name__)
 
-_SAMPLED = 0.8  # what every node of a sampled draft is taken to be worth, until more is known
+_SAMPLED = 0.8  # path probability of every node of a sampled draft, before calibration
 
 
 def release(callbacks: Sequence[Callable[[], object]]) -> None:
-    """Call the `on_release` of a request, whose keys and values are gone."""
+    """Call the `on_release` callbacks of a request whose keys and values are gone."""
     for callback in callbacks:
         try:
             callback()
@@ -31,11 +31,11 @@ def release(callbacks: Sequence[Callable[[], object]]) -> None:
 
 class GuardedSources:
     """
-    Calls sources so that whatever they do wrong costs their request this source, nothing more. A source is known by its
-    position in the request's line.
+    Calls sources so that an error costs the request this source and nothing more. A source is identified by its
+    position in the request's chain.
 
     Args:
-        vocab_size (`int`): Draft tokens must lie below.
+        vocab_size (`int`): Bound on draft tokens, which are below it.
     """
 
     def __init__(self, vocab_size: int):
@@ -45,16 +45,16 @@ class GuardedSources:
         self._has_warned = False
 
     def choose(self, call: DecodingCall) -> None:
-        """A call begins: where one of its sources has others draft for some requests, these take its place in line."""
-        lines: dict[tuple[TreeCandidateGenerator, ...], SourceLine] = {}
-        own = call.line.sources
+        """Let a new call's sources choose others to draft for some of its requests, which replace them in the chain."""
+        chains: dict[tuple[TreeCandidateGenerator, ...], SourceChain] = {}
+        own = call.chain.sources
         for request, chosen in zip(call.requests, zip(*[self._chosen(call, source) for source in own])):
             if chosen != own:
                 found = [source.stages if source != old else [source] for source, old in zip(chosen, own)]
                 stages = tuple(stage for sources in found for stage in sources)
-                if stages not in lines:
-                    lines[stages] = call.line_of(stages)
-                request.line = lines[stages]
+                if stages not in chains:
+                    chains[stages] = call.chain_of(stages)
+                request.chain = chains[stages]
                 request.is_known_to_source = True
 
     def _chosen(self, call: DecodingCall, source: TreeCandidateGenerator) -> Sequence[TreeCandidateGenerator]:
@@ -69,14 +69,14 @@ class GuardedSources:
             return [source] * len(requests)
 
     def renew(self, source: str, number: int) -> None:
-        """A source has learnt, for the `number`-th time: no request is begun without it for what was before."""
+        """Reset a source's gate after its weights changed, so that earlier costs no longer keep it from requests."""
         if self._renewals.get(source) != number:
             self._renewals[source] = number
             self.gates.pop(source, None)
 
     def start(self, request: Request) -> None:
-        """A request begins; without a draft model, where that is hardly ever asked for a draft any more."""
-        drafter = request.line.drafter
+        """Begin a request; without its draft model if the prefill gate does not admit the request."""
+        drafter = request.chain.drafter
         if drafter is not None and not self.gates[drafter].admits(request):
             request.is_drafting = False
         if request.is_drafting:
@@ -87,37 +87,39 @@ class GuardedSources:
         answers = [
             self._guarded(request, position, _begin, request, source) for position, source in self._serving(request)
         ]
-        # What one source must be given again, all are.
+        # Tokens that one source needs again are run again for all.
         length = min([answer for answer in answers if answer is not None], default=row.length)
         if length < row.length:
             request.call.forward.cut(row, length)
 
     def attach(self, request: Request) -> None:
-        """Pass on the row in which a request begins or goes on, for sources that draft with the target itself."""
+        """Store the request's row in its `SourceRequest`, for sources that draft with the target itself."""
         request.source_request.row = request.cache_row
 
     def count(self, drafted: dict[Request, DraftTree]) -> None:
-        """What was drafted in one step, for all its rows."""
+        """Count the drafts of one step, for the gates of draft models."""
         by_drafter: dict[str, list[Request]] = {}
         for request in drafted:
-            if request.line.drafter is not None and request.is_drafting:
-                by_drafter.setdefault(request.line.drafter, []).append(request)
+            if request.chain.drafter is not None and request.is_drafting:
+                by_drafter.setdefault(request.chain.drafter, []).append(request)
         for drafter, rows in by_drafter.items():
             self.gates[drafter].observe(rows, [len(drafted[request]) for request in rows])
 
     def stop(self, request: Request) -> None:
-        if request.line.drafter is not None:
-            self.gates[request.line.drafter].forget(request)
+        """End a request, finished or not, in its sources and gate."""
+        if request.chain.drafter is not None:
+            self.gates[request.chain.drafter].forget(request)
         if request.is_known_to_source:
             request.is_known_to_source = False
-            for position, source in enumerate(request.line.sources):  # those that have failed hold state too
+            # Sources that have failed are stopped too, since they hold state of the request.
+            for position, source in enumerate(request.chain.sources):
                 self._guarded(request, position, source.stop, request.request_id)
 
     def observe(self, request: Request, tokens: np.ndarray) -> None:
         """Pass committed tokens on to the sources without needs; the others get theirs by `show`."""
         if not request.is_drafting:
             return
-        for position, source in request.line.watching:
+        for position, source in request.chain.watching:
             if position not in request.dropped:
                 step = Committed(tokens, likeliest=request.likeliest) if source.num_likeliest else tokens
                 try:
@@ -132,13 +134,13 @@ class GuardedSources:
                 self._guarded(request, position, _show, request, source, step)
 
     def propose(self, position: int, wanted: dict[Request, int], price: LevelPrice | None) -> dict[Request, DraftTree]:
-        """One call of each source that stands at this position for some of the rows; some heed the `price`."""
+        """Call `propose` once per source that any row has at this position, with the `price` where it is heeded."""
         proposals: dict[Request, DraftTree] = {}
         by_source: dict[TreeCandidateGenerator, dict[Request, int]] = {}
         for request, limit in wanted.items():
-            by_source.setdefault(request.line.sources[position], {})[request] = limit
+            by_source.setdefault(request.chain.sources[position], {})[request] = limit
         for source, limits in by_source.items():
-            if position:  # what joins other drafts may cost by the node
+            if position:  # sources after the first one add nodes to other drafts, at a price per node
                 most = source.default_num_nodes if price is None else most_nodes_of(source)
                 limits = {request: min(limit, most) for request, limit in limits.items()}
             proposals |= self._propose(source, position, limits, price)
@@ -152,7 +154,7 @@ class GuardedSources:
         price: LevelPrice | None,
         first_error: Exception | None = None,
     ) -> dict[Request, DraftTree]:
-        """Checked proposals; a source that fails is asked row by row, to spare the rows it can serve."""
+        """Return checked proposals. A source that fails is called row by row, and dropped for rows that fail again."""
         try:
             arguments: dict[str, Any] = {"price": price} if source.heeds_prices else {}
             trees = source.propose([request.request_id for request in wanted], list(wanted.values()), **arguments)
@@ -171,8 +173,8 @@ class GuardedSources:
         return proposals
 
     def drafted_by(self, request: Request, position: int, tree: DraftTree) -> list[str]:
-        """Who, of what one of its sources consists of, has drafted these nodes."""
-        source = request.line.sources[position]
+        """Return, for each node, the label of the part of a source that drafted it."""
+        source = request.chain.sources[position]
         if position not in request.dropped:
             labels = self._guarded(request, position, source.drafted_by, request.request_id, tree)
             if labels is not None and len(labels) == len(tree):
@@ -181,10 +183,10 @@ class GuardedSources:
 
     @staticmethod
     def _serving(request: Request) -> list[tuple[int, TreeCandidateGenerator]]:
-        """The request's sources that have not failed, with their positions."""
+        """Return the request's sources that have not failed, with their positions."""
         if not request.is_drafting:
             return []
-        return [item for item in enumerate(request.line.sources) if item[0] not in request.dropped]
+        return [item for item in enumerate(request.chain.sources) if item[0] not in request.dropped]
 
     def _guarded(self, request: Request, position: int, call: Callable, *args: Any) -> Any:
         try:
@@ -194,12 +196,12 @@ class GuardedSources:
 
     def _drop(self, request: Request, position: int, error: Exception) -> None:
         request.dropped.add(position)
-        request.is_drafting = len(request.dropped) < len(request.line.sources)
+        request.is_drafting = len(request.dropped) < len(request.chain.sources)
         if not request.wants_states:
             request.fed = request.verified = None
         if not self._has_warned:
             goes_on = "with its other sources" if request.is_drafting else "without speculation"
-            source = request.line.sources[position].name
+            source = request.chain.sources[position].name
             logger.warning(
                 f"{source} failed and was dropped for row {request.index}, which goes on {goes_on} (further failures "
                 f"of this call are not reported): {error!r}"
@@ -208,7 +210,7 @@ class GuardedSources:
 
 
 def _fitting(tree: DraftTree, limit: int) -> DraftTree:
-    """At most so many nodes of a draft, sealed."""
+    """Return at most `limit` nodes of a draft; of sampled drafts, without their probabilities."""
     if len(tree.tokens) > limit:
         tree = tree.most_likely(limit)
     return tree if tree.distributions is None else _sealed(tree)
@@ -216,8 +218,8 @@ def _fitting(tree: DraftTree, limit: int) -> DraftTree:
 
 def _sealed(tree: DraftTree) -> DraftTree:
     """
-    A sampled draft without the probabilities of what was drawn: verification by rejection is exact only where these do
-    not decide how much of it is verified. What such drafts are worth is learnt from what came true of them.
+    Return a sampled draft without the probabilities of its tokens: verification by rejection is exact only if these do
+    not decide how many nodes are verified. Calibration learns from accepted nodes what such drafts are worth.
     """
     return tree.with_probs(np.full(len(tree), _SAMPLED, np.float32))
 

@@ -16,7 +16,7 @@ class TracedStep:
         start (`int`): Generated tokens before the step.
         tokens, parents (lists of `int`): As in `DraftTree`.
         path_probs (list of `float`): Estimated probability of each node that the target accepts it.
-        sources (list of `str`): Label of the source that drafted each node; of several, that of the first in line.
+        sources (list of `str`): Label of the source that drafted each node, the first one if several did.
         is_verified (list of `bool`): Whether the length policy selected the node for the target's forward.
         accepted (list of `int`): The nodes on the accepted path.
         num_generated (`int`): Tokens that the step generated: the accepted ones and, after them, the target's own.

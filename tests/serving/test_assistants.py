@@ -30,7 +30,7 @@ def sources_of(engine: Engine, *assistants) -> list[DraftModelCandidates]:
     """The draft models of requests that are there at the same time."""
     ids, kwargs = torch.tensor([[3, 4]]), {"max_new_tokens": 3}
     calls = [engine._prepare(ids, assistant, None, kwargs) for assistant in assistants]
-    stages = [stage for call in calls for stage in call.line.sources]
+    stages = [stage for call in calls for stage in call.chain.sources]
     return [stage for stage in stages if isinstance(stage, DraftModelCandidates)]
 
 

@@ -390,7 +390,7 @@ def test_heads_keep_nothing_of_who_was_cancelled_while_another_had_its_turn(mode
         def cancelling():
             for pending in runner.memory.scheduler.waiting:
                 if pending.request.is_resumed:
-                    sources.update(pending.request.line.sources)
+                    sources.update(pending.request.chain.sources)
                     engine.cancel_request(pending.output.request_id)
             return step()
 

@@ -275,4 +275,4 @@ def _cached(request: Request) -> CachedText:
 
 def _stateful_source(request: Request) -> TreeCandidateGenerator | None:
     """Return the request's source if it keeps states of its own beside keys and values; else None."""
-    return request.call.source if request.call.line.hidden_layers else None
+    return request.call.source if request.call.chain.hidden_layers else None

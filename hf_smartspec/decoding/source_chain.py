@@ -11,7 +11,7 @@ from .learning import GuardedRecorders, Recorder
 
 
 @dataclass(frozen=True, eq=False)
-class SourceLine:
+class SourceChain:
     """
     Sources in the order in which they draft.
 
@@ -34,7 +34,7 @@ class SourceLine:
     recorders: GuardedRecorders
 
     @classmethod
-    def of(cls, sources: Sequence[TreeCandidateGenerator], recorders: Sequence[Recorder] = ()) -> "SourceLine":
+    def of(cls, sources: Sequence[TreeCandidateGenerator], recorders: Sequence[Recorder] = ()) -> "SourceChain":
         looking: list[TreeCandidateGenerator | Recorder] = [item for item in sources if HIDDEN_STATES in item.needs]
         looking += recorders
         return cls(
