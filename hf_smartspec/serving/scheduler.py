@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from types import MappingProxyType
@@ -70,6 +70,29 @@ class _Offers(Generic[Item]):
             return True
         served = group.served + TURN
         return not group.running and any(other.served >= served for other in self.best_served if other is not group)
+
+
+@dataclass(frozen=True)
+class Admission(Generic[Item]):
+    """
+    The caller's part in an admission.
+
+    Args:
+        suspend (`Callable`, *optional*): Called for each request that gives way, which then counts as waiting. Without
+            it, no request gives way.
+        may_yield (`Callable`): Returns whether a running request, and its slot with it, can give way.
+        has_had_turn (`Callable`): Returns whether a running request has made progress since it began or resumed. Others
+            are spared by the third rule of `Scheduler`, so that every turn brings some requests forward.
+        num_shared (`Callable`): Returns the number of a request's first tokens that lie in the slot of another one;
+            None if the request has to wait for them.
+        num_held (`int`): Tokens of slots of ended requests, whose beginnings running requests share.
+    """
+
+    suspend: Callable[[Item], None] | None = None
+    may_yield: Callable[[Item], bool] = lambda item: True
+    has_had_turn: Callable[[Item], bool] = lambda item: True
+    num_shared: Callable[[Item], int | None] = lambda item: 0
+    num_held: int = 0
 
 
 class Scheduler(Generic[Item]):
@@ -185,61 +208,39 @@ class Scheduler(Generic[Item]):
         group = self._entries[item].namespace
         group.served += num_tokens / group.weight
 
-    def next(
-        self,
-        num_shared: Callable[[Item], int | None] | None = None,
-        num_held: int = 0,
-        suspend: Callable[[Item], None] | None = None,
-        may_yield: Callable[[Item], bool] | None = None,
-        has_had_turn: Callable[[Item], bool] | None = None,
-    ) -> Item | None:
-        """
-        The next request if one can begin now; it then counts as running.
-
-        Args:
-            num_shared (`Callable`, *optional*): How many of a request's first tokens lie in the slot of another; None
-                if it has to wait for that.
-            num_held (`int`): Tokens of slots of requests that run no more, in which running ones begin.
-            suspend (`Callable`, *optional*): Gets each request that gives way, which then counts as waiting. Without
-                it, none does.
-            may_yield (`Callable`, *optional*): Whether a request can give way, and its slot with it.
-            has_had_turn (`Callable`, *optional*): Whether a request has read its text and gone on since it runs; those
-                that have not are spared by the third rule, so that every turn brings some of them forward.
-        """
+    def next(self, admission: Admission[Item] | None = None) -> Item | None:
+        """Return the next request if one can begin now; it then counts as running."""
+        rules = Admission() if admission is None else admission
         is_full = len(self.running) >= self.max_batch_size
-        if is_full and (suspend is None or len(self._namespaces) == 1):
+        if is_full and (rules.suspend is None or len(self._namespaces) == 1):
             return None
         parts, bound = self._parts(), math.inf
-        if suspend is not None:
-            for entry in self._beyond(parts, may_yield):
-                self._suspend(entry)
-                suspend(entry.item)
+        self._suspend(self._beyond(parts, rules), rules)
         order = self._in_order()
         if not order:
             return None
         holders = {
-            group: [entry for entry in group.running if may_yield is None or may_yield(entry.item)]
+            group: [entry for entry in group.running if rules.may_yield(entry.item)]
             for group in self._namespaces.values()
-            if group.running and suspend is not None
+            if group.running and rules.suspend is not None
         }
         offers, least = self._offers(holders), self.size(1)
-        has_room = len(self.running) < self.max_batch_size and self.max_tokens - self.num_taken - num_held >= least
+        has_room = (
+            len(self.running) < self.max_batch_size and self.max_tokens - self.num_taken - rules.num_held >= least
+        )
         for group in order:
             entry = group.waiting[0]
             if group.served >= bound or len(group.running) >= parts.get(group, self.max_batch_size):
                 continue
             leaving = None
             if has_room or offers.may_suffice(group, self._share(group, 1, least)):
-                shared = 0 if num_shared is None else num_shared(entry.item)
+                shared = rules.num_shared(entry.item)
                 if shared is None:
                     continue
                 size = self.size(entry.num_tokens - shared)
-                leaving = self._room_for(group, size, num_held, holders, has_had_turn)
+                leaving = self._room_for(group, size, holders, rules)
             if leaving is not None:
-                for other in leaving:
-                    self._suspend(other)
-                    assert suspend is not None
-                    suspend(other.item)
+                self._suspend(leaving, rules)
                 group.waiting.popleft()
                 group.running.append(entry)
                 self.running[entry.item] = entry.size = size
@@ -257,12 +258,14 @@ class Scheduler(Generic[Item]):
         return {group: math.ceil(self.max_batch_size * group.weight / total) for group in there}
 
     @staticmethod
-    def _beyond(parts: Mapping[_Namespace[Item], int], may_yield: Callable[[Item], bool] | None) -> list[_Entry[Item]]:
-        """Return the newest requests of namespaces that have more rows than their parts."""
-        found = []
+    def _beyond(parts: Mapping[_Namespace[Item], int], rules: Admission[Item]) -> list[_Entry[Item]]:
+        """Return the newest requests of namespaces that have more rows than their parts, if requests may give way."""
+        found: list[_Entry[Item]] = []
+        if rules.suspend is None:
+            return found
         for group, most in parts.items():
             newest = sorted(group.running, key=lambda entry: -entry.number)[: max(len(group.running) - most, 0)]
-            found += [entry for entry in newest if may_yield is None or may_yield(entry.item)]
+            found += [entry for entry in newest if rules.may_yield(entry.item)]
         return found
 
     def _offers(self, holders: Mapping[_Namespace[Item], list[_Entry[Item]]]) -> "_Offers[Item]":
@@ -286,27 +289,29 @@ class Scheduler(Generic[Item]):
         tokens = (sum(entry.size for entry in group.running) + num_tokens) / self.max_tokens
         return max(rows, tokens) / group.weight
 
-    def _suspend(self, entry: _Entry[Item]) -> None:
-        group = entry.namespace
-        del self.running[entry.item]
-        group.running.remove(entry)
-        earlier = [other for other in group.waiting if other.number < entry.number]
-        group.waiting.insert(len(earlier), entry)
+    def _suspend(self, entries: Sequence[_Entry[Item]], rules: Admission[Item]) -> None:
+        for entry in entries:
+            group = entry.namespace
+            del self.running[entry.item]
+            group.running.remove(entry)
+            earlier = [other for other in group.waiting if other.number < entry.number]
+            group.waiting.insert(len(earlier), entry)
+            assert rules.suspend is not None
+            rules.suspend(entry.item)
 
     def _room_for(
         self,
         group: _Namespace[Item],
         size: int,
-        num_held: int,
         holders: Mapping[_Namespace[Item], list[_Entry[Item]]],
-        has_had_turn: Callable[[Item], bool] | None,
+        rules: Admission[Item],
     ) -> list[_Entry[Item]] | None:
         """Return the holders' requests that give way to one of this size; None if it cannot begin now."""
-        rows, tokens = self.max_batch_size - len(self.running), self.max_tokens - self.num_taken - num_held
+        rows, tokens = self.max_batch_size - len(self.running), self.max_tokens - self.num_taken - rules.num_held
         if rows > 0 and tokens >= size:
             return []
         others = {other: entries for other, entries in holders.items() if other is not group}
-        for found in (self._of_larger_shares(group, size, others), self._of_better_served(group, others, has_had_turn)):
+        for found in (self._of_larger_shares(group, size, others), self._of_better_served(group, others, rules)):
             leaving: list[_Entry[Item]] = []
             for entry in found:
                 leaving.append(entry)
@@ -340,7 +345,7 @@ class Scheduler(Generic[Item]):
     def _of_better_served(
         group: _Namespace[Item],
         others: Mapping[_Namespace[Item], list[_Entry[Item]]],
-        has_had_turn: Callable[[Item], bool] | None,
+        rules: Admission[Item],
     ) -> Iterator[_Entry[Item]]:
         """Yield requests that may give way by the third rule: of the best served namespaces first, newest first."""
         if group.running:
@@ -348,7 +353,7 @@ class Scheduler(Generic[Item]):
         better = [other for other in others if other.served >= group.served + TURN]
         better.sort(key=lambda other: -other.served)
         for entry in chain(*(sorted(others[other], key=lambda entry: -entry.number) for other in better)):
-            if has_had_turn is None or has_had_turn(entry.item):
+            if rules.has_had_turn(entry.item):
                 yield entry
 
 

@@ -11,7 +11,7 @@ from hf_smartspec import DraftModelCandidates, EarlyExitCandidates, Engine, Fixe
 from hf_smartspec.candidates.base import NoCandidates
 from hf_smartspec.decoding.loop import equal_parts
 from hf_smartspec.serving import scheduler
-from hf_smartspec.serving.memory import shared_base
+from hf_smartspec.serving.memory import prefix_cache
 from hf_smartspec.target_model.compat import RequestStatus
 
 from ..architectures import small_model
@@ -432,8 +432,8 @@ def test_where_memory_forgets_texts_turns_are_longer(model, short_turns):
 
 def test_what_was_kept_of_others_keeps_nobody_from_giving_way(model, monkeypatch):
     """Texts that have ended, and began in a running request's row, are given up."""
-    monkeypatch.setattr(shared_base, "LEAST_SAVED", 64)
-    monkeypatch.setattr(shared_base, "LEAST_SHARED", 64)
+    monkeypatch.setattr(prefix_cache, "LEAST_SAVED", 64)
+    monkeypatch.setattr(prefix_cache, "LEAST_SHARED", 64)
     bytes_per_token = Engine(model)._memory.bytes_per_token
     begins, longer = np.random.default_rng(0).integers(3, 40, 80).tolist(), LONG | {"max_new_tokens": 400}
     with Engine(model, "none", max_batch_size=2, max_kv_bytes=640 * bytes_per_token) as engine:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_smartspec.serving.scheduler import LINGER, TURN, Scheduler
+from hf_smartspec.serving.scheduler import LINGER, TURN, Admission, Scheduler
 from hf_smartspec.target_model.cache.slabs import slot_size
 
 SIZES = st.lists(st.integers(1, 300), max_size=30)
@@ -22,7 +22,7 @@ def test_requests_begin_in_their_order_and_always_fit(sizes, max_batch_size, max
         for _ in range(data.draw(st.integers(0, 3))):
             if queue:
                 scheduler.add(*queue.pop(0))
-        while (item := scheduler.next(suspend=begun.remove)) is not None:
+        while (item := scheduler.next(Admission(begun.remove))) is not None:
             begun.append(item)
             assert len(scheduler.running) <= max_batch_size
             assert scheduler.num_taken == sum(scheduler.running.values()) <= max_tokens
@@ -76,10 +76,10 @@ def test_what_is_shared_counts_with_whom_it_lies():
         scheduler.add(item, size)
     assert scheduler.next() == "base" and scheduler.running["base"] == 1024
     assert scheduler.next() is None
-    assert scheduler.next(num_shared=lambda item: None) is None, "it waits for what it shares"
-    assert scheduler.next(num_shared=lambda item: 960) == "sharer" and scheduler.running["sharer"] == 64
+    assert scheduler.next(Admission(num_shared=lambda item: None)) is None, "it waits for what it shares"
+    assert scheduler.next(Admission(num_shared=lambda item: 960)) == "sharer" and scheduler.running["sharer"] == 64
     scheduler.remove("base")
-    assert scheduler.next(num_held=1024) is None
+    assert scheduler.next(Admission(num_held=1024)) is None
     assert scheduler.next() == "other" and not scheduler.waiting
 
 
@@ -89,7 +89,7 @@ def test_what_is_shared_counts_with_whom_it_lies():
 def fill(scheduler: Scheduler, **options) -> tuple[list, list]:
     """Admits whom it can; returns those that have begun and those that have given way, in order."""
     begun, gone = [], []
-    while (item := scheduler.next(suspend=gone.append, **options)) is not None:
+    while (item := scheduler.next(Admission(gone.append, **options))) is not None:
         begun.append(item)
     return begun, gone
 

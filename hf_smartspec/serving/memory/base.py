@@ -9,7 +9,7 @@ from ...decoding.call import DecodingCall, Request
 from ...prepare.call import PreparedCall
 from ...target_model.layout.rows import CacheRow
 from ..outputs import PendingRequest
-from ..scheduler import Scheduler
+from ..scheduler import Admission, Scheduler
 from .weights import WeightsVersion
 
 
@@ -69,7 +69,7 @@ class RequestMemory(ABC):
         Return the next request that may begin or resume beside the running ones; None if there is none. It counts as
         running, and the caller places it at once. `suspend` is called for each request that gives way to it.
         """
-        return self.scheduler.next(suspend=suspend, may_yield=may_yield, has_had_turn=has_had_turn)
+        return self.scheduler.next(Admission(suspend, may_yield, has_had_turn))
 
     @abstractmethod
     def suspend(self, request: Request) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,11 +16,10 @@ from ...target_model.cache.slot_cache import SlotCache
 from ...target_model.layout.rows import CacheRow, RowInput
 from ...target_model.written import packed_forward
 from ..outputs import PendingRequest
-from ..scheduler import Scheduler
+from ..scheduler import Admission, Scheduler
 from .base import RequestMemory, has_had_turn, may_yield, refuse
 from .budget import Budget
-from .prefix_cache import CachedText, PrefixRows, SharedPrefix
-from .shared_base import SharedBase, shared_base
+from .prefix_cache import CachedText, PrefixRows, SharedBase, SharedPrefix, shared_base
 
 _FIRST_LINES = 64
 _WASTE = 4  # allocated memory beyond this multiple of the need is returned
@@ -95,7 +95,8 @@ class EngineMemory(RequestMemory):
 
         bases = self._bases(running)
         num_held = sum(row.stride for row in bases if row in self.prefixes)
-        return self.scheduler.next(num_shared, num_held, suspend, lambda item: may_yield(item, bases), has_had_turn)
+        can_yield = partial(may_yield, bases=bases)
+        return self.scheduler.next(Admission(suspend, can_yield, has_had_turn, num_shared, num_held))
 
     def _base(self, request: Request, running: list[Request], is_read: bool = True) -> SharedBase:
         """Return the beginning to share in place with a running request; none if a source keeps states."""

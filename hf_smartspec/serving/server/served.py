@@ -24,8 +24,7 @@ from .guard.limits import Limits, OpenRequests, new_tokens
 from .metrics import ServerMetrics
 from .request.grammar import GrammarProcessor, Grammars
 from .request.sampling import Settings, eos_ids
-from .tokens.known_text import KNOWN_NODES, ForcedText, KnownText
-from .tokens.processors import Penalties
+from .tokens.processors import KNOWN_NODES, ForcedText, KnownText, Penalties
 from .tokens.texts import StopTexts, TextStream
 
 Result = TypeVar("Result")

@@ -11,7 +11,7 @@ from hf_smartspec import DraftModelCandidates, EarlyExitCandidates, Engine, Engi
 from hf_smartspec.candidates.base import NoCandidates
 from hf_smartspec.cpu.attention import has_attention
 from hf_smartspec.goodput import FixedLength
-from hf_smartspec.serving.memory import shared_base
+from hf_smartspec.serving.memory import prefix_cache
 from hf_smartspec.target_model.attention import shared_attention
 from hf_smartspec.target_model.attention import tree_attention as attention
 from hf_smartspec.target_model.cache import slot_cache
@@ -37,9 +37,9 @@ def model():
 @pytest.fixture(autouse=True)
 def together(monkeypatch):
     """Short beginnings are shared, too; what is shared in every call of attention: how many of columns and tokens."""
-    monkeypatch.setattr(shared_base, "LEAST_SHARED", 24)
-    monkeypatch.setattr(shared_base, "LEAST_SAVED", 0)
-    monkeypatch.setattr(shared_base, "_STEP", 8)
+    monkeypatch.setattr(prefix_cache, "LEAST_SHARED", 24)
+    monkeypatch.setattr(prefix_cache, "LEAST_SAVED", 0)
+    monkeypatch.setattr(prefix_cache, "_STEP", 8)
     seen, attend = [], attention.shared_attention
 
     def noting(packed, key, value, layout, *args):
