@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .least_squares import nonnegative_least_squares
-
 _SAME = 1.08  # forwards that take at most so many times the host's time are taken to wait for the host
 _NOISE = 0.01  # relative error of any measurement
 _MOST_TURNS = 8  # rounds of separating forwards that wait for the host from those that wait for the device
@@ -112,3 +110,41 @@ def _attention(points: Measurements) -> tuple[np.ndarray, np.ndarray]:
 def _fit_relative(features: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     """Return coefficients >= 0 of `features` (`[k, n]`) that minimise the squared relative error, `[k]`."""
     return nonnegative_least_squares((features / seconds).T, np.ones(len(seconds)))
+
+
+def nonnegative_least_squares(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """
+    Return the x >= 0 that minimises |matrix @ x - target| (Lawson and Hanson's active-set method).
+
+    Args:
+        matrix (`np.ndarray` of shape `[n, k]`), target (`[n]`): float64. Columns may differ in scale by any factor.
+
+    Returns:
+        `np.ndarray` of shape `[k]`, float64: The coefficients x.
+    """
+    norms = np.linalg.norm(matrix, axis=0)
+    scale = np.where(norms > 0, norms, 1.0)
+    matrix = matrix / scale
+    solution, passive = np.zeros(matrix.shape[1]), np.zeros(matrix.shape[1], bool)
+    for _ in range(10 * len(solution)):
+        gradient = np.where(passive | (norms == 0), -np.inf, matrix.T @ (target - matrix @ solution))
+        if gradient.max() <= 1e-10 * np.linalg.norm(target):
+            break
+        passive[gradient.argmax()] = True
+        while (trial := _solve(matrix, target, passive))[passive].min() <= 0:
+            # Go towards the trial solution as far as it is feasible; coefficients that reach 0 become inactive.
+            blocked = passive & (trial <= 0)
+            step = (solution[blocked] / (solution[blocked] - trial[blocked])).min()
+            solution = solution + step * (trial - solution)
+            passive &= solution > 1e-14
+            if not passive.any():
+                break
+        solution = trial
+    return solution / scale
+
+
+def _solve(matrix: np.ndarray, target: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """Return the plain least-squares solution for some columns, with 0 for the others."""
+    solution = np.zeros(matrix.shape[1])
+    solution[columns] = np.linalg.lstsq(matrix[:, columns], target, rcond=None)[0]
+    return solution

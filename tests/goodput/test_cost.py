@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy.optimize import nnls
 
 from hf_smartspec.goodput import CostModel, CostPoint, DraftCost, DraftTimer, Roofline, free_tokens
-from hf_smartspec.goodput.least_squares import nonnegative_least_squares
+from hf_smartspec.goodput.cost_fit import nonnegative_least_squares
 
 from .simulation import line
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from ...device import fetch_together
 from ...log import get_logger
 from ..cache.slot_cache import SlotCache
 from ..forward.ragged import ForwardSeries, PlannedForward
 from ..layout.step_layout import StepLayout
-from .callees import state_of
 from .recorder import Recorder, can_record, recorder_of
 from .recording_cache import SIGHTINGS, RecordingCache
 from .series import SeriesRecordings
@@ -27,6 +27,8 @@ logger = get_logger(__name__)
 _SWITCH = "HF_SMARTSPEC_GRAPHS"
 RUNS_UNTIL_RECORDED = SIGHTINGS + 1  # one more run, with which the recording is compared
 _TOLERANCE, _HALF_TOLERANCE = 1e-5, 2e-2  # relative to the largest logit
+_KNOWN = ("torch.", "transformers.")
+_NUMBERS = (bool, int, float, str)
 
 
 def records(device: torch.device) -> bool:
@@ -140,7 +142,7 @@ class ForwardRecordings:
 
     def _look(self, decoder: "WrittenDecoder", cache: SlotCache) -> bool:
         """Return whether recordings can be used now. Those of other weights or memory are forgotten."""
-        called = [state_of(item.module) for item in (decoder.plan.embedding, decoder.plan.rotary)]
+        called = [_state_of(item.module) for item in (decoder.plan.embedding, decoder.plan.rotary)]
         memory = cache.places()
         if memory:  # there is none before the first forward
             self._forget_others(decoder, [*called, *memory])
@@ -225,3 +227,19 @@ def _agree(found: torch.Tensor, expected: torch.Tensor) -> bool:
     differs = (found - expected).abs() > tolerance * most
     differs |= found.isfinite() != expected.isfinite()
     return not bool(differs.any())
+
+
+def _state_of(module: nn.Module) -> tuple | None:
+    """
+    Return the addresses of a module's tensors, and its numbers: a recording of its calls is valid as long as these stay
+    the same. Return None where the module may depend on more: it has hooks, a forward other than its class's, children,
+    or a class that is neither torch's nor transformers'.
+    """
+    own: dict[str, Any] = vars(module)
+    is_known = type(module).__module__.startswith(_KNOWN) and "forward" not in own
+    has_more = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_modules"]
+    if not is_known or has_more or own.get("_compiled_call_impl") is not None:
+        return None
+    tensors = [item for item in (*own["_parameters"].values(), *own["_buffers"].values()) if item is not None]
+    numbers = tuple(value for value in own.values() if type(value) in _NUMBERS)
+    return id(module), *((item.data_ptr(), item.shape, item.dtype) for item in tensors), *numbers
