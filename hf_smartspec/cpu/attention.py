@@ -3,7 +3,6 @@ Attention of a few tokens on a CPU. torch's attention computes matrix products f
 pay for few queries.
 """
 
-import ctypes
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -12,17 +11,13 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from .few_tokens import has_kernels
-from .kernels.attend import ATTEND_FIELDS, MOST_TOKENS, attend_bfloat16, attend_float32, scratch_size
+from .kernels.attend import MOST_TOKENS, scratch_size
+from .kernels.program import ATTEND
+from .program import DTYPES, run_operator
 from .tensor_checks import is_plain
-from .threads import run
 
-_CODE = {torch.float32: attend_float32, torch.bfloat16: attend_bfloat16}
 MOST_WIDTH = 64  # tokens of a row; for more, torch's products pay
 _SMALL = 2**15  # numbers of keys that one thread has read before a second one has begun
-
-
-class _Arguments(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_double if name == "scale" else ctypes.c_int64) for name in ATTEND_FIELDS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,17 +99,24 @@ def few_token_attention(
     heads, size = queries.shape[1:]
     kv_heads, outputs, num_runs = keys.shape[1], torch.empty_like(queries), len(lines.runs) - 1
     num_threads = 1 if lines.num_seen * kv_heads * size <= _SMALL else torch.get_num_threads()
-    parts = min(-(-2 * num_threads // num_runs), kv_heads) if num_threads > 1 else 1
-    own = lines.most_tokens * scratch_size(-(-kv_heads // parts) * (heads // kv_heads), size, lines.most_lines)
+    parts, own = division(lines, heads, kv_heads, size, num_threads)
     scratch = queries.new_empty(num_threads * own, dtype=torch.float32)
     runs, firsts, counts, nodes, bits = lines.addresses
-    arguments = _Arguments(
-        0, 0, num_runs, runs, parts, kv_heads, heads // kv_heads, size, firsts, counts, nodes, bits,
-        queries.data_ptr(), keys.data_ptr(), values.data_ptr(), outputs.data_ptr(),
+    run_operator(
+        queries.dtype, ATTEND, num_threads, num_runs, runs, parts, kv_heads, heads // kv_heads, size, firsts, counts,
+        nodes, bits, queries.data_ptr(), keys.data_ptr(), values.data_ptr(), outputs.data_ptr(),
         0 if lses is None else lses.data_ptr(), scratch.data_ptr(), own, size**-0.5 if scale is None else scale,
     )  # fmt: skip
-    run(_CODE[queries.dtype].address, ctypes.addressof(arguments), num_threads)
     return outputs
+
+
+def division(lines: SeenLines, heads: int, kv_heads: int, size: int, num_threads: int) -> tuple[int, int]:
+    """
+    Return the parts into which the key/value heads of a run are divided, and the float32 numbers of scratch memory that
+    a thread needs.
+    """
+    parts = min(-(-2 * num_threads // (len(lines.runs) - 1)), kv_heads) if num_threads > 1 else 1
+    return parts, lines.most_tokens * scratch_size(-(-kv_heads // parts) * (heads // kv_heads), size, lines.most_lines)
 
 
 def runs_of(rows: np.ndarray) -> np.ndarray:
@@ -135,7 +137,7 @@ def runs_of(rows: np.ndarray) -> np.ndarray:
 @cache
 def has_attention(dtype: torch.dtype) -> bool:
     """Return whether there is compiled code for this CPU, and its results are right."""
-    if dtype not in _CODE or not has_kernels(dtype):  # the latter logs why
+    if dtype not in DTYPES or not has_kernels(dtype):  # the latter logs why
         return False
     try:
         generator = torch.Generator().manual_seed(0)

@@ -3,7 +3,6 @@ The linear layer of a few tokens on a CPU, in the time of reading the weight. to
 four tokens on; in bfloat16 on CPUs without AVX-512, and in float32 on AMD's, they do so for any number.
 """
 
-import ctypes
 from functools import cache
 
 import torch
@@ -11,35 +10,24 @@ from torch.nn.functional import linear
 
 from ..jit.writing import cpu_features, cpu_name
 from ..log import get_logger
-from .kernels.multiply import (
-    FIELDS,
-    NARROW_TOKENS,
-    multiply_bfloat16,
-    multiply_float32,
-    multiply_widened,
-    tokens_at_once,
-    wide_size,
-)
+from .kernels.multiply import NARROW_TOKENS, tokens_at_once, wide_size
+from .kernels.program import MULTIPLY
 from .kernels.tiles import has_pairs, num_lanes
+from .program import DTYPES, run_operator
 from .tensor_checks import is_plain, is_vector
-from .threads import has_threads, run, share_of
+from .threads import has_threads, share_of
 
 logger = get_logger(__name__)
 
-_CODE = {torch.float32: multiply_float32, torch.bfloat16: multiply_bfloat16}
 _SMALL = 2**17  # products that one thread has computed before a second one has begun
-_ROWS = 12  # a multiple of the rows of tiles
+ROWS = 12  # a multiple of the rows of tiles
 _FEW_WIDENED, _FEW, _SOME, _MANY, _ANY = 6, 12, 48, 256, 2**16  # tokens
-
-
-class _Arguments(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_int64) for name in FIELDS)
 
 
 @cache
 def has_kernels(dtype: torch.dtype) -> bool:
     """Return whether there is compiled code for this CPU, torch's threads can run it, and its results are right."""
-    if dtype not in _CODE or not num_lanes() or not has_threads():
+    if dtype not in DTYPES or not num_lanes() or not has_threads():
         return False
     try:
         generator, shapes = torch.Generator().manual_seed(0), ((5, 32), (7, 32), (7,))
@@ -98,15 +86,18 @@ def few_token_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
     num_outputs = weight.shape[0]
     outputs = x.new_empty(num_tokens, num_outputs)
     num_threads = 1 if num_tokens * num_inputs * num_outputs <= _SMALL else torch.get_num_threads()
-    at_once, code, size, wide = tokens_at_once(num_tokens, num_inputs), _CODE[x.dtype], 0, None
-    if num_tokens > NARROW_TOKENS and num_lanes() == 8 and x.dtype is torch.bfloat16:
-        code = multiply_widened
+    at_once, size, wide = tokens_at_once(num_tokens, num_inputs), 0, None
+    if widens(x.dtype, num_tokens):
         size = wide_size(at_once, num_inputs)
         wide = x.new_empty(num_threads * size, dtype=torch.float32)
-    arguments = _Arguments(
-        0, 0, num_tokens, num_inputs, num_outputs, share_of(num_outputs, num_inputs, _ROWS), at_once,
-        weight.data_ptr(), x.data_ptr(), 0 if bias is None else bias.data_ptr(), outputs.data_ptr(),
+    run_operator(
+        x.dtype, MULTIPLY, num_threads, num_tokens, num_inputs, num_outputs, share_of(num_outputs, num_inputs, ROWS),
+        at_once, weight.data_ptr(), x.data_ptr(), 0 if bias is None else bias.data_ptr(), outputs.data_ptr(),
         0 if wide is None else wide.data_ptr(), size,
     )  # fmt: skip
-    run(code.address, ctypes.addressof(arguments), num_threads)
     return outputs
+
+
+def widens(dtype: torch.dtype, num_tokens: int) -> bool:
+    """Return whether products of so many tokens widen numbers once, for all tiles."""
+    return num_tokens > NARROW_TOKENS and num_lanes() == 8 and dtype is torch.bfloat16

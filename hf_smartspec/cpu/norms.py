@@ -1,20 +1,13 @@
 """RMS norms of a few tokens on a CPU, in one call where torch makes ten."""
 
-import ctypes
 from functools import cache
-from typing import Any
 
 import torch
 
 from .few_tokens import has_kernels, most_tokens
-from .kernels.norms import NORM_FIELDS, norm_bfloat16, norm_float32
+from .kernels.program import NORM
+from .program import DTYPES, run_operator
 from .tensor_checks import is_plain, is_vector
-
-_CODE = {torch.float32: norm_float32, torch.bfloat16: norm_bfloat16}
-
-
-class _Arguments(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_double if name == "eps" else ctypes.c_int64) for name in NORM_FIELDS)
 
 
 def can_norm(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -40,17 +33,15 @@ def few_token_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, is_shi
     """
     x, size = x.contiguous(), x.shape[-1]
     outputs = x.new_empty(x.shape)
-    arguments = _Arguments(
-        x.numel() // size, size, is_shifted, x.data_ptr(), weight.data_ptr(), outputs.data_ptr(), eps
-    )
-    _function(x.dtype)(ctypes.addressof(arguments))
+    addresses = x.data_ptr(), weight.data_ptr(), outputs.data_ptr()
+    run_operator(x.dtype, NORM, 1, x.numel() // size, 1, size, size, size, is_shifted, *addresses, 0, 0, eps, 1.0)
     return outputs
 
 
 @cache
 def has_norms(dtype: torch.dtype) -> bool:
     """Return whether there is compiled code for this CPU, and its results are right."""
-    if dtype not in _CODE or not has_kernels(dtype):  # the latter logs why
+    if dtype not in DTYPES or not has_kernels(dtype):  # the latter logs why
         return False
     try:
         generator = torch.Generator().manual_seed(0)
@@ -61,8 +52,3 @@ def has_norms(dtype: torch.dtype) -> bool:
         return all(torch.allclose(*pair, rtol=2e-2, atol=1e-5) for pair in zip(found, expected))
     except Exception:  # compilers raise errors of many types
         return False
-
-
-@cache
-def _function(dtype: torch.dtype) -> Any:
-    return ctypes.CFUNCTYPE(None, ctypes.c_int64)(_CODE[dtype].address)

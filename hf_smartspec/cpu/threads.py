@@ -38,6 +38,18 @@ def _share_of(num_outputs: int, num_inputs: int, multiple: int, num_threads: int
 
 
 @cache
+def barrier() -> int:
+    """Return the address of the function by which threads that `run` started wait for one another."""
+    return ctypes.cast(_library().GOMP_barrier, ctypes.c_void_p).value or 0
+
+
+@cache
+def _library() -> Any:
+    """Return the library that torch is linked with."""
+    return ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))
+
+
+@cache
 def _parallel() -> Any:
     """
     Return `GOMP_parallel(function, argument, num_threads, flags)` of the library that torch is linked with, or None.
@@ -45,8 +57,7 @@ def _parallel() -> Any:
     if not torch.backends.openmp.is_available():
         return None
     try:
-        library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))
-        function = library.GOMP_parallel
+        function = _library().GOMP_parallel
     except (OSError, AttributeError):  # another system, or another compiler
         return None
     function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None

@@ -10,7 +10,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic
 
-from .writing import bfloat16_of, float32_of, power_of_two_of, written
+from .writing import bfloat16_of, float32_of, fused_of, power_of_two_of, written
 from .writing import prefetch as write_prefetch
 
 
@@ -32,6 +32,7 @@ widened = written(types.float32, types.uint16)(float32_of)
 narrowed = written(types.uint16, types.float32)(bfloat16_of)
 
 power_of_two = written(types.float32, types.int32)(power_of_two_of)
+fused = written(types.float32, *[types.float32] * 3)(fused_of)
 
 
 @intrinsic
@@ -42,6 +43,50 @@ def ahead(typing_context, pointer, distance):
         return builder.gep(args[0], [args[1]])
 
     return pointer(pointer, types.int64), generate
+
+
+@intrinsic
+def like(typing_context, pointer, address):
+    """Return the pointer to `address` of the type that `pointer` has."""
+
+    def generate(context, builder, signature, args):
+        return builder.inttoptr(args[1], context.get_value_type(signature.return_type))
+
+    return pointer(pointer, types.int64), generate
+
+
+@intrinsic
+def get(typing_context, pointer, index):
+    """Return entry `index`, a float32 or the bits of a bfloat16, as a float32."""
+
+    def generate(context, builder, signature, args):
+        value = builder.load(builder.gep(args[0], [args[1]]))
+        return float32_of(builder, value) if signature.args[0].dtype == types.uint16 else value
+
+    return types.float32(pointer, types.int64), generate
+
+
+@intrinsic
+def rounded(typing_context, pointer, number):
+    """Return a float32, rounded to the nearest bfloat16 where the entries of `pointer` are of that type."""
+
+    def generate(context, builder, signature, args):
+        is_half = signature.args[0].dtype == types.uint16
+        return float32_of(builder, bfloat16_of(builder, args[1])) if is_half else args[1]
+
+    return types.float32(pointer, types.float32), generate
+
+
+@intrinsic
+def call_at(typing_context, address):
+    """Call the function at `address`, which takes and returns nothing."""
+
+    def generate(context, builder, signature, args):
+        function = builder.inttoptr(args[0], ir.FunctionType(ir.VoidType(), []).as_pointer())
+        builder.call(function, [])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
 
 
 @intrinsic

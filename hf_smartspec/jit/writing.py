@@ -107,3 +107,8 @@ def bfloat16_of(builder: ir.IRBuilder, number: ir.Value) -> ir.Value:
 def power_of_two_of(builder: ir.IRBuilder, power: ir.Value) -> ir.Value:
     """Return 2 ** `power` as a float32, for powers from -126 to 127."""
     return builder.bitcast(builder.shl(builder.add(power, I32(127)), I32(23)), FLOAT)
+
+
+def fused_of(builder: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
+    """Return `x * y + z` of float32, rounded once."""
+    return call(builder, "llvm.fma.f32", FLOAT, x, y, z)

@@ -186,7 +186,7 @@ def a_little_wrong(queries, *_):
     return 1.001 * numbers(*queries.shape)
 
 
-@pytest.mark.parametrize(("name", "replacement"), [("run", fail), ("few_token_attention", a_little_wrong)])
+@pytest.mark.parametrize(("name", "replacement"), [("run_operator", fail), ("few_token_attention", a_little_wrong)])
 def test_where_there_is_no_right_code_torch_serves(monkeypatch, name, replacement):
     has_attention.cache_clear()
     try:

@@ -201,8 +201,8 @@ def test_traced_products_are_torchs():
 
 
 def test_decoding_multiplies_with_compiled_code(monkeypatch):
-    calls, run = [], few_tokens.run
-    monkeypatch.setattr(few_tokens, "run", lambda *arguments: (calls.append(arguments), run(*arguments)))
+    calls, run = [], few_tokens.run_operator
+    monkeypatch.setattr(few_tokens, "run_operator", lambda *arguments: (calls.append(arguments), run(*arguments)))
     model, ids = new_model("llama"), torch.arange(3, 12)[None]
     arguments = {"max_new_tokens": 12, "do_sample": False}
     with hf_smartspec.enabled(model):
@@ -216,7 +216,7 @@ def test_decoding_multiplies_with_compiled_code(monkeypatch):
     [
         ("has_threads", lambda: False),
         ("num_lanes", lambda: 0),
-        ("run", fail),
+        ("run_operator", fail),
         ("few_token_linear", lambda x, weight, bias: torch.zeros(len(x), len(weight))),
     ],
 )

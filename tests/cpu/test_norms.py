@@ -80,8 +80,8 @@ def test_anything_else_is_torchs(change):
 
 
 def test_decoding_norms_with_compiled_code(monkeypatch):
-    calls, function = [], norms._function
-    monkeypatch.setattr(norms, "_function", lambda dtype: (calls.append(dtype), function(dtype))[1])
+    calls, run = [], norms.run_operator
+    monkeypatch.setattr(norms, "run_operator", lambda *arguments: (calls.append(arguments), run(*arguments)))
     model, ids = new_model("llama"), torch.arange(3, 12)[None]
     arguments = {"max_new_tokens": 12, "do_sample": False}
     with hf_smartspec.enabled(model):
@@ -105,7 +105,7 @@ def fail(*_):
     ("name", "replacement"),
     [
         ("has_kernels", lambda dtype: False),
-        ("_function", fail),
+        ("run_operator", fail),
         ("few_token_rms_norm", lambda x, weight, eps, is_shifted: torch.zeros_like(x)),
     ],
 )

@@ -4,8 +4,8 @@ from math import log
 
 import numpy as np
 
-from ...jit import callback, inner
-from ...jit.pointers import ahead, bfloat16_at, float32_at, float64_at, int64_at, power_of_two, put, take
+from ...jit import inner
+from ...jit.pointers import ahead, float32_at, int64_at, like, power_of_two, put, take
 from .multiply import largest_tile
 from .tiles import MOST_SUMS, add_weighted, tile
 
@@ -46,25 +46,19 @@ def scratch_size(heads: int, size: int, most_lines: int) -> int:
     return heads * (size + most_lines)
 
 
-@callback
-def attend_float32(address):
-    """Take the next run, or part of one, until no runs are left."""
-    a = int64_at(address)
-    keys, values = float32_at(a[_KEYS]), float32_at(a[_VALUES])
-    _attend_all(a, float32_at(a[_QUERIES]), keys, values, float32_at(a[_OUTPUTS]), float64_at(address)[_SCALE])
-
-
-@callback
-def attend_bfloat16(address):
-    """Do the same for numbers in bfloat16."""
-    a = int64_at(address)
-    keys, values = bfloat16_at(a[_KEYS]), bfloat16_at(a[_VALUES])
-    _attend_all(a, bfloat16_at(a[_QUERIES]), keys, values, bfloat16_at(a[_OUTPUTS]), float64_at(address)[_SCALE])
-
-
 @inner
-def _attend_all(a, queries, keys, values, outputs, scale):
-    scratch, scale, runs = _scratch(a), np.float32(scale), int64_at(a[_RUNS])
+def attend(a, numbers, kind):
+    """
+    Take the next run, or part of one, until no runs are left. Queries, keys, values and outputs are of the type that
+    `kind` points to; `numbers` are the fields as float64.
+    """
+    queries, keys, values = like(kind, a[_QUERIES]), like(kind, a[_KEYS]), like(kind, a[_VALUES])
+    outputs, scratch, scale, runs = (
+        like(kind, a[_OUTPUTS]),
+        _scratch(a),
+        np.float32(numbers[_SCALE]),
+        int64_at(a[_RUNS]),
+    )
     number = take(ahead(a, _NEXT))
     while number < a[_NUM_RUNS] * a[_PARTS]:
         run, begin, end = _share(a, number)

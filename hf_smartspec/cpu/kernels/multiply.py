@@ -1,7 +1,7 @@
 """Products of a few tokens with a weight."""
 
-from ...jit import callback, inner
-from ...jit.pointers import ahead, bfloat16_at, float32_at, int64_at, prefetch, take, widened
+from ...jit import inner
+from ...jit.pointers import ahead, like, prefetch, take, widened
 from .tiles import lanes, tile
 
 # Compiled code is called with the address of these numbers, int64 each.
@@ -9,7 +9,7 @@ from .tiles import lanes, tile
 # weight, tokens, bias (or 0), outputs: addresses of numbers of one kind.
 # at_once: tokens that are multiplied by some rows before the next rows are read.
 # threads: incremented by each thread; wide: 0, or the address of `wide_size` float32 for each thread.
-FIELDS = tuple(
+MULTIPLY_FIELDS = tuple(
     "next threads num_tokens num_inputs num_outputs share at_once weight tokens bias outputs wide wide_size".split()
 )
 NEXT, THREADS, NUM_TOKENS, NUM_INPUTS, NUM_OUTPUTS, SHARE, AT_ONCE, WEIGHT, TOKENS, BIAS, OUTPUTS, WIDE, WIDE_SIZE = (
@@ -33,28 +33,22 @@ def wide_size(at_once: int, num_inputs: int) -> int:
     return (at_once + _NARROW_ROWS) * num_inputs
 
 
-@callback
-def multiply_float32(address):
-    """Take the next share of the weight's rows, until no rows are left."""
-    a = int64_at(address)
-    _multiply(a, float32_at(a[WEIGHT]), float32_at(a[TOKENS]), float32_at(a[BIAS]), float32_at(a[OUTPUTS]), None)
-
-
-@callback
-def multiply_bfloat16(address):
-    """Do the same for numbers in bfloat16."""
-    a = int64_at(address)
-    _multiply(a, bfloat16_at(a[WEIGHT]), bfloat16_at(a[TOKENS]), bfloat16_at(a[BIAS]), bfloat16_at(a[OUTPUTS]), None)
-
-
-@callback
-def multiply_widened(address):
-    """Do the same for more tokens than a tile has: numbers are widened to float32 once, not in each tile."""
-    a = int64_at(address)
-    weight, tokens = bfloat16_at(a[WEIGHT]), bfloat16_at(a[TOKENS])
-    bias, outputs = bfloat16_at(a[BIAS]), bfloat16_at(a[OUTPUTS])
-    wide = ahead(float32_at(a[WIDE]), take(ahead(a, THREADS)) * a[WIDE_SIZE])
-    _multiply(a, weight, tokens, bias, outputs, wide)
+@inner
+def multiply(a, kind, wide_kind):
+    """
+    Take the next share of the weight's rows, until no rows are left. Numbers are of the type that `kind` points to.
+    Where `a[WIDE]` is set, they are widened to float32 once, not in each tile.
+    """
+    weight, tokens = like(kind, a[WEIGHT]), like(kind, a[TOKENS])
+    bias, outputs = like(kind, a[BIAS]), like(kind, a[OUTPUTS])
+    if wide_kind is not None:
+        if a[WIDE]:
+            wide = ahead(like(wide_kind, a[WIDE]), take(ahead(a, THREADS)) * a[WIDE_SIZE])
+            _multiply(a, weight, tokens, bias, outputs, wide)
+        else:
+            _multiply(a, weight, tokens, bias, outputs, None)
+    else:
+        _multiply(a, weight, tokens, bias, outputs, None)
 
 
 @inner

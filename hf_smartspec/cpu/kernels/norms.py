@@ -1,49 +1,82 @@
-"""RMS norms of a few tokens."""
+"""RMS norms of tokens, and the residual sums before them."""
 
 from math import sqrt
 
 import numpy as np
 
-from ...jit import callback, inner
-from ...jit.pointers import ahead, bfloat16_at, float32_at, float64_at, int64_at, narrowed, widened
+from ...jit import inner
+from ...jit.pointers import ahead, get, int64_at, like, put, rounded, take
 from .tiles import sum_of_squares
 
-# Compiled code is called with the address of these numbers, int64 each but for `eps`, which is float64.
-# size: numbers of a token; is_shifted: one is added to weights; x, weight, outputs: addresses of numbers of one kind.
-NORM_FIELDS = tuple("num_tokens size is_shifted x weight outputs eps".split())
-_NUM_TOKENS, _SIZE, _IS_SHIFTED, _X, _WEIGHT, _OUTPUTS, _EPS = range(7)
+# Compiled code is called with the address of these numbers, int64 each but for `eps` and `factor`, which are float64.
+# next: incremented by the thread that takes the next token.
+# vectors: number of vectors of a token that are normalized, each of `size` numbers, one after the other.
+# in_stride, out_stride: numbers from one token to the next.
+# lines: 0, or the address of int64 `[num_tokens]`: the line of each token in `x` and `added`.
+# x, weight, outputs: addresses of numbers of one kind. is_shifted: one is added to weights.
+# added: 0, or the address of numbers laid out as `x`: `x` becomes `x + factor * added` before it is normalized.
+NORM_FIELDS = tuple(
+    "next threads num_tokens vectors size in_stride out_stride is_shifted x weight outputs added lines eps "
+    "factor".split()
+)
+(
+    _NEXT, _THREADS, _NUM_TOKENS, _VECTORS, _SIZE, _IN_STRIDE, _OUT_STRIDE, _IS_SHIFTED, _X, _WEIGHT, _OUTPUTS, _ADDED,
+    _LINES, _EPS, _FACTOR,
+) = range(15)  # fmt: skip
+# x, added, outputs: addresses of `[num_tokens, size]`; outputs become `x + factor * added`, or `x` where `added` is 0.
+ADD_FIELDS = tuple("next threads num_tokens size x added outputs factor".split())
+_ADD_SIZE, _ADD_X, _ADD_ADDED, _ADD_OUTPUTS, _ADD_FACTOR = range(3, 8)
 _ONE = np.float32(1)
 
 
-@callback
-def norm_float32(address):
-    a = int64_at(address)
-    size, weight = a[_SIZE], float32_at(a[_WEIGHT])
-    more = _ONE if a[_IS_SHIFTED] else np.float32(0)
-    for token in range(a[_NUM_TOKENS]):
-        x, outputs = ahead(float32_at(a[_X]), token * size), ahead(float32_at(a[_OUTPUTS]), token * size)
-        scale = _scale(x, size, float64_at(address)[_EPS])
-        for index in range(size):
-            outputs[index] = x[index] * scale * (weight[index] + more)
-
-
-@callback
-def norm_bfloat16(address):
-    """Round where models do: after the normalization, too, unless weights are shifted."""
-    a = int64_at(address)
-    size, weight = a[_SIZE], bfloat16_at(a[_WEIGHT])
-    for token in range(a[_NUM_TOKENS]):
-        x, outputs = ahead(bfloat16_at(a[_X]), token * size), ahead(bfloat16_at(a[_OUTPUTS]), token * size)
-        scale = _scale(x, size, float64_at(address)[_EPS])
-        if a[_IS_SHIFTED]:
-            for index in range(size):
-                outputs[index] = narrowed(widened(x[index]) * scale * (widened(weight[index]) + _ONE))
-        else:
-            for index in range(size):
-                number = widened(narrowed(widened(x[index]) * scale))
-                outputs[index] = narrowed(number * widened(weight[index]))
+@inner
+def norm(a, numbers, kind):
+    """Normalize the next token, until no tokens are left. `numbers` are the fields as float64."""
+    size, weight, lines = a[_SIZE], like(kind, a[_WEIGHT]), int64_at(a[_LINES])
+    token = take(ahead(a, _NEXT))
+    while token < a[_NUM_TOKENS]:
+        line = lines[token] if a[_LINES] else token
+        x = ahead(like(kind, a[_X]), line * a[_IN_STRIDE])
+        outputs = ahead(like(kind, a[_OUTPUTS]), token * a[_OUT_STRIDE])
+        if a[_ADDED]:
+            _add(x, ahead(like(kind, a[_ADDED]), line * a[_IN_STRIDE]), x, size, np.float32(numbers[_FACTOR]))
+        for vector in range(a[_VECTORS]):
+            begin = vector * size
+            _norm(ahead(x, begin), weight, ahead(outputs, begin), size, a[_IS_SHIFTED], numbers[_EPS])
+        token = take(ahead(a, _NEXT))
 
 
 @inner
-def _scale(x, size, eps):
-    return _ONE / np.float32(sqrt(np.float32(sum_of_squares(x, size) / np.float32(size) + np.float32(eps))))
+def _norm(x, weight, outputs, size, is_shifted, eps):
+    """Round where models do: after the normalization, too, unless weights are shifted."""
+    square = np.float32(sum_of_squares(x, size) / np.float32(size) + np.float32(eps))
+    scale = _ONE / np.float32(sqrt(square))
+    if is_shifted:
+        for index in range(size):
+            put(outputs, index, get(x, index) * scale * (get(weight, index) + _ONE))
+    else:
+        for index in range(size):
+            put(outputs, index, rounded(outputs, get(x, index) * scale) * get(weight, index))
+
+
+@inner
+def add(a, numbers, kind):
+    """Add up, or copy, the numbers of the next token, until no tokens are left."""
+    size, factor = a[_ADD_SIZE], np.float32(numbers[_ADD_FACTOR])
+    token = take(ahead(a, _NEXT))
+    while token < a[_NUM_TOKENS]:
+        begin = token * size
+        x, outputs = ahead(like(kind, a[_ADD_X]), begin), ahead(like(kind, a[_ADD_OUTPUTS]), begin)
+        if a[_ADD_ADDED]:
+            _add(x, ahead(like(kind, a[_ADD_ADDED]), begin), outputs, size, factor)
+        else:
+            for index in range(size):
+                put(outputs, index, get(x, index))
+        token = take(ahead(a, _NEXT))
+
+
+@inner
+def _add(x, added, outputs, size, factor):
+    """Round where torch does: each product, and each sum."""
+    for index in range(size):
+        put(outputs, index, get(x, index) + rounded(x, get(added, index) * factor))

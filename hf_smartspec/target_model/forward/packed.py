@@ -131,7 +131,7 @@ class PackedForward(RaggedForward):
         if self.recordings is not None:
             return self.recordings(decoder, layout, self.cache, self.taps.layers, keep)
         with self._lengths_step(planned):
-            return decoder(layout, self.cache, keep)
+            return decoder(layout, self.cache, keep, self.taps.layers)
 
     def _lengths_step(self, planned: PlannedForward) -> AbstractContextManager[None]:
         return nullcontext() if planned.seen_lengths is None else self.rotary.step(planned.seen_lengths)

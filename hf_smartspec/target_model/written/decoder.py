@@ -1,16 +1,19 @@
 """The forward of a planned decoder: few calls, no modules in between, on packed tokens."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
 
+from ...log import get_logger
 from ..attention.tree_attention import packed_attention
 from ..cache.slot_cache import SlotCache, SlotLayer
 from ..layout.step_layout import StepLayout
+from .compiled import CompiledDecoder, Tables, can_compile
 from .plan import DecoderPlan, LayerPlan
 
-Tables = tuple[torch.Tensor, torch.Tensor]
+logger = get_logger(__name__)
 
 
 class WrittenDecoder:
@@ -24,12 +27,19 @@ class WrittenDecoder:
 
     def __init__(self, plan: DecoderPlan):
         self.plan = plan
+        self._is_tried = False  # whether the compiled program was found to agree
+
+    @cached_property
+    def _compiled(self) -> CompiledDecoder | None:
+        """One program for all layers, where there is compiled code for them."""
+        return CompiledDecoder(self.plan) if can_compile(self.plan) else None
 
     def __call__(
         self,
         layout: StepLayout,
         cache: SlotCache,
         keep: Callable[[int, torch.Tensor], None] | None = None,
+        layers: Collection[int] | None = None,
     ) -> torch.Tensor:
         """
         Run the decoder.
@@ -39,20 +49,54 @@ class WrittenDecoder:
             cache (`SlotCache`): Where their keys and values are stored.
             keep (`Callable`, *optional*): Called with the hidden states `[N, hidden_size]` before every layer, after
                 the last, and, as layer -1, after the final norm.
+            layers (collection of `int`, *optional*): The layers that `keep` is called with, at least; all if not given.
 
         Returns:
             `torch.Tensor` of shape `[M, vocab_size]`, in the model's dtype.
         """
         # Not in inference mode if modules are called: they may keep what they compute, and be trained later.
         with torch.no_grad() if self.plan.calls_modules else torch.inference_mode():
-            return self._run(layout, cache, keep)
+            x = self.embed(layout.tokens)
+            tables = self.tables(x, layout.positions)
+            compiled = self._compiled
+            if compiled is None or (keep is not None and layers is None) or not compiled.serves(layout):
+                return self._run(x, layout, cache, tables, keep)
+            if self._is_tried:
+                return self._scaled(compiled.run(x, layout, cache, tables, frozenset(layers or ()), keep))
+            expected = self._run(x, layout, cache, tables, keep)
+            self._try(compiled, expected, x, layout, cache, tables)
+            return expected
+
+    def _try(
+        self,
+        compiled: CompiledDecoder,
+        expected: torch.Tensor,
+        x: torch.Tensor,
+        layout: StepLayout,
+        cache: SlotCache,
+        tables: Mapping[str | None, Tables],
+    ) -> None:
+        """Compare the program with a forward that ran layer by layer, of which it should repeat every bit."""
+        try:
+            found = self._scaled(compiled.run(x, layout, cache, tables))
+            self._is_tried = torch.equal(found, expected)
+            reason = "its results differ"
+        except Exception as error:  # compilers raise errors of many types
+            reason = repr(error)
+        if not self._is_tried:
+            self.__dict__["_compiled"] = None
+            logger.warning_once(f"Forwards run layer by layer: the compiled program cannot be used ({reason}).")
 
     def _run(
-        self, layout: StepLayout, cache: SlotCache, keep: Callable[[int, torch.Tensor], None] | None
+        self,
+        x: torch.Tensor,
+        layout: StepLayout,
+        cache: SlotCache,
+        tables: Mapping[str | None, Tables],
+        keep: Callable[[int, torch.Tensor], None] | None,
     ) -> torch.Tensor:
+        """Run layer by layer."""
         plan, lines = self.plan, layout.kept
-        x = self.embed(layout.tokens)
-        tables = self.tables(x, layout.positions)
         for index, layer in enumerate(plan.layers):
             if keep is not None:
                 keep(index, x)
@@ -87,8 +131,10 @@ class WrittenDecoder:
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Compute logits `[M, vocab_size]` from hidden states `[M, hidden_size]` after the final norm."""
+        return self._scaled(self.plan.head(x))
+
+    def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
         plan = self.plan
-        logits = plan.head(x)
         if plan.logits_divisor != 1.0:
             logits = logits / plan.logits_divisor
         if plan.logits_multiplier != 1.0:

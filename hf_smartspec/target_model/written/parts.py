@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import layer_norm, linear, silu
+from torch.nn.functional import gelu, layer_norm, linear, silu
 
 from ...cpu.few_tokens import can_multiply, few_token_linear
+from ...cpu.gates import can_gate, gated
+from ...cpu.kernels.gates import GELU_TANH, SILU
 from ...cpu.norms import can_norm, few_token_rms_norm
 from ...cpu.quantized import Int8Linear
 from ...cpu.quantized.product import int8_linear
@@ -68,8 +70,12 @@ class RMSNorm(_Weighted):
         self.eps, self.is_shifted = eps, is_shifted
         self.shape = tuple(module.weight.shape)  # type: ignore[arg-type]
 
+    def weight(self) -> torch.Tensor:
+        found: torch.Tensor = self._parameters()["weight"]
+        return found
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        weight = self._parameters()["weight"]
+        weight = self.weight()
         if can_norm(x, weight):
             return few_token_rms_norm(x, weight, self.eps, self.is_shifted)
         return self.by_torch(x, weight)
@@ -157,6 +163,14 @@ class Fused:
         if self._is_one:
             return self._product(x, self._modules[0], len(self._modules) > 1)
         return torch.cat([self._product(x, module, False) for module in self._modules], dim=-1)
+
+    def whole(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Return the weight and bias of all layers together; None where they are not neighbours, or are int8."""
+        if not self._is_one or self._is_int8:
+            return None
+        parameters: dict[str, Any] = self._modules[0]()._parameters  # type: ignore[union-attr]
+        weight: torch.Tensor = parameters["weight"]
+        return weight.as_strided(self._shape, (self._shape[1], 1)), self._vector(parameters["bias"])
 
     def _product(self, x: torch.Tensor, module: Any, with_neighbours: bool) -> torch.Tensor:
         """Return one layer's product, or that of all layers, whose weights begin with this one's."""
@@ -265,11 +279,25 @@ def written_activation(module: nn.Module | Callable) -> Map:
     """Return an activation, which may write to its input."""
     if type(module).__name__ in ("SiLU", "SiLUActivation"):
         return _silu
+    if type(module).__name__ in ("PytorchGELUTanh", "GELUTanh"):
+        return _gelu_tanh
     return Called(module) if isinstance(module, nn.Module) else module
 
 
 def _silu(x: torch.Tensor) -> torch.Tensor:
     return silu(x, inplace=True)
+
+
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return gelu(x, approximate="tanh")
+
+
+def gate_of(activation: Map) -> int | None:
+    """Return the number by which compiled code knows an activation, if it does."""
+    return _GATES.get(activation)
+
+
+_GATES: dict[Map, int] = {_silu: SILU, _gelu_tanh: GELU_TANH}
 
 
 class MLP:
@@ -287,6 +315,9 @@ class MLP:
         hidden = self.inputs(x)
         if not self.is_gated:
             return self.output(self.activation(hidden))
+        activation = gate_of(self.activation)
+        if activation is not None and can_gate(hidden):
+            return self.output(gated(hidden, activation))
         gate, up = hidden.chunk(2, dim=-1)
         return self.output(self.activation(gate).mul_(up))
 

@@ -1,0 +1,95 @@
+"""Programs of compiled operators, which torch's threads run in one call."""
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from .kernels import program as codes
+from .kernels.attend import ATTEND_FIELDS
+from .kernels.gates import GATE_FIELDS
+from .kernels.multiply import MULTIPLY_FIELDS
+from .kernels.norms import ADD_FIELDS, NORM_FIELDS
+from .kernels.program import HEADER, SIZE, run_bfloat16, run_float32, run_widened
+from .kernels.rotate import ROTATE_FIELDS
+from .kernels.tiles import num_lanes
+from .threads import barrier, run
+
+_FIELDS = {
+    codes.MULTIPLY: MULTIPLY_FIELDS,
+    codes.NORM: NORM_FIELDS,
+    codes.ADD: ADD_FIELDS,
+    codes.GATE: GATE_FIELDS,
+    codes.ROTATE: ROTATE_FIELDS,
+    codes.ATTEND: ATTEND_FIELDS,
+}
+_FLOATS = ("eps", "factor", "scale")  # float64; all other fields are int64
+
+DTYPES = torch.float32, torch.bfloat16
+
+
+@cache
+def address_of(dtype: torch.dtype) -> int:
+    """Return the address of the code that runs programs of numbers in `dtype`; it is compiled at the first call."""
+    if dtype is torch.float32:
+        return run_float32.address
+    return (run_widened if num_lanes() == 8 else run_bfloat16).address
+
+
+@cache
+def operator(code: int) -> Any:
+    """Return the class of a program of one operator; its first two fields, counters, are 0 unless given."""
+    kinds = [(name, ctypes.c_double if name in _FLOATS else ctypes.c_int64) for name in _FIELDS[code]]
+    header = [(name, ctypes.c_int64) for name in ("num_operators", "barrier", "code")]
+    return type("Operator", (ctypes.Structure,), {"_fields_": header + kinds})
+
+
+def run_operator(dtype: torch.dtype, code: int, num_threads: int, *fields: float) -> None:
+    """Run one operator with its fields, counters aside."""
+    arguments = operator(code)(1, 0, code, 0, 0, *fields)
+    run(address_of(dtype), ctypes.addressof(arguments), num_threads)
+
+
+class Program:
+    """
+    Operators that are run one after the other, each by all threads.
+
+    Args:
+        dtype (`torch.dtype`): Dtype of all numbers, float32 or bfloat16.
+        operators (sequence of pairs): The code of each operator, and its fields by name; fields that are not given are
+            0 until they are set.
+    """
+
+    def __init__(self, dtype: torch.dtype, operators: Sequence[tuple[int, Mapping[str, float]]]):
+        self.dtype = dtype
+        self._tape = np.zeros(HEADER + len(operators) * SIZE, np.int64)
+        self._tape[0] = len(operators)
+        self._rows = self._tape[HEADER:].reshape(-1, SIZE)
+        self._numbers = self._rows.view(np.float64)
+        self._codes = [code for code, _ in operators]
+        for number, (code, fields) in enumerate(operators):
+            self._rows[number, 0] = code
+            for name, value in fields.items():
+                self.set(number, name, value)
+
+    def set(self, number: int, name: str, value: float) -> None:
+        """Set a field of operator `number`."""
+        rows = self._numbers if name in _FLOATS else self._rows
+        rows[number, 1 + _FIELDS[self._codes[number]].index(name)] = value
+
+    def column(self, code: int, name: str) -> int:
+        """Return the place of a field in `rows`, for operators of this code."""
+        return 1 + _FIELDS[code].index(name)
+
+    @property
+    def rows(self) -> np.ndarray:
+        """Codes and integer fields of all operators, `[operators, SIZE]` int64."""
+        return self._rows
+
+    def run(self, num_threads: int) -> None:
+        self._rows[:, 1:3] = 0  # counters
+        self._tape[1] = barrier() if num_threads > 1 else 0
+        run(address_of(self.dtype), self._tape.ctypes.data, num_threads)

@@ -1,0 +1,64 @@
+"""Gated activations: the numbers of torch, to the last bit where torch computes them in vectors."""
+
+import pytest
+import torch
+from torch.nn.functional import gelu, silu
+
+from hf_smartspec.cpu import gates
+from hf_smartspec.cpu.gates import can_gate, gated
+from hf_smartspec.cpu.kernels.gates import GELU_TANH, SILU
+
+pytestmark = pytest.mark.skipif(not gates.has_gates(torch.float32), reason="there is no compiled code for this CPU")
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def numbers(num_tokens: int, size: int, scale: float) -> torch.Tensor:
+    return torch.randn(num_tokens, 2 * size, generator=torch.Generator().manual_seed(size)) * scale
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [0.1, 3.0, 40.0])
+@pytest.mark.parametrize("size", [32, 544, 1536])
+def test_silu_is_torchs_bit_for_bit(size, scale, dtype):
+    hidden = numbers(7, size, scale).to(dtype)
+    gate, up = hidden.chunk(2, dim=1)
+    assert torch.equal(gated(hidden, SILU), silu(gate).mul_(up))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gelu_is_as_near_as_torchs(dtype):
+    hidden = numbers(7, 544, 3.0).to(dtype)
+    gate, up = hidden.chunk(2, dim=1)
+    exact = gelu(gate.double(), approximate="tanh") * up.double()
+    errors = [
+        (found.double() - exact).abs().max()
+        for found in (gated(hidden, GELU_TANH), gelu(gate, approximate="tanh") * up)
+    ]
+    assert errors[0] <= 2 * errors[1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_no_number_stays_so(dtype):
+    gate = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 200.0, -200.0, -90.0] * 4).to(dtype)
+    hidden = torch.cat([gate, torch.ones_like(gate)])[None]
+    assert torch.equal(gated(hidden, SILU)[0].view(torch.uint8), silu(gate).view(torch.uint8)) or torch.allclose(
+        gated(hidden, SILU)[0], silu(gate), equal_nan=True, rtol=0, atol=0
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda hidden: hidden.double(),
+        lambda hidden: hidden.half(),
+        lambda hidden: hidden[:, ::2],
+        lambda hidden: hidden.to("meta"),
+        lambda hidden: hidden.clone().requires_grad_(),
+    ],
+    ids="float64, float16, gaps, elsewhere, gradient".split(", "),
+)
+def test_anything_else_is_torchs(change):
+    hidden = numbers(3, 32, 1.0)
+    assert can_gate(hidden) and can_gate(hidden.bfloat16())
+    assert not can_gate(change(hidden))

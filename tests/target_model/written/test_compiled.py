@@ -1,0 +1,182 @@
+"""Decoders as one compiled program: the numbers of the decoder that runs layer by layer, to the last bit."""
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+import hf_smartspec
+from hf_smartspec.cpu.few_tokens import has_kernels, most_tokens
+from hf_smartspec.drafts.tree import DraftTree
+from hf_smartspec.target_model.layout.rows import RowInput
+from hf_smartspec.target_model.written import compiled as compiled_module
+from hf_smartspec.target_model.written import packed_forward, written_decoder
+
+from ...models import new_model
+from .test_written import logits_of
+
+pytestmark = pytest.mark.skipif(not has_kernels(torch.float32), reason="there is no compiled code for this CPU")
+
+# Biases, norms of heads, of all heads together, after attention and MLP, shifted; windows, tied heads, layers without
+# rotation, parts of heads rotated, scaled residuals.
+NAMES = "llama qwen2 qwen3 mistral gemma gemma3_text olmo2 smollm3 phi3 granite seed_oss".split()
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def model_of(name: str, dtype: torch.dtype = torch.float32, **options):
+    options = {"head_dim": 16} | options
+    if name == "phi3":
+        options = {"hidden_size": 64}
+    return new_model(name, **options).to(dtype)
+
+
+def by_layers(model):
+    """The same model, run layer by layer."""
+    forward = packed_forward(model)
+    written_decoder(model).__dict__["_compiled"] = None
+    return forward
+
+
+@pytest.fixture
+def programs(monkeypatch):
+    """Sizes of forwards that ran as programs."""
+    sizes, run = [], compiled_module.CompiledDecoder.run
+    monkeypatch.setattr(
+        compiled_module.CompiledDecoder, "run", lambda self, x, *rest: (sizes.append(len(x)), run(self, x, *rest))[1]
+    )
+    return sizes
+
+
+def tried(model):
+    """A forward of the model whose program has been compared with the layers."""
+    forward = packed_forward(model)
+    row = forward.add()
+    forward.forward([RowInput(row, np.arange(3, 5))])
+    forward.remove(row)
+    assert written_decoder(model)._is_tried
+    return forward
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_bit_is_that_of_the_layers(name, dtype, programs):
+    """Ragged rows, trees, chains, and an accepted path."""
+    model = model_of(name, dtype)
+    other = copy.deepcopy(model)
+    forward = tried(model)
+    programs.clear()
+    found = logits_of(forward)
+    has_windows = name in ("mistral", "gemma3_text")  # trees in windows are attended to by masks
+    assert len(programs) == (0 if has_windows else 2)
+    assert torch.equal(found, logits_of(by_layers(other)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_number_of_tokens(dtype, programs):
+    """Alone, few, more than a tile has, more than stay in the cache; prompts in pieces."""
+    model = model_of("llama", dtype)
+    forward, other = tried(model), by_layers(copy.deepcopy(model))
+    programs.clear()
+    for num in (1, 2, 5, 7, 8, 13, 40, 64):
+        rows = forward.add(), other.add()
+        found, expected = (
+            item.forward([RowInput(row, np.arange(3, 3 + num))])[0] for item, row in zip((forward, other), rows)
+        )
+        assert torch.equal(found, expected)
+    assert programs == [1, 2, 5, 7, 8, 13, 40, 64][: len(programs)] and len(programs) >= 4
+
+
+@pytest.mark.parametrize("layers", [{0}, {1, 2}, {-1}, {-1, 0, 2}])
+def test_hidden_states_are_those_of_the_layers(layers):
+    model = model_of("llama")
+    forward, other = tried(model), by_layers(copy.deepcopy(model))
+    found = []
+    for item in (forward, other):
+        row = item.add()
+        with item.taps.taking(layers) as fed:
+            logits, _ = item.forward([RowInput(row, np.arange(3, 12), DraftTree.chain(np.arange(4, 7)))])
+        found.append((logits, fed[row].pieces[0].states))
+    (logits, states), (expected_logits, expected) = found
+    assert torch.equal(logits, expected_logits) and states.keys() == expected.keys() == layers
+    assert all(torch.equal(states[layer], expected[layer]) for layer in layers)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_any_number_of_threads(number):
+    model = model_of("qwen3", torch.bfloat16)
+    expected, before = logits_of(by_layers(copy.deepcopy(model))), torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        assert torch.equal(logits_of(tried(model)), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3_text"])
+def test_chains_in_windows(name, programs):
+    model = model_of(name)
+    forward, other, found = tried(model), by_layers(copy.deepcopy(model)), []
+    programs.clear()
+    for item in (forward, other):
+        row = item.add()
+        logits = [item.forward([RowInput(row, np.arange(3, 23), DraftTree.chain([4, 8]))])[0]]
+        item.commit([row], [[0]])
+        found.append(torch.cat([*logits, item.forward([RowInput(row, np.arange(5, 6))])[0]]))
+    assert programs == [22, 1]
+    assert torch.equal(*found)
+
+
+def test_several_callers_at_the_same_time():
+    model = model_of("llama")
+    forwards = [tried(model) for _ in range(4)]
+    expected = logits_of(by_layers(copy.deepcopy(model)))
+    with ThreadPoolExecutor(4) as pool:
+        assert all(torch.equal(found, expected) for found in pool.map(logits_of, forwards))
+
+
+def test_weights_changed_in_place_are_read_anew():
+    model = model_of("llama")
+    forward = tried(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    assert torch.equal(logits_of(forward), logits_of(by_layers(copy.deepcopy(model))))
+
+
+def test_weights_that_move_are_found():
+    model = model_of("llama")
+    forward = tried(model)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.down_proj.weight.data = layer.mlp.down_proj.weight.data * 1.5
+    assert torch.equal(logits_of(forward), logits_of(by_layers(copy.deepcopy(model))))
+
+
+@pytest.mark.parametrize("name", ["gemma2", "nemotron", "qwen3_moe", "phi"])
+def test_other_decoders_run_layer_by_layer(name, programs):
+    """Soft caps, other activations, experts, other norms."""
+    logits_of(packed_forward(new_model(name)))
+    assert not programs
+
+
+def test_a_program_with_other_results_is_not_used(monkeypatch, caplog):
+    model = model_of("llama")
+    expected = logits_of(by_layers(copy.deepcopy(model)))
+    run = compiled_module.CompiledDecoder.run
+    monkeypatch.setattr(compiled_module.CompiledDecoder, "run", lambda *given: run(*given) * 1.0001)
+    forward = packed_forward(model)
+    assert torch.equal(logits_of(forward), expected) and written_decoder(model)._compiled is None
+    assert "layer by layer" in caplog.text
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("assistant", ["none", "auto"])
+def test_tokens_are_those_of_plain_decoding(assistant, batch, programs):
+    model, ids = model_of("llama"), torch.arange(3, 12).repeat(batch, 4)
+    arguments = {"max_new_tokens": 24, "do_sample": False}
+    with hf_smartspec.enabled(model):
+        found = model.generate(ids, **arguments, assistant=assistant)
+    assert programs and max(programs) <= most_tokens(torch.float32)
+    assert torch.equal(model.generate(ids, **arguments), found)
