@@ -43,7 +43,6 @@ def barrier() -> int:
     return ctypes.cast(_library().GOMP_barrier, ctypes.c_void_p).value or 0
 
 
-@cache
 def _library() -> Any:
     """Return the library that torch is linked with."""
     return ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))

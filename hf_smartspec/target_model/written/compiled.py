@@ -15,6 +15,7 @@ from ...cpu.kernels import program as codes
 from ...cpu.kernels.multiply import tokens_at_once, wide_size
 from ...cpu.norms import has_norms
 from ...cpu.program import DTYPES, Program
+from ...cpu.tensor_checks import is_plain
 from ...cpu.threads import share_of
 from ..attention.seen_lines import has_few_tokens, lines_of
 from ..cache.slot_cache import SlotCache
@@ -55,7 +56,8 @@ class CompiledDecoder:
     def serves(self, layout: StepLayout) -> bool:
         """Return whether compiled code computes this forward: few tokens, with attention over their own rows."""
         return (
-            layout.tokens.shape[1] <= most_tokens(self.dtype)
+            is_plain(layout.tokens)
+            and layout.tokens.shape[1] <= most_tokens(self.dtype)
             and not layout.shared
             and layout.encoded is None
             and all(has_few_tokens(part, window) for window in self._windows for part in layout.parts)
