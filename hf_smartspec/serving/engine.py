@@ -116,7 +116,7 @@ class Engine:
         self._memory = self._new_memory(max_batch_size, budget)
         scheduler = self._memory.scheduler
         scheduler.weights = dict(namespace_weights or {})
-        scheduler.lends = self._memory.shares_forward and self.model.device.type != "cpu"  # where rows cost little
+        scheduler.lends_rows = self._memory.shares_forward and self.model.device.type != "cpu"  # where rows cost little
         self._drafters = Drafters()
         self._assistant = resolve(self.config, self.model, self._drafters)
         self.results = Results()
@@ -211,7 +211,7 @@ class Engine:
             self._check_positions(ids.shape[1], of_decoder=False)
         self._memory.scheduler.check(self._memory.size_of(call))
         if request_id is None:
-            request_id = self._new_name()
+            request_id = self.new_name()
         output = EngineOutput(request_id, ids[0].tolist(), created_time=time.perf_counter())
         output.timestamps = [] if record_timestamps else None
         self._runner.submit(PendingRequest(call, output, streaming, recorder))
@@ -247,7 +247,8 @@ class Engine:
                 "lower `max_new_tokens`."
             )
 
-    def _new_name(self) -> str:
+    def new_name(self) -> str:
+        """Return a new name for a request."""
         with self._lock:
             while (name := f"req_{self._num_names}") in self.results:
                 self._num_names += 1
@@ -370,7 +371,7 @@ class Engine:
         names: list[str] = []
         try:
             for prompt in prompts:
-                names.append(self._new_name())  # first: an interrupt may come as soon as the request is queued
+                names.append(self.new_name())  # first: an interrupt may come as soon as the request is queued
                 self.add_request(prompt, request_id=names[-1], **kwargs)
             self.start()
             with tqdm(total=len(names), desc="generating", unit=" requests", disable=not progress_bar) as progress:

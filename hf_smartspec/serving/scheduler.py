@@ -110,8 +110,8 @@ class Scheduler(Generic[Item]):
        then still has at least the share that the other one will have.
     3. If that makes no room either, a namespace with nothing running gets it from namespaces that were served more by a
        `TURN`, so that more namespaces than rows take turns. Until then, these get no new row.
-    4. If every row makes steps longer (`lends=False`), a namespace has no more than its part of the rows as long as
-       there are other namespaces, even if these wait for nothing: more rows would slow their requests down.
+    4. If every row makes steps longer (`lends_rows=False`), a namespace has no more than its part of the rows as long
+       as there are other namespaces, even if these wait for nothing: more rows would slow their requests down.
 
     A request that gives way waits as the first of its namespace. With a single namespace, no request gives way.
 
@@ -121,11 +121,11 @@ class Scheduler(Generic[Item]):
 
     Attributes:
         weights (mapping of namespaces to `float`): Weights of namespaces; 1 for those that are not in it.
-        lends (`bool`): Whether rows that a namespace leaves unused go to others.
+        lends_rows (`bool`): Whether rows that a namespace leaves unused go to others.
     """
 
     weights: Mapping[Hashable, float] = MappingProxyType({})
-    lends = True
+    lends_rows = True
 
     def __init__(self, max_batch_size: int, max_tokens: int):
         self.max_batch_size, self.max_tokens = max_batch_size, max_tokens
@@ -214,8 +214,8 @@ class Scheduler(Generic[Item]):
         is_full = len(self.running) >= self.max_batch_size
         if is_full and (rules.suspend is None or len(self._namespaces) == 1):
             return None
-        parts, bound = self._parts(), math.inf
-        self._suspend(self._beyond(parts, rules), rules)
+        parts, bound = self._row_limits(), math.inf
+        self._suspend(self._over_limit(parts, rules), rules)
         order = self._in_order()
         if not order:
             return None
@@ -249,16 +249,16 @@ class Scheduler(Generic[Item]):
                 bound = min(bound, group.served + TURN)
         return None
 
-    def _parts(self) -> dict[_Namespace[Item], int]:
+    def _row_limits(self) -> dict[_Namespace[Item], int]:
         """Return the rows that each namespace may have, by the fourth rule; empty if there is only one namespace."""
-        if self.lends or len(self._namespaces) == 1:
+        if self.lends_rows or len(self._namespaces) == 1:
             return {}
         there = [group for group in self._namespaces.values() if group.is_active or self._lingers(group)]
         total = sum(group.weight for group in there)
         return {group: math.ceil(self.max_batch_size * group.weight / total) for group in there}
 
     @staticmethod
-    def _beyond(parts: Mapping[_Namespace[Item], int], rules: Admission[Item]) -> list[_Entry[Item]]:
+    def _over_limit(parts: Mapping[_Namespace[Item], int], rules: Admission[Item]) -> list[_Entry[Item]]:
         """Return the newest requests of namespaces that have more rows than their parts, if requests may give way."""
         found: list[_Entry[Item]] = []
         if rules.suspend is None:

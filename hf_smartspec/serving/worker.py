@@ -65,7 +65,7 @@ class EngineRunner:
             model_limits(model),
             max_prefill_tokens=max_prefill_tokens,
             on_failure=self._on_failure,
-            release=memory.keeper,
+            release=memory.release,
             ranks=ranks,
             alarm=alarm_of(model),
         )
@@ -267,7 +267,7 @@ class EngineRunner:
         else:
             self.loop.add(pending.call)
             output.num_cached_tokens = pending.num_computed = request.cache_row.length
-        self.memory.settle(request)
+        self.memory.finish_placement(request)
 
     def _suspend(self, pending: PendingRequest) -> None:
         """Suspend a running request in favour of another namespace; it waits, and resumes from its text."""

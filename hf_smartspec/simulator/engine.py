@@ -215,7 +215,7 @@ class Run:
             self.memory.place(request, self.loop.running)
             self.engine.forward.set_text(request.cache_row, _text(request))
             self.loop.add(call)
-            self.memory.settle(request)
+            self.memory.finish_placement(request)
             self.unanswered.append(call)
         self.loop.num_waiting = scheduler.num_waiting
 

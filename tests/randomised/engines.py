@@ -41,7 +41,7 @@ def serve(architecture: str, drafters: Drafters, rng: random.Random, outcome: Ou
         max_batch_size=rng.choice((1, 2) if namespaces else (1, 2, 4, 8, 16)),  # kept texts give way to running ones
         max_prefill_tokens=rng.choice((3, 8, 20, 512)),
     )
-    engine._memory.scheduler.lends = rng.random() < 0.5
+    engine._memory.scheduler.lends_rows = rng.random() < 0.5
     with engine, patch.object(scheduler, "TURN", 2):  # those of other namespaces get theirs soon
         wave = _wave("first", architecture, [(prompt, None) for prompt in prompts], drafters, rng)
         texts = Wave(engine, wave, drafters, rng, outcome, namespaces).served()

@@ -257,7 +257,7 @@ def test_a_large_request_is_not_passed_over_for_ever(may_give_way):
 def test_what_others_leave_is_not_lent_where_rows_are_dear(max_batch_size):
     """Until they have been away for a while."""
     scheduler = Scheduler(max_batch_size, 10**6)
-    scheduler.lends = False
+    scheduler.lends_rows = False
     part = -(-max_batch_size // 2)
     add(scheduler, "a", 20)
     fill(scheduler)
@@ -281,7 +281,7 @@ def test_what_others_leave_is_not_lent_where_rows_are_dear(max_batch_size):
 
 def test_parts_are_by_weight():
     scheduler = Scheduler(8, 10**6)
-    scheduler.lends, scheduler.weights = False, {"a": 3.0}
+    scheduler.lends_rows, scheduler.weights = False, {"a": 3.0}
     add(scheduler, "b", 10)
     fill(scheduler)
     add(scheduler, "a", 3)

@@ -22,12 +22,14 @@ class RequestMemory(ABC):
         max_bytes (`int`): Bound on keys and values.
         shares_forward (`bool`): Whether running requests share one forward, whose cost depends on all of them.
         num_reused (`int`): Prompt tokens whose keys and values were taken from another row.
+        release (`Callable`, *optional*): Takes over the rows of ended requests; if None, their rows are dropped.
     """
 
     scheduler: Scheduler[PendingRequest]
     max_bytes: int
     shares_forward = True
     num_reused = 0
+    release: Callable[[Request], None] | None = None
     _weights: WeightsVersion
     _version: int | None
 
@@ -75,13 +77,8 @@ class RequestMemory(ABC):
     def suspend(self, request: Request) -> None:
         """Free the memory of a request that gives way. Its keys and values are computed anew when it resumes."""
 
-    def settle(self, request: Request) -> None:  # noqa: B027 (optional)
+    def finish_placement(self, request: Request) -> None:  # noqa: B027 (optional)
         """Finish the placement of a request after it has begun or resumed."""
-
-    @property
-    def keeper(self) -> Callable[[Request], None] | None:
-        """Return the function that takes over the rows of ended requests; None if their rows are dropped."""
-        return None
 
     def expire(self) -> None:
         """Discard everything at the next check: the model may have changed in ways that its parameters do not show."""

@@ -152,7 +152,7 @@ class EngineMemory(RequestMemory):
             self.cache.remove(row)
             raise
 
-    def settle(self, request: Request) -> None:
+    def finish_placement(self, request: Request) -> None:
         """Let sources release dropped texts, now that the request has begun and copied the states that it needs."""
         if not request.is_resumed:
             self.num_reused += request.cache_row.length
@@ -183,7 +183,7 @@ class EngineMemory(RequestMemory):
         try:
             return self.cache.add(num_tokens, base.row, base.length)
         except (MemoryError, RuntimeError):  # less memory is free than the bound allows
-            if not (kept := self.prefixes.all_but(shared and shared.row)):
+            if not (kept := self.prefixes.droppable_except(shared and shared.row)):
                 raise
             self._remove(kept)
         return self.cache.add(num_tokens, base.row, base.length)
@@ -205,7 +205,7 @@ class EngineMemory(RequestMemory):
         are among the `max_batch_size` used last. The cache grows again as rows are added.
         """
         longest = max(self.scheduler.running.values(), default=0)
-        old = self.prefixes.old(self.scheduler.max_batch_size, longest)
+        old = self.prefixes.long_unused(self.scheduler.max_batch_size, longest)
         enough = self.scheduler.num_taken + self.prefixes.num_taken - sum(row.stride for row in old)
         if self.cache.num_lines > _WASTE * max(enough, _FIRST_LINES):
             self._remove(old)
@@ -215,10 +215,6 @@ class EngineMemory(RequestMemory):
         self.prefixes.drop(kept)
         for row in kept:
             self.cache.remove(row)
-
-    @property
-    def keeper(self) -> Callable[[Request], None]:
-        return self.release
 
     def release(self, request: Request) -> None:
         """Keep the row of an ended request until its memory is needed."""

@@ -89,12 +89,12 @@ class PrefixRows:
         """Return the rows for which a source keeps states, the least recently used first."""
         return [row for row, text in self._rows.items() if text.source is not None]
 
-    def old(self, num_young: int, num_tokens: int) -> list[CacheRow]:
-        """Return rows with slots of more than `num_tokens`, except the `num_young` most recently used rows."""
-        rows = list(self._rows)[: max(len(self) - num_young, 0)]
+    def long_unused(self, num_recent: int, num_tokens: int) -> list[CacheRow]:
+        """Return rows with slots of more than `num_tokens`, except the `num_recent` most recently used rows."""
+        rows = list(self._rows)[: max(len(self) - num_recent, 0)]
         return [row for row in rows if row.stride > num_tokens and not row.num_sharers]
 
-    def all_but(self, row: CacheRow | None) -> list[CacheRow]:
+    def droppable_except(self, row: CacheRow | None) -> list[CacheRow]:
         """Return all rows but this one that can be dropped."""
         return [other for other in self._rows if other is not row and not other.num_sharers]
 

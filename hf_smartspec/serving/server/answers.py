@@ -9,7 +9,7 @@ from ..logprobs import LogprobsRecorder, TokenLogprobs
 from ..outputs import EngineOutput
 from .engine import ServedEngine
 from .errors import ApiError
-from .tokens.texts import TextStream
+from .tokens import TextStream
 
 
 class Piece(NamedTuple):
@@ -117,7 +117,7 @@ class Answer:
                 else:
                     yield Piece(text, new, logprobs, output)
 
-    async def whole(self) -> Piece:
+    async def collect(self) -> Piece:
         """Return the whole answer as one piece."""
         text, last = "", None
         tokens: list[int] = []
@@ -173,9 +173,9 @@ async def interleaved(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, Pi
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def all_whole(answers: Sequence[Answer]) -> list[Piece]:
+async def collect_all(answers: Sequence[Answer]) -> list[Piece]:
     """Return each answer as one piece. If one fails or the caller is cancelled, unfinished answers are dropped."""
-    tasks = [asyncio.create_task(answer.whole()) for answer in answers]
+    tasks = [asyncio.create_task(answer.collect()) for answer in answers]
     try:
         return list(await asyncio.gather(*tasks))
     finally:

@@ -55,7 +55,7 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, headers)
 
 
-def invalid(error: ValidationError) -> ApiError:
+def validation_error(error: ValidationError) -> ApiError:
     """Return an error for a body's first wrong field; if a list is too long, for this field."""
     errors = error.errors()
     first = next((item for item in errors if item["type"] == "too_long"), errors[0])

@@ -20,12 +20,11 @@ from .answers import Answer
 from .engine import ServedEngine
 from .errors import ApiError
 from .guard.caller import CALLER
-from .guard.limits import Limits, OpenRequests, new_tokens
+from .guard.limits import Limits, OpenRequests, max_answer_tokens
 from .metrics import ServerMetrics
 from .request.grammar import GrammarProcessor, Grammars
 from .request.sampling import Settings, eos_ids
-from .tokens.processors import KNOWN_NODES, ForcedText, KnownText, Penalties
-from .tokens.texts import StopTexts, TextStream
+from .tokens import KNOWN_NODES, ForcedText, KnownText, Penalties, StopTexts, TextStream
 
 Result = TypeVar("Result")
 
@@ -146,7 +145,7 @@ class ServedModel:
         self._check_tokens([ids[0][0] for ids in settings.arguments.get("sequence_bias") or ()], "logit_bias")
         self._check_tokens(settings.arguments.get("eos_token_id") or (), "stop_token_ids")
         usual = self.limits.max_new_tokens if usual_tokens is None else usual_tokens
-        room = [new_tokens(len(ids), settings.max_new_tokens, usual, self.max_model_len) for ids in prompts]
+        room = [max_answer_tokens(len(ids), settings.max_new_tokens, usual, self.max_model_len) for ids in prompts]
         count = len(prompts) * len(settings.seeds)
         namespace = CALLER.get().namespace
         self.open.add(namespace, count)

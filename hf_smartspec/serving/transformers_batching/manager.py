@@ -77,7 +77,6 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
             raise
         self.warmed_up = False
         self._lock = threading.Lock()
-        self._request_counter = 0
         self._local = threading.local()
         self._closer: threading.Thread | None = None
         self._why_stopping: str | None = None
@@ -154,7 +153,7 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
         seeds = iter(self._seeds(seed, len(inputs) * self.num_return_sequences, options))
         names = []
         for input_ids in inputs:
-            names.append(self._new_name() if request_id is None else request_id)
+            names.append(self.engine.new_name() if request_id is None else request_id)
             copies = [f"{names[-1]}__child#{number}" for number in range(self.num_return_sequences - 1)]
             for name in [*copies, names[-1]]:
                 self._submit(name, input_ids, next(seeds), options)
@@ -173,11 +172,6 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
             output = EngineOutput(name, list(input_ids))
             self.engine.results.open(output)
             self.engine.results.put(failed(output, "error", str(error)))
-
-    def _new_name(self) -> str:
-        with self._lock:
-            self._request_counter += 1
-            return f"req_{self._request_counter - 1}"
 
     def _seeds(self, seed: Any, num_rows: int, options: dict[str, Any]) -> list[int | None]:
         """

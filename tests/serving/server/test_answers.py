@@ -194,7 +194,7 @@ def test_ends_of_text_are_heeded_or_ignored(client, demo):
 def test_penalties_count_the_answer(client, demo):
     from transformers import LogitsProcessorList
 
-    from hf_smartspec.serving.server.tokens.processors import Penalties
+    from hf_smartspec.serving.server.tokens import Penalties
 
     ids = demo.tokenizer("1, 1, 1, 1,").input_ids
     settings = {"max_new_tokens": 20, "logits_processor": LogitsProcessorList([Penalties(0.5, 1.0, len(ids))])}

@@ -188,8 +188,8 @@ def test_definitions_are_not_written_once_for_every_parameter(served, monkeypatc
 
 
 def test_how_a_model_writes_calls_is_found_out_once(demo, monkeypatch):
-    asked, written_call = [], tool_calls.written_call
-    monkeypatch.setattr(tool_calls, "written_call", lambda *args: asked.append(1) or written_call(*args))
+    asked, find_syntax = [], tool_calls.find_syntax
+    monkeypatch.setattr(tool_calls, "find_syntax", lambda *args: asked.append(1) or find_syntax(*args))
     with running(with_form(demo, *FORMS["json"])) as server:
         for _ in range(2):
             result = server.client().chat.completions.create(**ASKED, tool_choice=PAINTING)

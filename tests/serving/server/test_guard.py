@@ -452,7 +452,7 @@ def test_time_is_limited(demo):
 
 
 def test_a_request_that_fails_is_its_own_misfortune(server, demo, monkeypatch):
-    from hf_smartspec.serving.server.tokens.processors import Penalties
+    from hf_smartspec.serving.server.tokens import Penalties
 
     def fails(*_):
         raise RuntimeError("out of order")

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from hf_smartspec.serving.server.answers import Piece, interleaved
 from hf_smartspec.serving.server.handlers.usage import num_predicted
 from hf_smartspec.serving.server.request.fields import ChatFields, CompletionFields, ResponseFields
-from hf_smartspec.serving.server.tokens.texts import TextStream
+from hf_smartspec.serving.server.tokens import TextStream
 
 
 @pytest.mark.parametrize("text", ["def add(a, b):\n    return a + b", "naïve 日本語 🙂🙂 é", "a <|end|> b"])

@@ -14,7 +14,7 @@ from ..request.fields import NamedTool, ToolFields
 from ..request.grammar import LAYOUT, MOST_CHARS
 from ..served import ServedModel
 from .arguments import accepted_text, with_types
-from .written_calls import WrittenCall, length_in_common, written_call
+from .call_syntax import CallSyntax, find_syntax, length_in_common
 
 _FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _TEXT = r"/(.|\n)*/"
@@ -45,7 +45,7 @@ def forced_form(
         missing = repr(choice.called) if isinstance(choice, NamedTool) else "tools to choose from"
         raise ApiError(400, f"tool_choice: there is no {missing} in tools", param="tool_choice")
     template = get_response_template(served.tokenizer, served.model)
-    call = None if template is None else _cached_written_call(served, template)
+    call = None if template is None else _cached_syntax(served, template)
     if template is None or call is None:
         raise ApiError(
             400,
@@ -65,14 +65,14 @@ def forced_form(
     return json.dumps(["tools", "\n".join([f"start: {start}", reasoning, f"call: {any_call}", *rules])])
 
 
-_WRITTEN: WeakKeyDictionary[ServedModel, tuple[dict[str, Any], WrittenCall | None]] = WeakKeyDictionary()
+_SYNTAXES: WeakKeyDictionary[ServedModel, tuple[dict[str, Any], CallSyntax | None]] = WeakKeyDictionary()
 
 
-def _cached_written_call(served: ServedModel, template: dict[str, Any]) -> WrittenCall | None:
-    """Return the cached result of `written_call`, which is slow, for the model's present template."""
-    known = _WRITTEN.get(served)
+def _cached_syntax(served: ServedModel, template: dict[str, Any]) -> CallSyntax | None:
+    """Return the cached result of `find_syntax`, which is slow, for the model's present template."""
+    known = _SYNTAXES.get(served)
     if known is None or known[0] is not template:
-        known = _WRITTEN[served] = template, written_call(served, template)
+        known = _SYNTAXES[served] = template, find_syntax(served, template)
     return known[1]
 
 
@@ -126,7 +126,7 @@ class _Writer:
         thoughts = r"thoughts /\s{0,2}/" if has_begun else rf"({self.literal(begin)} thoughts /\s{{0,2}}/)?"
         return f"{self.text_until('thoughts', end)}\nreasoning: {thoughts}\n"
 
-    def call_rules(self, name: str, call: WrittenCall, function: dict[str, Any]) -> str:
+    def call_rules(self, name: str, call: CallSyntax, function: dict[str, Any]) -> str:
         """Return rules for a call of this function; the first one is called `name`."""
         call = call.of(function["name"])
         schema = {"type": "object", "properties": {}} | (function.get("parameters") or {})
@@ -136,7 +136,7 @@ class _Writer:
             return f"{whole}\n{name}_all: %json {json.dumps(schema)}"
         return self._rules_by_argument(name, call, call.key_end, schema)
 
-    def _rules_by_argument(self, name: str, call: WrittenCall, key_end: str, schema: dict[str, Any]) -> str:
+    def _rules_by_argument(self, name: str, call: CallSyntax, key_end: str, schema: dict[str, Any]) -> str:
         """
         Return rules for arguments in the schema's order. `NAME_first_N` stands for the arguments from the Nth on before
         any has been written, `NAME_rest_N` for the same after one has.
@@ -188,7 +188,7 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _common_end(call: WrittenCall) -> str:
+def _common_end(call: CallSyntax) -> str:
     """Return the text after every value, up to a tag boundary."""
     common = call.separator[: length_in_common(call.separator, call.after)]
     border = re.match(r".*[>\s]", common, re.DOTALL)

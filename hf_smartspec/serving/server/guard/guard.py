@@ -53,14 +53,14 @@ class Guard:
             body = [b""] if is_open else await self._body_in_time(scope, receive, namespace)
         except (ApiError, TimeoutError) as error:
             refusal = error if isinstance(error, ApiError) else ApiError(408, "The body did not arrive in time")
-            await refusal.response()(scope, receive, closing(send))  # the rest of the body is not read
+            await refusal.response()(scope, receive, closing_connection(send))  # the rest of the body is not read
             return
         if not body:
             return
         size = len(body[0]) if self.keeps_bodies else 0
         self._held[namespace] += size
         try:
-            await _run(self.app, scope, body, receive, closing(send) if is_open else send)
+            await _run(self.app, scope, body, receive, closing_connection(send) if is_open else send)
         finally:
             self._held[namespace] -= size
 
@@ -117,7 +117,7 @@ class Guard:
         return ApiError(413, f"The body is larger than {self.max_body_bytes} bytes")
 
 
-def closing(send: Send) -> Send:
+def closing_connection(send: Send) -> Send:
     """Return `send` for an answer after which the connection is closed."""
 
     async def send_last(message: Message) -> None:

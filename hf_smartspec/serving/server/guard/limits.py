@@ -42,7 +42,7 @@ class OpenRequests:
 
     def __init__(self, limits: Limits, max_batch_size: int):
         self.room = max_batch_size + limits.max_queue
-        self.room_of_one = self.room if limits.max_per_key is None else min(self.room, limits.max_per_key)
+        self.room_per_key = self.room if limits.max_per_key is None else min(self.room, limits.max_per_key)
         self._counts: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -50,19 +50,19 @@ class OpenRequests:
 
     def check_count(self, num_new: int) -> None:
         """Raise `ApiError`, 400, for more requests at once than can ever be open."""
-        if num_new > self.room_of_one:
+        if num_new > self.room_per_key:
             raise ApiError(
-                400, f"The request asks for {num_new} answers at once, but at most {self.room_of_one} are accepted"
+                400, f"The request asks for {num_new} answers at once, but at most {self.room_per_key} are accepted"
             )
 
     def add(self, namespace: str, num_new: int) -> None:
         """Count new requests; raise `ApiError`, 429, if they are too many now, or 400, if they always are."""
         self.check_count(num_new)
         own = self._counts[namespace] + num_new
-        if own > self.room_of_one:
+        if own > self.room_per_key:
             raise ApiError(
                 429,
-                f"{own - num_new} requests of this key wait or run already, and {self.room_of_one} may: try again "
+                f"{own - num_new} requests of this key wait or run already, and {self.room_per_key} may: try again "
                 "later",
                 retry_after=_BUSY,
             )
@@ -75,7 +75,7 @@ class OpenRequests:
         self._counts -= Counter({namespace: number})  # subtraction drops namespaces without requests
 
 
-def new_tokens(prompt_len: int, asked: int | None, usual: int, most: int | None) -> int:
+def max_answer_tokens(prompt_len: int, asked: int | None, usual: int, most: int | None) -> int:
     """
     Return the number of tokens that an answer may have.
 

@@ -16,7 +16,7 @@ from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.utils import ReasoningText, ToolCall
 
 from ...logprobs import TokenLogprobs
-from ..answers import Answer, Piece, all_whole, interleaved
+from ..answers import Answer, Piece, collect_all, interleaved
 from ..chat_template.arguments import with_types
 from ..chat_template.rendering import MessageReader, has_parser, render, template_kwargs
 from ..chat_template.tool_calls import forced_form
@@ -52,7 +52,7 @@ class EngineChatHandler(ChatCompletionHandler):
         exchange = _Exchange(served, fields, prompt, f"chatcmpl-{request.state.request_id}", typed, prediction)
         if fields.stream:
             return AnswerStream(events(exchange.chunks(answers)), answers)
-        return JSONResponse(exchange.completion(await all_whole(answers)))
+        return JSONResponse(exchange.completion(await collect_all(answers)))
 
 
 class _Exchange:

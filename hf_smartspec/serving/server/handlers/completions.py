@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving.completion import CompletionHandler
 
 from ...logprobs import TokenLogprobs
-from ..answers import Answer, Piece, all_whole, interleaved
+from ..answers import Answer, Piece, collect_all, interleaved
 from ..errors import ApiError
 from ..models import EngineState
 from ..request.body import read
@@ -58,7 +58,7 @@ class EngineCompletionHandler(CompletionHandler):
         answers = await served.begin(prompts, settings, _USUAL_TOKENS, prediction=prediction)
         if fields.stream:
             return AnswerStream(events(exchange.chunks(answers)), answers)
-        return JSONResponse(exchange.completion(await all_whole(answers)))
+        return JSONResponse(exchange.completion(await collect_all(answers)))
 
 
 class _Exchange:
@@ -176,7 +176,7 @@ async def prompt_logprobs(served: ServedModel, ids: Sequence[int], num_top: int)
     arguments = _NO_PROCESSORS | {"do_sample": False}
     [answer] = await served.begin([ids[:1]], Settings(arguments, len(known), [None], num_top=num_top, known=known))
     try:
-        return [None, *((await answer.whole()).logprobs or ())]
+        return [None, *((await answer.collect()).logprobs or ())]
     finally:
         answer.drop()
 

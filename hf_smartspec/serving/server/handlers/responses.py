@@ -123,7 +123,7 @@ class _OneAnswer(BaseGenerateManager):
         return queue, streamer
 
     async def generate_non_streaming(self, *_: Any, **__: Any) -> tuple[str, int, list[int]]:
-        piece = await self._answer.whole()
+        piece = await self._answer.collect()
         return piece.text, len(self._answer.prompt), piece.tokens
 
     def stop(self) -> None:

@@ -8,7 +8,7 @@ from fastapi import Request
 from pydantic import ValidationError
 from pydantic_core import from_json
 
-from ..errors import ApiError, invalid
+from ..errors import ApiError, validation_error
 from .fields import Kind, log_ignored
 
 _SMALL = 2**16  # bytes that are read in less time than another thread takes to answer
@@ -44,7 +44,7 @@ def _fields(kind: type[Kind], body: bytes) -> Kind:
     try:
         fields = kind.model_validate(value)
     except ValidationError as error:
-        raise invalid(error) from None
+        raise validation_error(error) from None
     log_ignored(fields)
     return fields
 

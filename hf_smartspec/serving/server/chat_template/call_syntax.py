@@ -14,7 +14,7 @@ from .rendering import read_events
 NAME, _KEYS, _VALUES = "some_function", ("first_key", "second_key"), ("first value", "second value")
 
 
-class WrittenCall(NamedTuple):
+class CallSyntax(NamedTuple):
     """
     The syntax of a call, with `NAME` for the function's name.
 
@@ -32,13 +32,13 @@ class WrittenCall(NamedTuple):
     separator: str = ""
     empty: str = ""
 
-    def of(self, name: str) -> "WrittenCall":
+    def of(self, name: str) -> "CallSyntax":
         """Return the syntax of a call of this function."""
         before, after, empty = (text.replace(NAME, name) for text in (self.before, self.after, self.empty))
         return self._replace(before=before, after=after, empty=empty)
 
 
-def written_call(served: ServedModel, template: dict[str, Any]) -> WrittenCall | None:
+def find_syntax(served: ServedModel, template: dict[str, Any]) -> CallSyntax | None:
     """
     Return the syntax of the model's calls; None if the parser cannot read any example of one.
 
@@ -51,7 +51,7 @@ def written_call(served: ServedModel, template: dict[str, Any]) -> WrittenCall |
     return None
 
 
-def _read_off(served: ServedModel, template: dict[str, Any], arguments_of: Any) -> WrittenCall | None:
+def _read_off(served: ServedModel, template: dict[str, Any], arguments_of: Any) -> CallSyntax | None:
     arguments = dict(zip(_KEYS, _VALUES))
     given: list[dict[str, Any]] = [{}, {_KEYS[0]: _VALUES[0]}, arguments]
     examples = [_example(served, template, item, arguments_of) for item in given]
@@ -59,14 +59,14 @@ def _read_off(served: ServedModel, template: dict[str, Any], arguments_of: Any) 
         return None
     empty, _, both = (text or "" for text in examples)
     if (found := _json_in(both, arguments)) is not None:
-        return WrittenCall(both[: found[0]], both[found[1] :])
+        return CallSyntax(both[: found[0]], both[found[1] :])
     if template["fields"]["tool_calls"].get("content") == "json":  # in another dialect of JSON
         return None
     pieces = re.split("|".join((*_KEYS, *_VALUES)), both)
     if len(pieces) != 5 or pieces[1] != pieces[3]:
         return None
     before, key_end, separator, _, after = pieces
-    return WrittenCall(before, after, key_end, separator, empty if _reads_as(served, empty, {}) else "")
+    return CallSyntax(before, after, key_end, separator, empty if _reads_as(served, empty, {}) else "")
 
 
 def _example(served: ServedModel, template: dict[str, Any], arguments: dict[str, str], arguments_of: Any) -> str | None:
