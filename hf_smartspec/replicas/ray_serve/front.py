@@ -1,6 +1,7 @@
 """The front of a service, which sends each request to a replica, and once more to another if that one dies."""
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from typing import Any, cast
@@ -46,6 +47,7 @@ class Front:
 
     def __init__(self, replicas: DeploymentHandle, turns: KeyTurns | None = None):
         self._replicas, self._turns = replicas, turns
+        self._reading: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by namespace
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -53,22 +55,28 @@ class Front:
         caller = CALLER.get(None)  # None for paths that need no key
         async with AsyncExitStack() as stack:
             try:
+                forwarded = await self._read(Request(scope, receive), "" if caller is None else caller.namespace)
                 if self._turns is not None and caller is not None:
-                    await stack.enter_async_context(self._turns.turn(caller.namespace))
-                response = await self._response(Request(scope, receive))
+                    turn = self._turns.turn(caller.namespace, forwarded.num_answers)
+                    await stack.enter_async_context(turn)
+                response = await self._response(forwarded)
             except ApiError as error:
                 response = error.response()
             await response(scope, receive, send)
 
-    async def _response(self, request: Request) -> Response:
-        if request.scope["path"] == "/metrics":
-            return await self._metrics(request)
+    async def _read(self, request: Request, namespace: str) -> ForwardedRequest:
+        """Return the request with a seed. Each key's bodies are read one after the other, before its turn."""
         body, query = await request.body(), request.url.query.encode()
         forwarded = ForwardedRequest(request.method, request.scope["path"], query, request.headers.raw, body)
-        try:
+        async with self._reading[namespace]:
             # A large body would hold up the thread that all answers go through.
-            forwarded = await asyncio.to_thread(with_seed, forwarded) if len(body) > _LARGE else with_seed(forwarded)
-            parts = answered(self._replicas, forwarded)
+            return await asyncio.to_thread(with_seed, forwarded) if len(body) > _LARGE else with_seed(forwarded)
+
+    async def _response(self, request: ForwardedRequest) -> Response:
+        if request.path == "/metrics":
+            return await self._metrics(request)
+        try:
+            parts = answered(self._replicas, request)
             head = await anext(parts)
         except BackPressureError:
             return ApiError(429, "Too many requests wait", retry_after=1).response()
@@ -84,9 +92,9 @@ class Front:
         answer.raw_headers = [item for item in head.headers if item[0].lower() not in _OF_ONE_HOP] + own
         return answer
 
-    async def _metrics(self, request: Request) -> Response:
+    async def _metrics(self, request: ForwardedRequest) -> Response:
         """Return the metrics of all replicas, labelled by their names."""
-        forwarded = ForwardedRequest("GET", "/metrics", b"", request.headers.raw, b"")
+        forwarded = ForwardedRequest("GET", "/metrics", b"", request.headers, b"")
         calls = self._replicas.broadcast("whole_answer", forwarded)
         answers = await calls.results_async(timeout_s=_METRICS_SECONDS, return_exceptions=True)
         texts: dict[str, str] = {}

@@ -17,6 +17,7 @@ class ForwardedRequest(NamedTuple):
 
     Args:
         method, path (`str`), query (`bytes`), headers, body (`bytes`): As in HTTP.
+        num_answers (`int`): Texts that it asks for: choices of all prompts.
     """
 
     method: str
@@ -24,6 +25,7 @@ class ForwardedRequest(NamedTuple):
     query: bytes
     headers: Headers
     body: bytes
+    num_answers: int = 1
 
     def header(self, name: bytes) -> bytes:
         return next((value for key, value in self.headers if key.lower() == name), b"")
@@ -65,9 +67,15 @@ def fields_of(request: ForwardedRequest) -> dict[str, Any] | None:
 
 
 def with_seed(request: ForwardedRequest) -> ForwardedRequest:
-    """Return the request with a seed, if it generates text without one, so that it can be repeated."""
+    """
+    Return the request with its number of answers and, if it generates text without a seed, with one, so that it can be
+    repeated.
+    """
     fields = fields_of(request)
-    if fields is None or fields.get("seed") is not None:
+    if fields is None:
+        return request
+    request = request._replace(num_answers=_num_answers(fields))
+    if fields.get("seed") is not None:
         return request
     try:
         body = json.dumps(fields | {"seed": random.getrandbits(62)}).encode()
@@ -76,6 +84,17 @@ def with_seed(request: ForwardedRequest) -> ForwardedRequest:
     headers = [(key, value) for key, value in request.headers if key.lower() != b"content-length"]
     headers.append((b"content-length", str(len(body)).encode()))
     return request._replace(body=body, headers=headers)
+
+
+def _num_answers(fields: dict[str, Any]) -> int:
+    """Return the number of answers that a body asks for; 1 where the replica will refuse it."""
+    prompts = fields.get("prompt")
+    num_prompts = len(prompts) if isinstance(prompts, list) and prompts and isinstance(prompts[0], (list, str)) else 1
+    try:
+        num = int(fields.get("n") or 1)  # replicas take "2" and 2.0, too
+    except (TypeError, ValueError, OverflowError):
+        num = 1
+    return num_prompts * max(num, 1)
 
 
 def route_of(request: ForwardedRequest) -> Route:

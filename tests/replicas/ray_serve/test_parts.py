@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 
 import pytest
 
@@ -19,6 +19,7 @@ from hf_smartspec.replicas.ray_serve.passed import CannotContinueError
 from hf_smartspec.replicas.ray_serve.replica import asked
 from hf_smartspec.replicas.ray_serve.router import SpeculativeRequestRouter
 from hf_smartspec.replicas.ray_serve.service import ScaleByGoodput
+from hf_smartspec.serving.server.guard.caller import CALLER, Caller
 
 CHAT = "/v1/chat/completions"
 
@@ -305,3 +306,41 @@ def test_whatever_ends_a_stream_is_told_in_it(error):
 def test_two_replicas_that_die_and_a_full_queue_have_a_status():
     assert b"have died" in front_says({"path": "/x"}, [DEAD], [DEAD])[0]
     assert b"Too many" in front_says({"path": "/x"}, [BackPressureError(1, 2)])[0]
+
+
+@pytest.mark.parametrize(
+    "fields, number",
+    [
+        ({"prompt": "a"}, 1),
+        ({"prompt": [5, 6, 7], "n": 3}, 3),
+        ({"prompt": ["a", "b"], "n": 3, "seed": 1}, 6),
+        ({"prompt": [[5], [6], [7]]}, 3),
+        ({"messages": [{}, {}], "n": 2}, 2),
+        ({"prompt": "a", "n": "4"}, 4),
+        ({"prompt": [], "n": "many"}, 1),
+        ({"n": float("inf")}, 1),
+        ({"n": -5}, 1),
+    ],
+)
+def test_a_request_takes_its_turn_with_all_its_answers(fields, number):
+    taken = []
+
+    class Turns:
+        @asynccontextmanager
+        async def turn(self, namespace, num_answers):
+            taken.append((namespace, num_answers))
+            yield
+
+    async def main():
+        async def receive():
+            return {"type": "http.request", "body": json.dumps(fields).encode(), "more_body": False}
+
+        async def send(message):
+            pass
+
+        CALLER.set(Caller("a"))
+        asked = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+        await Front(Replicas([PLAIN, b"it"]), Turns())(asked | {"root_path": ""}, receive, send)
+
+    asyncio.run(main())
+    assert taken == [("a", number)]

@@ -1,6 +1,7 @@
 """Requests of several keys on their way to replicas."""
 
 import asyncio
+from collections import Counter
 
 import pytest
 
@@ -16,13 +17,13 @@ class Asking:
     def __init__(self, turns: KeyTurns):
         self.turns, self.inside, self.tasks = turns, [], {}
 
-    async def begin(self, *names: str) -> None:
+    async def begin(self, *names: str, num_answers: int = 1) -> None:
         for name in names:
-            self.tasks[name] = asyncio.create_task(self._ask(name))
+            self.tasks[name] = asyncio.create_task(self._ask(name, num_answers))
         await self.settle()
 
-    async def _ask(self, name: str) -> None:
-        async with self.turns.turn(name[0]):
+    async def _ask(self, name: str, num_answers: int) -> None:
+        async with self.turns.turn(name[0], num_answers):
             self.inside.append(name)
             try:
                 await asyncio.Event().wait()
@@ -81,5 +82,45 @@ def test_those_that_leave_while_they_wait_take_nothing():
         await asking.end("a6")
         assert asking.inside == ["a5"] and not asking.turns._waiting
         await asking.end("a5")
+
+    asyncio.run(play())
+
+
+def test_no_more_are_let_in_than_there_are_places():
+    """A key whose requests come when all places are taken gets one in; what becomes free goes to those with fewest."""
+
+    async def play():
+        asking = Asking(KeyTurns(12, max_waiting=100))
+        for key in "abcdef":
+            await asking.begin(*(f"{key}{number}" for number in range(12)))
+        counts = Counter(name[0] for name in asking.inside)
+        assert counts == {"a": 6, "b": 4, "c": 2, "d": 1, "e": 1, "f": 1}
+        for number in range(2, 12):  # of those inside, and then of those waiting
+            await asking.end(f"a{number}", f"b{number}")
+            counts = Counter(name[0] for name in asking.inside)
+            assert set(counts) == set("abcdef") and counts.total() <= 12 + 3
+            assert max(counts[key] for key in "def") - min(counts[key] for key in "def") <= 1
+        await asking.end(*asking.tasks)
+        assert not asking.inside and not asking.turns._running and not asking.turns._waiting
+
+    asyncio.run(play())
+
+
+def test_requests_take_a_place_for_every_answer():
+    async def play():
+        asking = Asking(KeyTurns(12, max_waiting=100))
+        await asking.begin("a1", "a2", "a3", num_answers=3)
+        assert asking.inside == ["a1", "a2"], "six of twelve"
+        await asking.begin("a4")
+        assert "a4" not in asking.inside, "in order of arrival"
+        await asking.end("a3")
+        await asking.begin("b1", "b2", num_answers=2)
+        assert asking.inside[2:] == ["b1", "b2"]
+        await asking.end(*asking.tasks)
+        await asking.begin("a1", num_answers=1000)
+        await asking.begin("a2", "b1", "b2", "b3", "b4", "b5")
+        assert asking.inside == ["a1", "b1", "b2", "b3", "b4"], "the largest counts as half, and others get their part"
+        await asking.end(*asking.tasks)
+        assert not asking.inside and not asking.turns._running and not asking.turns._waiting
 
     asyncio.run(play())
