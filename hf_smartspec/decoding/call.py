@@ -96,7 +96,7 @@ class Request(RequestText):
     @property
     def wants_states(self) -> bool:
         """True if a source or recorder needs more of the request than its tokens."""
-        return self.chain.needs_more and (self.is_drafting or bool(self.chain.recorders.recorders))
+        return self.chain.needs_more and (self.is_drafting or bool(self.chain.recorders))
 
     @property
     def cache_row(self) -> CacheRow:
@@ -243,7 +243,7 @@ class DecodingCall:
 
     def chain_of(self, sources: Sequence[TreeCandidateGenerator]) -> SourceChain:
         """Return a chain of these sources, with the recorders that learn from their requests."""
-        return SourceChain.of(sources, () if self.learning is None else self.learning.recorders(sources))
+        return SourceChain(sources, () if self.learning is None else self.learning.recorders(sources))
 
     def set_lengths(self, request: Request) -> None:
         """Store in the request's row its position in the padded batch."""

@@ -98,7 +98,7 @@ def _show_recorders(steps: Mapping[Request, Committed]) -> None:
     groups: dict[tuple[Recorder, int], dict[Request, Shown]] = {}
     for request, step in steps.items():
         logits, first = (None, 0) if request.verified is None else (id(request.verified.logits), request.verified.first)
-        for recorder in request.chain.recorders.recorders:
+        for recorder in request.chain.recorders:
             groups.setdefault((recorder, logits or 0), {})[request] = Shown(step, first)
     for (recorder, _), group in groups.items():
         verified = next(iter(group)).verified

@@ -88,21 +88,6 @@ class Learning(ABC):
         """
 
 
-class GuardedRecorders:
-    """Recorders whose errors are logged, and have no effect on requests."""
-
-    def __init__(self, recorders: Sequence[Recorder] = ()):
-        self.recorders = recorders
-
-    def start(self, *args: Any) -> None:
-        for recorder in self.recorders:
-            guarded(recorder.start, *args)
-
-    def stop(self, *args: Any) -> None:
-        for recorder in self.recorders:
-            guarded(recorder.stop, *args)
-
-
 def guarded(call: Callable[..., None], *args: Any) -> None:
     """Call a recorder's method; log an error, once per message, and go on."""
     try:

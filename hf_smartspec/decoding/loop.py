@@ -18,7 +18,7 @@ from .alarm import AcceptanceAlarm
 from .call import DecodingCall, ModelLimits, Place, Request, alike, by_forward
 from .committed import run_forward, show_steps
 from .drafting import Drafting, StepDrafts
-from .learning import Learning
+from .learning import Learning, guarded
 from .source_guard import release
 from .statistics import GenerationStatistics, Timed
 from .verify import accepted_paths, follow, pick_ahead, picks_ahead
@@ -81,7 +81,8 @@ class DecodingLoop:
             self._renew(request)
             self.drafting.sources.start(request)
             is_greedy, encoded = request.seed is None, call.encoded_text(request)
-            request.chain.recorders.start(request.request_id, request.prompt, is_greedy, encoded)
+            for recorder in request.chain.recorders:
+                guarded(recorder.start, request.request_id, request.prompt, is_greedy, encoded)
         self._find_running()
 
     def _renew(self, request: Request) -> None:
@@ -432,7 +433,8 @@ class DecodingLoop:
 
     def _forget(self, request: Request, has_row: bool = True) -> None:
         """Delete a request from recorders, sources and policy; data of its row only once that is gone."""
-        request.chain.recorders.stop(request.request_id)
+        for recorder in request.chain.recorders:
+            guarded(recorder.stop, request.request_id)
         if request.is_known_to_source:
             self.drafting.sources.stop(request)
             self.policy.forget(request.request_id)

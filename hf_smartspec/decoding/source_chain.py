@@ -1,52 +1,39 @@
 """The sources that draft for a request, in order, and the data that they need."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from ..candidates.base import TreeCandidateGenerator
 from ..candidates.committed import HIDDEN_STATES, SCORES
 from ..goodput.policy import DraftCost
-from .learning import GuardedRecorders, Recorder
+from .learning import Recorder
 
 
-@dataclass(frozen=True, eq=False)
 class SourceChain:
     """
-    Sources in the order in which they draft.
+    Sources in the order in which they draft for a request.
 
     Args:
-        sources (tuple of `TreeCandidateGenerator`): The sources.
-        costs (tuple of `DraftCost`): Their costs.
+        sources (sequence of `TreeCandidateGenerator`): The sources.
+        recorders (sequence of `Recorder`): Recorders that learn from the request.
+
+    Attributes:
+        costs (tuple of `DraftCost`): Costs of the sources.
         watching (tuple of pairs): Position and source of those that observe nothing but tokens.
-        hidden_layers (frozenset of `int`), needs_scores, needs_more (`bool`): What the others need beside tokens.
+        hidden_layers (frozenset of `int`), needs_scores, needs_more (`bool`): What the others, and recorders, need.
         num_likeliest (`int`): See `TreeCandidateGenerator`.
-        recorders (`GuardedRecorders`): Recorders that learn from the request.
     """
 
-    sources: tuple[TreeCandidateGenerator, ...]
-    costs: tuple[DraftCost, ...]
-    watching: tuple[tuple[int, TreeCandidateGenerator], ...]
-    hidden_layers: frozenset[int]
-    needs_scores: bool
-    needs_more: bool
-    num_likeliest: int
-    recorders: GuardedRecorders
-
-    @classmethod
-    def of(cls, sources: Sequence[TreeCandidateGenerator], recorders: Sequence[Recorder] = ()) -> "SourceChain":
-        looking: list[TreeCandidateGenerator | Recorder] = [item for item in sources if HIDDEN_STATES in item.needs]
-        looking += recorders
-        return cls(
-            sources=tuple(sources),
-            costs=_shared(tuple(map(draft_cost, sources))),
-            watching=tuple(item for item in enumerate(sources) if not item[1].needs),
-            hidden_layers=frozenset(layer for source in looking for layer in source.hidden_layers),
-            needs_scores=any(SCORES in source.needs for source in sources),
-            needs_more=any(source.needs for source in sources) or bool(recorders),
-            num_likeliest=max(source.num_likeliest for source in sources),
-            recorders=GuardedRecorders(recorders),
-        )
+    def __init__(self, sources: Sequence[TreeCandidateGenerator], recorders: Sequence[Recorder] = ()):
+        self.sources, self.recorders = tuple(sources), tuple(recorders)
+        self.costs = _shared(tuple(map(draft_cost, sources)))
+        self.watching = tuple(item for item in enumerate(sources) if not item[1].needs)
+        layers = [item.hidden_layers for item in sources if HIDDEN_STATES in item.needs]
+        layers += [recorder.hidden_layers for recorder in recorders]
+        self.hidden_layers = frozenset[int]().union(*layers)
+        self.needs_scores = any(SCORES in source.needs for source in sources)
+        self.needs_more = any(source.needs for source in sources) or bool(recorders)
+        self.num_likeliest = max(source.num_likeliest for source in sources)
 
     @cached_property
     def drafter(self) -> str | None:
