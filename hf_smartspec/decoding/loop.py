@@ -15,13 +15,13 @@ from ..goodput.policy import LengthPolicy
 from ..target_model.forward.ranks import Ranks
 from ..target_model.layout.rows import RowInput
 from .alarm import AcceptanceAlarm
-from .call import DecodingCall, ModelLimits, Place, Request, alike, by_forward
+from .call import DecodingCall, ModelLimits, Request, alike, by_forward
 from .committed import run_forward, show_steps
 from .drafting import Drafting, StepDrafts
 from .learning import Learning, guarded
 from .source_guard import release
 from .statistics import GenerationStatistics, Timed
-from .verify import accepted_paths, follow, pick_ahead, picks_ahead
+from .verify import accepted_paths, advance, follow, pick_ahead, pick_next, picks_ahead
 
 _TOP_LINES = 32  # lines of a step whose likeliest tokens sources get: more would cost more than sources learn
 
@@ -313,8 +313,8 @@ class DecodingLoop:
         while ready := [request for request in ready if not request.call.waits_for_more(ready)]:
             still: list[Request] = []
             for rows in alike(ready):
-                tokens = self._attempt(rows, self._pick_next, rows) or []
-                still += [request for request, token in zip(rows, tokens) if self._advance(request, token)]
+                tokens = self._attempt(rows, pick_next, rows) or []
+                still += [request for request, token in zip(rows, tokens) if advance(request, token)]
             for call in dict.fromkeys(request.call for request in ready):
                 if not call.picker.is_known:  # processors and criteria may share state, so that they are called in turn
                     self._attempt(call.requests, call.batch.report)
@@ -324,34 +324,6 @@ class DecodingLoop:
             ended += [request for request in ready if request.call in alive and request not in going_on]
             ready = still
         return ended
-
-    def _pick_next(self, rows: list[Request]) -> list[int]:
-        """Return the target's next token for each row, from the logits at the row's cursor."""
-        call = rows[0].call
-        batch = call.batch
-        logits = torch.stack([request.node_logits[request.cursor + 1] for request in rows]).to(torch.float32)
-        scores = call.picker.process(rows, logits, batch)
-        for request, raw, line in zip(rows, logits, scores):
-            if batch.records_logits:
-                request.raw_logits.append(raw)
-            if batch.records_scores:
-                request.scores.append(line)
-        tokens = call.pick([Place.at_cursor(request) for request in rows], scores)
-        return [batch.pad_token_id if batch.is_padding(request) else token for request, token in zip(rows, tokens)]
-
-    def _advance(self, request: Request, token: int) -> bool:
-        """Append the token, and return whether the draft holds it, so that the same forward has the next logits."""
-        request.append(token)
-        request.call.batch.check_stop(request)
-        if not request.is_active:
-            return False
-        assert request.tree is not None, "the request has no draft under verification"
-        child = request.tree.child(request.cursor, token)
-        if child is None:
-            return False
-        request.cursor = child
-        request.path.append(child)
-        return True
 
     # 5. commit
 

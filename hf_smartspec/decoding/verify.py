@@ -224,3 +224,33 @@ def follow(request: Request, path: list[int]) -> None:
             path = path[:num_accepted]
             break
     request.path = path
+
+
+def pick_next(rows: Sequence[Request]) -> list[int]:
+    """Return the target's next token for each row, from the logits at the row's cursor."""
+    call = rows[0].call
+    batch = call.batch
+    logits = torch.stack([request.node_logits[request.cursor + 1] for request in rows]).to(torch.float32)
+    scores = call.picker.process(rows, logits, batch)
+    for request, raw, line in zip(rows, logits, scores):
+        if batch.records_logits:
+            request.raw_logits.append(raw)
+        if batch.records_scores:
+            request.scores.append(line)
+    tokens = call.pick([Place.at_cursor(request) for request in rows], scores)
+    return [batch.pad_token_id if batch.is_padding(request) else token for request, token in zip(rows, tokens)]
+
+
+def advance(request: Request, token: int) -> bool:
+    """Append the token, and return whether the draft holds it, so that the same forward has the next logits."""
+    request.append(token)
+    request.call.batch.check_stop(request)
+    if not request.is_active:
+        return False
+    assert request.tree is not None, "the request has no draft under verification"
+    child = request.tree.child(request.cursor, token)
+    if child is None:
+        return False
+    request.cursor = child
+    request.path.append(child)
+    return True

@@ -15,7 +15,6 @@ from hf_smartspec.commands.common.arguments import UsageError
 from hf_smartspec.commands.common.data_sets import DataSet, answered, remember
 from hf_smartspec.commands.common.recordings import Recording, Texts
 from hf_smartspec.commands.common.replaying import ReplayEngine
-from hf_smartspec.decoding.loop import DecodingLoop
 from hf_smartspec.goodput import FixedLength
 from tests.folders import byte_tokenizer
 from tests.models import VOCAB_SIZE, new_model, noisy_model
@@ -83,7 +82,7 @@ def new_source(name):
 
 @pytest.mark.parametrize("name", ["draft", "suffix", "prompt_lookup"])
 def test_an_engine_replays_what_was_recorded_on_its_fast_path(name, monkeypatch):
-    monkeypatch.setattr(DecodingLoop, "_pick_next", lambda *_: pytest.fail("tokens are picked one by one"))
+    monkeypatch.setattr("hf_smartspec.decoding.loop.pick_next", lambda *_: pytest.fail("tokens are picked one by one"))
     items = random_recordings(9, shared=40)
     prompts, responses = [item.prompt for item in items], [item.response for item in items]
     config = SmartSpecConfig(new_source(name), policy=FixedLength(6))
