@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from transformers.generation import CandidateGenerator
 
+from ..drafts.price import LevelPrice
 from ..drafts.tree import DraftTree
 from .committed import HIDDEN_STATES, LAST, SCORES, Committed
 from .request import SourceRequest
@@ -207,6 +208,29 @@ def label_of(source: TreeCandidateGenerator) -> str:
 def most_nodes_of(source: TreeCandidateGenerator) -> int:
     """Return the most nodes per row where goodput decides."""
     return source.default_num_nodes if source.most_nodes is None else source.most_nodes
+
+
+def proposals_of(
+    source: TreeCandidateGenerator,
+    request_ids: Sequence[Hashable],
+    max_nodes: Sequence[int],
+    price: LevelPrice | None = None,
+) -> list[DraftTree]:
+    """Call `propose` of a source, with the price if it heeds prices."""
+    arguments: dict[str, Any] = {"price": price} if source.heeds_prices else {}
+    return source.propose(request_ids, max_nodes, **arguments)
+
+
+def adopt(source: TreeCandidateGenerator, parts: Sequence[TreeCandidateGenerator]) -> None:
+    """Give a source the needs, and the largest numbers of nodes, of the sources that it consists of."""
+    source.needs = frozenset[str]().union(*[part.needs for part in parts])
+    source.hidden_layers = sorted(
+        {layer for part in parts if HIDDEN_STATES in part.needs for layer in part.hidden_layers}
+    )
+    source.num_likeliest = max(part.num_likeliest for part in parts)
+    source.follows_target = all(part.follows_target for part in parts)
+    source.default_num_nodes = max(part.default_num_nodes for part in parts)
+    source.most_nodes = max(map(most_nodes_of, parts))
 
 
 def pass_on(source: TreeCandidateGenerator, request_id: Hashable, step: Committed) -> None:

@@ -1,13 +1,12 @@
 """A source in front of another one."""
 
 from collections.abc import Hashable, Sequence
-from typing import Any
 
 import numpy as np
 
 from ..drafts.price import LevelPrice
 from ..drafts.tree import DraftTree
-from .base import TreeCandidateGenerator
+from .base import TreeCandidateGenerator, proposals_of
 from .committed import Committed
 from .request import SourceRequest
 
@@ -48,8 +47,7 @@ class ForwardingSource(TreeCandidateGenerator):
     def propose(
         self, request_ids: Sequence[Hashable], max_nodes: Sequence[int], price: LevelPrice | None = None
     ) -> list[DraftTree]:
-        arguments: dict[str, Any] = {"price": price} if self.heeds_prices else {}
-        return self.source.propose(request_ids, max_nodes, **arguments)
+        return proposals_of(self.source, request_ids, max_nodes, price)
 
     def observe(self, request_id: Hashable, tokens: np.ndarray | Committed) -> None:
         self.source.observe(request_id, tokens)

@@ -10,7 +10,7 @@ from ...drafts.merge import Draft, first_drafters
 from ...drafts.price import LevelPrice
 from ...drafts.tree import DraftTree, check_trees
 from ...log import get_logger
-from ..base import TreeCandidateGenerator, label_of, most_nodes_of, pass_on
+from ..base import TreeCandidateGenerator, adopt, label_of, pass_on, proposals_of
 from ..committed import HIDDEN_STATES, Committed
 from ..request import SourceRequest
 
@@ -40,13 +40,9 @@ class CombinedCandidates(TreeCandidateGenerator):
             raise ValueError("A source can be fused once only: it keeps one state per request.")
         self.sources, self.vocab_size = list(sources), vocab_size
         self.label = " + ".join(map(label_of, sources))
-        self.needs = frozenset[str]().union(*[source.needs for source in sources])
-        self.follows_target = all(source.follows_target for source in sources)
-        looking = [source for source in sources if HIDDEN_STATES in source.needs]
-        self.hidden_layers = sorted({layer for source in looking for layer in source.hidden_layers})
-        self.num_likeliest = max(source.num_likeliest for source in sources)
-        self.default_num_nodes = num_nodes or max(source.default_num_nodes for source in sources)
-        self.most_nodes = num_nodes or max(map(most_nodes_of, sources))
+        adopt(self, sources)
+        if num_nodes is not None:
+            self.default_num_nodes = self.most_nodes = num_nodes
         self._failed: set[tuple[Hashable, int]] = set()  # (request, identity of a source)
 
     @property
@@ -111,9 +107,8 @@ class CombinedCandidates(TreeCandidateGenerator):
         rows = [row for row, name in enumerate(request_ids) if (name, id(source)) not in self._failed]
         trees = [DraftTree.empty()] * len(request_ids)
         names = [request_ids[row] for row in rows]
-        arguments: dict[str, Any] = {"price": price} if source.heeds_prices else {}
         try:
-            found = source.propose(names, [max_nodes[row] for row in rows], **arguments) if rows else []
+            found = proposals_of(source, names, [max_nodes[row] for row in rows], price) if rows else []
             check_trees(found, self.vocab_size or 2**31)
         except Exception as error:
             self._drop(source, names, error)

@@ -1,6 +1,5 @@
 """The source that drafts with the target's features and a `FeatureDrafter`."""
 
-import os
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import partial
@@ -106,8 +105,7 @@ class FeatureCandidates(GrowingCandidates):
 
     @property
     def name(self) -> str:
-        path = os.path.basename(self.heads.name_or_path)
-        return f"{type(self.heads).__name__}({path}, {id(self.heads):x})"  # heads of one path may differ
+        return f"{type(self.heads).__name__}({self.heads.identity})"
 
     @property
     def _token_ids(self) -> torch.Tensor | None:

@@ -43,6 +43,11 @@ def config_of(name: str) -> dict[str, Any]:
     return config
 
 
+def kinds_of(config: Mapping[str, Any]) -> list[str]:
+    """Return the kinds of model that a config names, in lower case."""
+    return [str(kind).lower() for kind in (config.get("model_type", ""), *(config.get("architectures") or ()))]
+
+
 def folder_of(name: str | Path) -> Path:
     """Return the folder of a drafter's files: the name itself, or that of a hub id, downloaded unless it is there."""
     path = Path(name)

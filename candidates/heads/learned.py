@@ -1,7 +1,9 @@
 """Base classes of the modules that learned drafters consist of."""
 
+import os
 from abc import abstractmethod
 from pathlib import Path
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -24,6 +26,11 @@ class LearnedDrafter(nn.Module):
     label: str = "heads"
 
     @property
+    def identity(self) -> str:
+        """Its name and address: drafters of one path may differ."""
+        return f"{os.path.basename(self.name_or_path)}, {id(self):x}"
+
+    @property
     @abstractmethod
     def dtype(self) -> torch.dtype: ...
 
@@ -40,6 +47,13 @@ class LearnedDrafter(nn.Module):
         Raises:
             ValueError: if they hold no such drafter, or one of another target.
         """
+
+    def _placed(self, name: str | Path, target: PreTrainedModel) -> Self:
+        """Return itself, named, checked, and moved to the device of the target's output and to its dtype."""
+        self.name_or_path = str(name)
+        self.check_fit(target)
+        output: Any = target.get_output_embeddings()
+        return self.to(device=output.weight.device, dtype=target.dtype)
 
     @abstractmethod
     def check_fit(self, target: PreTrainedModel) -> None:

@@ -4,7 +4,6 @@ and the source that drafts with them.
 """
 
 import json
-import os
 import re
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from ..committed import HIDDEN_STATES, LAST, Committed
 from ..models.draft_growth import DraftState, Growth
 from ..models.growing import GrowingCandidates
 from ..request import SourceRequest
-from .files import CONFIG, check_numbers, config_of, folder_of, read_tensors
+from .files import CONFIG, check_numbers, config_of, folder_of, kinds_of, read_tensors
 from .learned import LearnedDrafter
 
 _NAME = re.compile(r"(?:speculator\.)?(emb|proj|head|ln)\.(\d+)\.(weight|bias)")
@@ -150,10 +149,7 @@ class MLPSpeculator(LearnedDrafter):
             speculator = cls(parts, num_steps, bool(config.get("scale_input", False)))
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-        speculator.name_or_path = str(name)
-        speculator.check_fit(target)
-        output: Any = target.get_output_embeddings()
-        return speculator.to(device=output.weight.device, dtype=target.dtype)
+        return speculator._placed(name, target)
 
     def check_fit(self, target: PreTrainedModel) -> None:
         """Raise `ValueError` unless it has this target's sizes."""
@@ -175,8 +171,7 @@ class MLPSpeculator(LearnedDrafter):
 def is_speculator_checkpoint(name: str, config: Mapping[str, Any] | None = None) -> bool:
     """Return whether a folder or hub id holds an MLP speculator, by its config."""
     config = config_of(name) if config is None else config
-    kinds = [str(config.get("model_type", "")), *map(str, config.get("architectures") or ())]
-    return any(kind.lower().replace("_", "").startswith("mlpspeculator") for kind in kinds)
+    return any(kind.replace("_", "").startswith("mlpspeculator") for kind in kinds_of(config))
 
 
 def _parts(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
@@ -263,8 +258,7 @@ class MLPSpeculatorCandidates(GrowingCandidates):
 
     @property
     def name(self) -> str:
-        path = os.path.basename(self.heads.name_or_path)
-        return f"{type(self).__name__}({path}, {id(self.heads):x})"  # heads of one path may differ
+        return f"{type(self).__name__}({self.heads.identity})"
 
     def _new_forward(self) -> _SpeculatorForward:
         return _SpeculatorForward(self.heads)

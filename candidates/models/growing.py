@@ -18,7 +18,7 @@ from ...sampling.top import likeliest_tokens
 from ...target_model.forward.chains import ChainForward
 from ...target_model.forward.ragged import ForwardSeries, PlannedForward, RaggedForward
 from ...target_model.layout.rows import CacheRow
-from ...validate import is_integer
+from ...validate import check_positive
 from ..base import TreeCandidateGenerator
 from ..request import SourceRequest
 from .draft_ahead import DraftLevel, plan_levels
@@ -66,8 +66,8 @@ class GrowingCandidates(TreeCandidateGenerator):
         vocab_size: int | None = None,
     ):
         for name, value in (("num_nodes", num_nodes), ("width", width)):
-            if value is not None and (not is_integer(value) or value < 1):
-                raise ValueError(f"`{name}` must be a positive integer, got {value!r}.")
+            if value is not None:
+                check_positive(name, value)
         if not 0 <= confidence_threshold <= 1:
             raise ValueError(f"`confidence_threshold` must lie in [0, 1], got {confidence_threshold!r}.")
         if samples and (width or 1) > 1:

@@ -6,7 +6,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from ...drafts.tree import DraftTree
-from ...validate import is_integer
+from ...validate import check_positive
 from ..base import TreeCandidateGenerator
 from ..request import SourceRequest
 
@@ -89,8 +89,7 @@ class PromptLookupCandidates(TreeCandidateGenerator):
 
     def __init__(self, num_tokens: int = 10, max_ngram: int = 3, min_ngram: int = 1):
         for name, value in (("num_tokens", num_tokens), ("max_ngram", max_ngram), ("min_ngram", min_ngram)):
-            if not is_integer(value) or value < 1:
-                raise ValueError(f"`{name}` must be a positive integer, got {value!r}.")
+            check_positive(name, value)
         if min_ngram > max_ngram:
             raise ValueError(f"`min_ngram` must not exceed `max_ngram`, got {min_ngram} > {max_ngram}.")
         self.default_num_nodes = num_tokens

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..candidates.base import TreeCandidateGenerator, label_of, most_nodes_of, pass_on
+from ..candidates.base import TreeCandidateGenerator, label_of, most_nodes_of, pass_on, proposals_of
 from ..candidates.committed import HIDDEN_STATES, Committed
 from ..drafts.price import LevelPrice
 from ..drafts.tree import DraftTree, check_trees
@@ -156,8 +156,7 @@ class GuardedSources:
     ) -> dict[Request, DraftTree]:
         """Return checked proposals. A source that fails is called row by row, and dropped for rows that fail again."""
         try:
-            arguments: dict[str, Any] = {"price": price} if source.heeds_prices else {}
-            trees = source.propose([request.request_id for request in wanted], list(wanted.values()), **arguments)
+            trees = proposals_of(source, [request.request_id for request in wanted], list(wanted.values()), price)
             if len(trees) != len(wanted):
                 raise ValueError(f"{type(source).__name__} returned {len(trees)} trees for {len(wanted)} requests.")
             check_trees(trees, self.vocab_size)

@@ -8,7 +8,7 @@ from ....drafts.merge import Discount, Draft, merge
 from ....drafts.price import LevelPrice
 from ....drafts.tree import DraftTree
 from ....goodput.estimates.calibrator import Calibrator
-from ....validate import is_integer
+from ....validate import check_positive
 from ...base import TreeCandidateGenerator, most_nodes_of
 from ...committed import Committed
 from ...request import SourceRequest
@@ -49,8 +49,8 @@ class FusedCandidates(CombinedCandidates):
         super().__init__(sources, num_nodes, vocab_size)
         if min_probability is not None and not 0 <= min_probability <= 1:
             raise ValueError(f"`min_probability` must lie in [0, 1], got {min_probability!r}.")
-        if num_nodes is not None and (not is_integer(num_nodes) or num_nodes < 1):
-            raise ValueError(f"`num_nodes` must be a positive integer, got {num_nodes!r}.")
+        if num_nodes is not None:
+            check_positive("num_nodes", num_nodes)
         self.heeds_prices = min_probability is None
         self.min_probability = _LEAST_PROBABILITY if min_probability is None else min_probability
         self.discounts = _discounts([1.0] * len(sources) if discounts is None else discounts, len(sources))

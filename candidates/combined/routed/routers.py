@@ -1,7 +1,8 @@
 """Routers, which tell kinds of text apart: a function, a pipeline of transformers, or a classifier that learns."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import numpy as np
 from transformers import Pipeline, PreTrainedTokenizerBase
@@ -12,55 +13,39 @@ from .features import Text
 _MOST_TOKENS = 1024  # of a prompt that is read: half of them its first, half its last
 
 
-class Router(Protocol):
-    """Returns the kind of text of each prompt: a drafter's name, any other label, or None."""
-
-    def predict(self, texts: Sequence[Text]) -> list[str | None]: ...
+Predictor = Callable[[Sequence[Text]], Sequence[str | None]]  # a drafter's name, any other label, or None for each
 
 
-class FunctionRouter:
-    """Any function of one prompt."""
-
-    def __init__(self, function: Callable[[Any], str | None]):
-        self.function = function
-
-    def predict(self, texts: Sequence[Text]) -> list[str | None]:
-        return [self.function(text) for text in texts]
-
-
-class PipelineRouter:
-    """A pipeline of transformers whose results have a label, such as "text-classification", in one batch."""
-
-    def __init__(self, pipeline: Pipeline):
-        self.pipeline = pipeline
-
-    def predict(self, texts: Sequence[Text]) -> list[str | None]:
-        results = self.pipeline(list(texts), truncation=True, top_k=1, batch_size=len(texts))
-        return [(result[0] if isinstance(result, list) else result)["label"] for result in results]
-
-
-def router_of(router: Any, tokenizer: PreTrainedTokenizerBase | None) -> Router | None:
+def predictor_of(router: Any, tokenizer: PreTrainedTokenizerBase | None) -> Predictor | None:
     """
-    Return a `Router` for any value that a caller may pass.
+    Return the function that predicts kinds of texts, for any value that a caller may pass as `router`.
 
     Raises:
         TypeError: for anything else.
         ValueError: for a pipeline that does not classify texts, or has no texts to classify.
     """
-    if router is None or isinstance(router, TextClassifier):
-        return router
+    if router is None:
+        return None
+    if isinstance(router, TextClassifier):
+        return router.predict
     if isinstance(router, Pipeline):
         if router.task not in ("text-classification", "sentiment-analysis"):
             raise ValueError(f"`router` must be a pipeline for 'text-classification', got one for {router.task!r}.")
         if tokenizer is None:
             raise ValueError("A pipeline reads text: pass the target's `tokenizer` as well.")
-        return PipelineRouter(router)
+        return partial(_classified, router)
     if callable(router):
-        return FunctionRouter(router)
+        return lambda texts: [router(text) for text in texts]
     raise TypeError(
         "`router` must be a function of a prompt, a text-classification pipeline of transformers or a TextClassifier, "
         f"got {type(router).__name__}."
     )
+
+
+def _classified(pipeline: Pipeline, texts: Sequence[Text]) -> list[str]:
+    """Return the labels of a pipeline such as "text-classification", for all texts in one batch."""
+    results = pipeline(list(texts), truncation=True, top_k=1, batch_size=len(texts))
+    return [(result[0] if isinstance(result, list) else result)["label"] for result in results]
 
 
 def readable(prompt: np.ndarray, tokenizer: PreTrainedTokenizerBase | None) -> Text:

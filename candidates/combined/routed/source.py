@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from ....drafts.price import LevelPrice
 from ....drafts.tree import DraftTree
 from ....log import get_logger
-from ...base import TreeCandidateGenerator, check_needs, most_nodes_of, pass_on
+from ...base import TreeCandidateGenerator, adopt, check_needs, pass_on, proposals_of
 from ...committed import HIDDEN_STATES, Committed
 from ...request import SourceRequest
 from .bandit import DrafterBandit, Outcome
@@ -21,7 +21,7 @@ from .classifier import TextClassifier
 from .features import Text
 from .lanes import Lane, RequestLog
 from .memory import RoutedMemory, memory_of
-from .routers import readable, router_of
+from .routers import predictor_of, readable
 
 logger = get_logger(__name__)
 
@@ -78,7 +78,7 @@ class RoutedCandidates(TreeCandidateGenerator):
             raise ValueError(f"`labels` names {unknown}, and `drafters` are {list(self.drafters)}.")
         if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
             raise TypeError(f"`tokenizer` must be a tokenizer of transformers, got {type(tokenizer).__name__}.")
-        self.tokenizer, self.router = tokenizer, router_of(router, tokenizer)
+        self.tokenizer, self.router, self._predict = tokenizer, router, predictor_of(router, tokenizer)
         self.bandit = DrafterBandit(list(self.drafters), half_life, seed)
         self._log = RequestLog(clock, self._learn)
         self._outcomes: dict[str, RouteStatistics] = {name: RouteStatistics() for name in self.drafters}
@@ -113,15 +113,8 @@ class RoutedCandidates(TreeCandidateGenerator):
         for source in sources.values():
             for stage in source.stages:
                 check_needs(stage)
-        stages = [stage for source in sources.values() for stage in source.stages]
         self._lanes = {name: Lanes(source, self._log, name) for name, source in sources.items()}
-        self.needs = frozenset[str]().union(*[stage.needs for stage in stages])
-        self.follows_target = all(stage.follows_target for stage in stages)
-        looking = [stage for stage in stages if HIDDEN_STATES in stage.needs]
-        self.hidden_layers = sorted({layer for stage in looking for layer in stage.hidden_layers})
-        self.num_likeliest = max(stage.num_likeliest for stage in stages)
-        self.default_num_nodes = max(source.default_num_nodes for source in sources.values())
-        self.most_nodes = max(map(most_nodes_of, sources.values()))
+        adopt(self, list(sources.values()))
         self.samples = all(getattr(source, "samples", False) for source in sources.values())
 
     @property
@@ -167,7 +160,7 @@ class RoutedCandidates(TreeCandidateGenerator):
 
     def _kinds(self, texts: Sequence[Text], tags: Sequence[str | None]) -> list[str]:
         """Return the kind of each text; "" where it is unknown."""
-        if self.router is None:
+        if self._predict is None:
             return [tag or "" for tag in tags]
         unknown = [row for row, tag in enumerate(tags) if not tag]
         found = dict(zip(unknown, self._predicted([texts[row] for row in unknown])))
@@ -177,9 +170,9 @@ class RoutedCandidates(TreeCandidateGenerator):
         return [tag or found.get(row) or "" for row, tag in enumerate(tags)]
 
     def _predicted(self, texts: Sequence[Text]) -> Sequence[str | None]:
-        assert self.router is not None
+        assert self._predict is not None
         try:
-            labels = self.router.predict(texts) if texts else []
+            labels = self._predict(texts) if texts else []
             if len(labels) == len(texts) and all(label is None or isinstance(label, str) for label in labels):
                 return labels
             raise TypeError(f"it must say a string or None for each of {len(texts)} prompts, and said {labels!r}")
@@ -233,8 +226,7 @@ class RoutedCandidates(TreeCandidateGenerator):
         for row, name in enumerate(request_ids):
             rows.setdefault(self._serving[name], []).append(row)
         for lanes, own in rows.items():
-            arguments: dict[str, Any] = {"price": price} if lanes.heeds_prices else {}
-            found = lanes.propose([request_ids[row] for row in own], [max_nodes[row] for row in own], **arguments)
+            found = proposals_of(lanes, [request_ids[row] for row in own], [max_nodes[row] for row in own], price)
             for row, tree in zip(own, found):
                 trees[row] = tree
         return trees

@@ -69,7 +69,7 @@ def layer_config(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor])
     """
     Args:
         config (mapping): As `flat_config` returns it.
-        tensors (mapping of `str` to `torch.Tensor`): Weights under the names of `eagle_files`.
+        tensors (mapping of `str` to `torch.Tensor`): Weights under the names of `files`.
 
     Raises:
         ValueError: naming an entry whose value is not known.

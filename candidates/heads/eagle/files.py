@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from ....log import get_logger
-from ..files import CONFIG, check_numbers, config_of, folder_of, read_tensors, tensor_names
+from ..files import CONFIG, check_numbers, config_of, folder_of, kinds_of, read_tensors, tensor_names
 from .config import IDS, check_kind, check_layers, flat_config, hidden_layers, layer_config
 
 logger = get_logger(__name__)
@@ -35,8 +35,7 @@ def is_eagle_checkpoint(name: str, config: Mapping[str, Any] | None = None) -> b
     config = config_of(name) if config is None else config
     if "speculators_model_type" in config:
         return config["speculators_model_type"] in ("eagle", "eagle3", "peagle")
-    kinds = [str(config.get("model_type", "")), *map(str, config.get("architectures") or ())]
-    if "draft_vocab_size" in config or any("eagle" in kind.lower() for kind in kinds):
+    if "draft_vocab_size" in config or any("eagle" in kind for kind in kinds_of(config)):
         return True
     # EAGLE-1's config is that of a model of one layer, and may not even say so.
     is_small = bool(config) and config.get("num_hidden_layers", 1) in range(1, _MOST_LAYERS + 1)

@@ -36,7 +36,7 @@ class EagleHeads(FeatureDrafter):
 
     Args:
         config (`LlamaConfig`): Sizes of the layer.
-        tensors (mapping of `str` to `torch.Tensor`): Weights and biases under the names of `eagle_files`.
+        tensors (mapping of `str` to `torch.Tensor`): Weights and biases under the names of `files`.
         hidden_layers (sequence of `int`): See `TreeCandidateGenerator.hidden_layers`.
         target (`PreTrainedModel`): Lends its embeddings and its head, where there are none of the heads' own.
 
@@ -89,9 +89,7 @@ class EagleHeads(FeatureDrafter):
             heads = cls(config, tensors, layers, target)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-        heads.name_or_path = str(name)
-        output: Any = target.get_output_embeddings()
-        return heads.to(device=output.weight.device, dtype=target.dtype).requires_grad_(False)
+        return heads._placed(name, target).requires_grad_(False)
 
     def save_pretrained(self, folder: str | Path, **config: Any) -> None:
         """Write `model.safetensors` and `config.json`, with further entries, as the authors' own."""

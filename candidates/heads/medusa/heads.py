@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import linear, silu
 from transformers import PreTrainedModel
 
-from ..files import CONFIG, check_numbers, config_of, folder_of, read_tensors
+from ..files import CONFIG, check_numbers, config_of, folder_of, kinds_of, read_tensors
 from ..learned import LearnedDrafter
 
 _PREFIXES = ("medusa_head.", "medusa_heads.", "model.medusa_head.")  # of whole models
@@ -44,7 +44,7 @@ class MedusaHeads(LearnedDrafter):
         shares_output: bool = False,
     ):
         super().__init__()
-        self.name_or_path, self.shares_output = "", shares_output
+        self.shares_output = shares_output
         self.blocks = nn.ModuleList(nn.ModuleList(_linear(*layer) for layer in layers) for layers in blocks)
         self.outputs = nn.ParameterList(nn.Parameter(output, requires_grad=False) for output in outputs)
         self.register_buffer("ids", ids)
@@ -129,10 +129,7 @@ class MedusaHeads(LearnedDrafter):
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         heads = cls(blocks, own or [_output_of(target)], _token_ids(tensors), shares_output=not own)
-        heads.name_or_path = str(name)
-        heads.check_fit(target)
-        output: Any = target.get_output_embeddings()
-        return heads.to(device=output.weight.device, dtype=target.dtype)
+        return heads._placed(name, target)
 
     def check_fit(self, target: PreTrainedModel) -> None:
         """Raise `ValueError` unless the heads have this target's sizes."""
@@ -159,9 +156,8 @@ class MedusaHeads(LearnedDrafter):
 def is_medusa_checkpoint(name: str, config: Mapping[str, Any] | None = None) -> bool:
     """Return whether a folder or hub id holds Medusa heads, by its config or by the name of its file."""
     config = config_of(name) if config is None else config
-    kinds = [str(config.get("model_type", "")), *map(str, config.get("architectures") or ())]
-    says_so = "medusa_num_heads" in config or any("medusa" in kind.lower() for kind in kinds)
-    return says_so or any(Path(name).glob("medusa_lm_head.*"))
+    is_named = "medusa_num_heads" in config or any("medusa" in kind for kind in kinds_of(config))
+    return is_named or any(Path(name).glob("medusa_lm_head.*"))
 
 
 def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:

@@ -1,6 +1,5 @@
 """The source that drafts with Medusa heads."""
 
-import os
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +9,7 @@ import torch
 from ....device import fetch_together
 from ....drafts.tree import DraftTree
 from ....goodput.estimates.calibrator import Calibrator
-from ....validate import is_integer
+from ....validate import check_positive
 from ...base import TreeCandidateGenerator
 from ...committed import HIDDEN_STATES, LAST, Committed
 from ...request import SourceRequest
@@ -65,8 +64,8 @@ class MedusaCandidates(TreeCandidateGenerator):
         tree: Sequence[Sequence[int]] | None = None,
         calibrator: Calibrator | None = None,
     ):
-        if num_nodes is not None and (not is_integer(num_nodes) or num_nodes < 1):
-            raise ValueError(f"`num_nodes` must be an integer of at least 1, got {num_nodes!r}.")
+        if num_nodes is not None:
+            check_positive("num_nodes", num_nodes)
         paths = [] if tree is None else _checked(tree, heads.num_heads)
         self.heads, self.default_num_nodes = heads, num_nodes or len(paths) or _NUM_NODES
         self._width = max([_WIDTH, *(1 + max(path) for path in paths)])
@@ -76,8 +75,7 @@ class MedusaCandidates(TreeCandidateGenerator):
 
     @property
     def name(self) -> str:
-        path = os.path.basename(self.heads.name_or_path)
-        return f"{type(self).__name__}({path}, {id(self.heads):x})"  # heads of one path may differ
+        return f"{type(self).__name__}({self.heads.identity})"
 
     def begin(self, request: SourceRequest) -> int:
         self._states[request.request_id] = _State()
