@@ -10,8 +10,7 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_smartspec.commands.common.arguments import UsageError
-from hf_smartspec.commands.common.demo import demo_folder
-from hf_smartspec.commands.common.models import load_tokenizer
+from hf_smartspec.commands.common.models import demo_folder, load_tokenizer
 from hf_smartspec.commands.common.names import SOURCES, WITH_DRAFT_MODEL
 from hf_smartspec.commands.common.setup import Setup, load_setup, missing_arguments
 

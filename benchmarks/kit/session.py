@@ -16,10 +16,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from hf_smartspec.commands.common.arguments import UsageError, command_of
-from hf_smartspec.commands.common.console import make_console
-from hf_smartspec.commands.common.outputs import check_output, replace_json, resumed
-from hf_smartspec.commands.common.progress import track
-from hf_smartspec.commands.common.timing import environment
+from hf_smartspec.commands.common.console import environment, make_console, track
+from hf_smartspec.commands.common.outputs import check_output, replace_json
 
 from .claims import Claim, exit_status, print_claims
 from .deadline import OutOfTimeError, stopping_after
@@ -228,3 +226,23 @@ def _free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def resumed(path: Path, report: dict[str, Any]) -> dict[str, Any]:
+    """
+    Return the report in a file, to which more is added.
+
+    Args:
+        report (`dict`): The new report; its "environment" and "is_smoke" must equal the file's, its "command" is kept.
+
+    Raises:
+        UsageError: if the file cannot be read, or was measured under other conditions.
+    """
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+        known = (found["environment"], found["is_smoke"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"--resume: {str(path)!r} is no result of this command: {error!r}") from error
+    if known != (report["environment"], report["is_smoke"]):
+        raise UsageError(f"--resume: {str(path)!r} was measured on another machine, or with other versions or options")
+    return found | {"command": report["command"]}

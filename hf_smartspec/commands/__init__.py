@@ -1,1 +1,1 @@
-"""Side-by-side measurements and checks that users can run on their own models."""
+"""The commands of `smartspec`."""

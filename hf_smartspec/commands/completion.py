@@ -25,10 +25,7 @@ def run(args: argparse.Namespace) -> int:
 
 def script(shell: str, parser: argparse.ArgumentParser) -> str:
     """
-    Return the script that completes a parser with all its commands.
-
-    Raises:
-        UsageError: if shtab is not installed.
+    Return the script that completes a parser with all its commands; raises `UsageError` if shtab is not installed.
     """
     try:
         import shtab

@@ -3,10 +3,8 @@
 import argparse
 from contextlib import ExitStack
 
-from .common.arguments import UsageError
+from .common.arguments import UsageError, usage_errors
 from .common.names import parts_of
-
-_SERVE = "serve"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,25 +25,15 @@ def run(args: argparse.Namespace) -> int:
     from ..generate import enable
     from ..serving.transformers_batching.server import own_settings
 
-    try:
+    with usage_errors('transformers\' command needs more packages: pip install "typer"', ImportError):
         from transformers.cli.transformers import app
-    except ImportError as error:
-        raise UsageError(
-            f'transformers\' command needs more than is installed ({error}): pip install "typer"'
-        ) from error
     items = parts_of(args.assistant)
     with ExitStack() as stack:
-        try:
+        with usage_errors("--assistant"):
             stack.enter_context(enable(assistant=items if len(items) > 1 else items[0]))
-        except (TypeError, ValueError) as error:
-            raise UsageError(f"--assistant: {error}") from error
-        if args.arguments[0] == _SERVE:
-            try:
+        if args.arguments[0] == "serve":
+            with usage_errors('the server is not installed: pip install "transformers[serving]"', ImportError):
                 stack.enter_context(own_settings())
-            except ImportError as error:
-                raise UsageError(
-                    f'the server is not installed ({error}): pip install "transformers[serving]"'
-                ) from error
         try:
             app(args.arguments, prog_name="transformers")
         except SystemExit as end:

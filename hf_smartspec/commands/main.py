@@ -104,6 +104,11 @@ def _dispatch(arguments: list[str]) -> int:
     return COMMANDS[path].run(args, parser)
 
 
+def _command_path(arguments: list[str]) -> tuple[str, ...] | None:
+    """Return the command that the first words name, or None."""
+    return next((path for path in COMMANDS if tuple(arguments[: len(path)]) == path), None)
+
+
 def load_parser(path: tuple[str, ...]) -> "Parser":
     """Return the parser of a command's arguments."""
     parser = Parser(prog=" ".join(("smartspec", *path)), description=sentence(COMMANDS[path].help))
@@ -114,11 +119,6 @@ def load_parser(path: tuple[str, ...]) -> "Parser":
 def full_parser() -> "Parser":
     """Return one parser with all commands and their arguments."""
     return _tree(lambda path, parser: COMMANDS[path].add_arguments(parser))
-
-
-def _command_path(arguments: list[str]) -> tuple[str, ...] | None:
-    """Return the command that the first words name, or None."""
-    return next((path for path in COMMANDS if tuple(arguments[: len(path)]) == path), None)
 
 
 def _top_level(arguments: list[str]) -> int:
@@ -207,14 +207,12 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            self.fail(f"unrecognized arguments: {' '.join(unknown)}{self._meant(unknown)}")
+            options = [name for name in self._option_string_actions if name.startswith("--")]
+            near = [difflib.get_close_matches(word.partition("=")[0], options, n=1) for word in unknown]
+            names = [found[0] for word, found in zip(unknown, near) if found and word.startswith("-")]
+            meant = f"; did you mean {' '.join(names)}?" if names else ""
+            self.fail(f"unrecognized arguments: {' '.join(unknown)}{meant}")
         return parsed
-
-    def _meant(self, unknown: Sequence[str]) -> str:
-        options = [name for name in self._option_string_actions if name.startswith("--")]
-        near = [difflib.get_close_matches(word.partition("=")[0], options, n=1) for word in unknown]
-        names = [found[0] for word, found in zip(unknown, near) if found and word.startswith("-")]
-        return f"; did you mean {' '.join(names)}?" if names else ""
 
     def error(self, message: str) -> NoReturn:
         self.fail(message)

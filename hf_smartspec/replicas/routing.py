@@ -15,17 +15,11 @@ _BLOCK = 16  # tokens that are recognised together
 
 
 class ReplicaLoad(NamedTuple):
-    """
-    Load of one replica.
+    """Load of one replica."""
 
-    Args:
-        name (hashable): Name of the replica, which does not change during its life.
-        running, waiting (`int`): Its requests that run, and that wait for a place.
-    """
-
-    name: Hashable
-    running: int = 0
-    waiting: int = 0
+    name: Hashable  # name of the replica, which does not change during its life
+    running: int = 0  # its requests that run
+    waiting: int = 0  # its requests that wait for a place
 
     @property
     def requests(self) -> int:

@@ -174,7 +174,7 @@ def test_completion_without_its_package_says_what_to_install(monkeypatch, capsys
             ["verify", "{target}", "--json", "/no/such/folder/file.json"],
             "cannot write '/no/such/folder/file.json': no such folder",
         ),
-        (["verify", "{target}", "--prompts", "/no/prompts.txt"], "cannot read the prompts '/no/prompts.txt'"),
+        (["verify", "{target}", "--prompts", "/no/prompts.txt"], "cannot read '/no/prompts.txt'"),
         (["verify", "{target}", "--max-new-tokens", "999"], "leave no room for a prompt"),
         (["verify", "{target}", "--assistant", "./no-such-draft"], "--assistant: no such model folder"),
         (["verify", "{bare}", "--prompts", "{prompts}"], "--prompts need a tokenizer"),

@@ -17,8 +17,7 @@ from hf_smartspec import (
     SuffixTreeCandidates,
     TreeCandidateGenerator,
 )
-from hf_smartspec.commands.common.demo import find_demo
-from hf_smartspec.commands.common.models import load_model, load_tokenizer
+from hf_smartspec.commands.common.models import find_demo, load_model, load_tokenizer
 
 from .helpers import VOCAB_SIZE, Oracle, Spy, check_same, draft_source, prompts
 

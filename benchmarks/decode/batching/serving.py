@@ -17,8 +17,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_smartspec.commands.common.arguments import UsageError
-from hf_smartspec.commands.common.demo import demo_folder
-from hf_smartspec.commands.common.models import load_tokenizer
+from hf_smartspec.commands.common.models import demo_folder, load_tokenizer
 from hf_smartspec.commands.common.setup import Setup
 from hf_smartspec.generate import enable, enabled
 from hf_smartspec.serving.transformers_batching.server import own_settings

@@ -10,13 +10,11 @@ from transformers import PreTrainedModel
 
 from hf_smartspec.candidates import MedusaHeads
 from hf_smartspec.commands.common.arguments import UsageError
-from hf_smartspec.commands.common.data_sets import DataSet
-from hf_smartspec.commands.common.demo import demo_folder, find_demo
 from hf_smartspec.commands.common.drafters import DrafterFiles, load_drafters
-from hf_smartspec.commands.common.models import load_model, read_prompts
+from hf_smartspec.commands.common.models import demo_folder, find_demo, load_model, read_prompts
 from hf_smartspec.commands.common.names import JOINT, check_distinct
 from hf_smartspec.commands.common.outputs import check_output
-from hf_smartspec.commands.common.recordings import Fields, Texts, read_requests
+from hf_smartspec.commands.common.recordings import DataSet, Fields, Texts, read_requests
 from hf_smartspec.commands.common.setup import load_target, max_prompt_len, missing_arguments, num_parameters
 
 from ...kit.claims import Claim

@@ -9,9 +9,8 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from hf_smartspec.candidates import MedusaCandidates, MedusaHeads
-from hf_smartspec.commands.common.data_sets import DataSet, answered
 from hf_smartspec.commands.common.drafters import Drafter
-from hf_smartspec.commands.common.recordings import Recording
+from hf_smartspec.commands.common.recordings import DataSet, Recording, answered
 from hf_smartspec.commands.speed.loop import PLAIN, Method, Results, Settings, Tally, measure
 from hf_smartspec.commands.speed.report import num_different
 from hf_smartspec.goodput import Calibrator

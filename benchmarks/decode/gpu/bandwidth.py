@@ -8,7 +8,7 @@ from statistics import median
 import torch
 from transformers import PreTrainedModel
 
-from hf_smartspec.commands.common.timing import synchronize
+from hf_smartspec.commands.common.runs import synchronize
 
 from ...kit.session import Case, Section
 from ...kit.tables import Column, Row

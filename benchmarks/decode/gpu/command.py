@@ -16,8 +16,7 @@ from rich.markup import escape
 
 from hf_smartspec import __version__
 from hf_smartspec.commands.common.arguments import UsageError
-from hf_smartspec.commands.common.demo import demo_folder
-from hf_smartspec.commands.common.models import check_device
+from hf_smartspec.commands.common.models import check_device, demo_folder
 
 from ...kit.session import Section, Session, new_session, print_head
 from ...kit.tables import Column, Row, lines_of, print_lines

@@ -10,9 +10,8 @@ from transformers import PreTrainedModel
 
 from hf_smartspec.candidates import DatastoreCandidates
 from hf_smartspec.candidates.text.datastore.file import Datastore
-from hf_smartspec.commands.common.equality import find_differences
+from hf_smartspec.commands.common.exactness import Rounding, find_differences
 from hf_smartspec.commands.common.models import left_padded
-from hf_smartspec.commands.common.rounding import Rounding
 from hf_smartspec.commands.common.runs import Decoding, decode_plainly, eos_ids, up_to_end
 from hf_smartspec.commands.verify.comparison import Comparison, TokenCheck
 from hf_smartspec.commands.verify.drafts import Drafting, ways_of_drafting

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_smartspec.commands.common.models import left_padded
 from hf_smartspec.commands.common.replaying import RecordedText, ReplayEngine
-from hf_smartspec.commands.common.timing import synchronize
+from hf_smartspec.commands.common.runs import synchronize
 from hf_smartspec.prepare.config import SmartSpecConfig
 
 from ...kit.continuous import continuous_config, serve_lengths

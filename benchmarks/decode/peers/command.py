@@ -10,8 +10,7 @@ from transformers import PreTrainedModel
 
 from hf_smartspec.commands.common.arguments import PARAMETERS, UsageError
 from hf_smartspec.commands.common.cost_matched import enlarge
-from hf_smartspec.commands.common.demo import demo_folder
-from hf_smartspec.commands.common.models import load_draft, load_model, load_tokenizer
+from hf_smartspec.commands.common.models import demo_folder, load_draft, load_model, load_tokenizer
 
 from ...kit.session import new_session, print_head
 from .known import PEERS

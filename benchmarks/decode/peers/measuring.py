@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from hf_smartspec.commands.common.console import track
 from hf_smartspec.commands.common.models import left_padded
-from hf_smartspec.commands.common.progress import track
 
 from ...kit.session import Case, Section, Session
 from ...kit.tables import Column, Row, Rows

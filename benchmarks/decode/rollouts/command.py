@@ -7,13 +7,12 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_smartspec.commands.common.arguments import UsageError
+from hf_smartspec.commands.common.console import track
 from hf_smartspec.commands.common.cost_matched import enlarge
-from hf_smartspec.commands.common.demo import demo_folder
 from hf_smartspec.commands.common.drafters import DrafterFiles
-from hf_smartspec.commands.common.models import load_model, load_tokenizer, read_prompts, use_machine
+from hf_smartspec.commands.common.models import demo_folder, load_model, load_tokenizer, read_prompts, use_machine
 from hf_smartspec.commands.common.names import JOINT, shown
 from hf_smartspec.commands.common.outputs import check_output
-from hf_smartspec.commands.common.progress import track
 from hf_smartspec.commands.common.setup import missing_arguments, num_parameters
 from hf_smartspec.online.distillation import OnlineDistillation
 from hf_smartspec.prepare.config import SmartSpecConfig

@@ -15,8 +15,7 @@ from transformers.trainer_callback import PrinterCallback, TrainerCallback
 
 from hf_smartspec.commands.common.arguments import UsageError
 from hf_smartspec.commands.common.cost_matched import copy_weights
-from hf_smartspec.commands.common.runs import eos_ids
-from hf_smartspec.commands.common.timing import synchronize
+from hf_smartspec.commands.common.runs import eos_ids, synchronize
 from hf_smartspec.decoding.statistics import GenerationStatistics
 from hf_smartspec.generate import disable, enable
 

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel
 
-from hf_smartspec.commands.common.data_sets import answered
 from hf_smartspec.commands.common.outputs import replace_json
-from hf_smartspec.commands.common.recordings import Recording
+from hf_smartspec.commands.common.recordings import Recording, answered
 
 _AT_ONCE = 16  # requests that are answered together
 _SHOWN = 4096  # numbers of each weight, by which targets are told apart

@@ -10,15 +10,13 @@ from rich.console import Console
 from torch import nn
 from transformers import PreTrainedModel
 
+from benchmarks.kit.plots import check_folder
 from hf_smartspec.candidates import MedusaHeads
 from hf_smartspec.candidates.committed import LAST
 from hf_smartspec.commands.common.arguments import UsageError
-from hf_smartspec.commands.common.data_sets import DataSet
-from hf_smartspec.commands.common.demo import demo_folder
-from hf_smartspec.commands.common.figures import check_folder
-from hf_smartspec.commands.common.models import load_draft, load_model
-from hf_smartspec.commands.common.outputs import check_output
-from hf_smartspec.commands.common.recordings import Fields, Texts, read_requests, read_rows
+from hf_smartspec.commands.common.models import demo_folder, load_draft, load_model
+from hf_smartspec.commands.common.outputs import check_output, read_rows
+from hf_smartspec.commands.common.recordings import DataSet, Fields, Texts, read_requests
 from hf_smartspec.commands.common.setup import load_target, max_prompt_len
 
 from ...kit.claims import Claim
@@ -86,8 +84,8 @@ def _texts(args: argparse.Namespace) -> dict[str, list[Texts]]:
         if not field:
             texts[path.name.partition(".")[0]] = read_requests(path, Fields(turns="none"), None, False)
             continue
-        for row in read_rows(path):
-            if isinstance(row, dict) and isinstance(row.get("prompt"), str) and row.get(field) is not None:
+        for _, row in read_rows(path):
+            if isinstance(row.get("prompt"), str) and row.get(field) is not None:
                 texts.setdefault(str(row[field]), []).append(Texts([row["prompt"]], ""))
     if not texts:
         raise UsageError(f"no prompts in {args.files}")

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from hf_smartspec.candidates import MedusaHeads
 from hf_smartspec.candidates.heads.eagle.heads import EagleHeads
 from hf_smartspec.commands.common.arguments import UsageError
-from hf_smartspec.commands.common.progress import track
+from hf_smartspec.commands.common.console import track
 from hf_smartspec.generate import enabled
 from hf_smartspec.online.distillation import OnlineDistillation
 from hf_smartspec.online.samples import Sample

@@ -8,7 +8,7 @@ import numpy as np
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_smartspec.commands.common.progress import track
+from hf_smartspec.commands.common.console import track
 from hf_smartspec.online.distillation import OnlineDistillation
 from hf_smartspec.online.samples import Sample
 from hf_smartspec.serving.engine import Engine

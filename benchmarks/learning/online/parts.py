@@ -9,7 +9,7 @@ import numpy as np
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_smartspec.commands.common.progress import track
+from hf_smartspec.commands.common.console import track
 from hf_smartspec.online.samples import Sample
 from hf_smartspec.online.sampling import sampled, taught
 from hf_smartspec.online.students import student_of

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_smartspec.commands.common.figures import draw, shared_legend
+from hf_smartspec.commands.common.outputs import draw, shared_legend
 
 from ...kit.tables import Lines
 from .arguments import LIVE, LOAD, ONLINE, SEVERAL, SHIFT, SPEED, TABLE

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from hf_smartspec.commands.common.arguments import UsageError
-from hf_smartspec.commands.common.data_sets import DataSet
-from hf_smartspec.commands.common.progress import track
-from hf_smartspec.commands.common.recordings import Recording
+from hf_smartspec.commands.common.console import track
+from hf_smartspec.commands.common.recordings import DataSet, Recording
 from hf_smartspec.online.learner import Learner
 from hf_smartspec.online.options import LearningOptions
 from hf_smartspec.online.samples import Batch, Sample, in_batches

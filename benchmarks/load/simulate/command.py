@@ -9,8 +9,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from benchmarks.kit.plots import check_folder
 from hf_smartspec.commands.common.arguments import UsageError
-from hf_smartspec.commands.common.figures import check_folder
 from hf_smartspec.commands.common.recordings import Fields, Recording, read_requests, tokenize
 from hf_smartspec.simulator import LoadRequest, read_trace, with_acceptance
 

@@ -12,9 +12,8 @@ import numpy as np
 from rich.console import Console
 
 from hf_smartspec.commands.common.arguments import UsageError
-from hf_smartspec.commands.common.demo import demo_folder
-from hf_smartspec.commands.common.models import read_prompts
-from hf_smartspec.commands.common.progress import track
+from hf_smartspec.commands.common.console import track
+from hf_smartspec.commands.common.models import demo_folder, read_prompts
 
 from ...kit.claims import Claim
 from ...kit.models import choose_model

@@ -10,27 +10,16 @@ import numpy as np
 from rich.console import Console
 
 from hf_smartspec.commands.common.arguments import UsageError
-from hf_smartspec.commands.common.console import table
-from hf_smartspec.commands.common.figures import draw, from_zero, shared_legend
-from hf_smartspec.commands.common.names import shown
-from hf_smartspec.commands.common.outputs import check_outputs
-from hf_smartspec.commands.common.progress import track
+from hf_smartspec.commands.common.console import table, track
+from hf_smartspec.commands.common.names import check_simulated, shown
+from hf_smartspec.commands.common.outputs import check_outputs, draw, from_zero, shared_legend
 from hf_smartspec.commands.common.setup import Setup
-from hf_smartspec.commands.common.sources import check_simulated
 from hf_smartspec.commands.load.arguments import AUCTION, NONE, ORACLE
-from hf_smartspec.commands.load.costs import Calibration, Calibrations
+from hf_smartspec.commands.load.costs import Calibrations
 from hf_smartspec.commands.load.explain import LEGEND, print_explanations
 from hf_smartspec.commands.load.policies import Policies, is_fixed
 from hf_smartspec.commands.load.report import Cell, Point, latency_ratios, summaries
-from hf_smartspec.commands.load.runs import (
-    calibrate,
-    capacity,
-    lookup_table,
-    new_requests,
-    serve,
-    simulate_logged,
-    warm_up,
-)
+from hf_smartspec.commands.load.runs import Twin, calibrate, new_requests, serve, warm_up
 from hf_smartspec.goodput import LengthPolicy
 from hf_smartspec.simulator import LoadResult, alternating
 
@@ -74,31 +63,26 @@ def _cases(setup: Setup, args: argparse.Namespace, cells: dict[str, Cell]) -> It
     with track(total=1, desc=f"measuring what steps with {args.source} cost") as progress:
         calibration = Calibrations(partial(calibrate, setup))[args.source]
         progress.update()
+    twin = Twin(setup, args.source, calibration)
     if args.rates is None:
-        most = capacity(setup, args.source, calibration)
-        args.rates = [float(f"{share * most:.2g}") for share in (BUSY, QUIET)]
+        args.rates = [float(f"{share * twin.capacity():.2g}") for share in (BUSY, QUIET)]
     policies = Policies(calibration.cost)
     if "table" in cells:
-        policies.table = lookup_table(setup, args.source, calibration)
+        policies.table = twin.lookup_table()
     if not args.simulated:
         warm_up(setup, args.source, policies.new(list(cells)[-1]))
     for name, cell in cells.items():
-        yield Case(name, partial(_serve, setup, args, calibration, partial(policies.new, name), cell))
+        yield Case(name, partial(_serve, twin, args, partial(policies.new, name), cell))
 
 
-def _serve(
-    setup: Setup,
-    args: argparse.Namespace,
-    calibration: Calibration,
-    new_policy: Callable[..., LengthPolicy],
-    cell: Cell,
-) -> Row:
+def _serve(twin: Twin, args: argparse.Namespace, new_policy: Callable[..., LengthPolicy], cell: Cell) -> Row:
     """Serve the requests of a policy's next turn; the results are kept in its cell, also those of a broken turn."""
+    setup = twin.setup
     rng = np.random.default_rng([setup.seed, len(cell.results)])
     phases = [args.rates[phase % 2] for phase in range(args.phases)]
     requests = new_requests(setup, alternating(phases, args.period, round(sum(phases) * args.period), rng), rng)
     if args.simulated:
-        result, explanation = simulate_logged(setup, args.source, calibration, new_policy, requests)
+        result, explanation = twin.run_logged(requests, new_policy)
         cell.results.append(result)
     else:
         cell.results.append(result := LoadResult())

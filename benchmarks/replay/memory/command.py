@@ -11,8 +11,8 @@ import numpy as np
 from rich.console import Console
 
 from hf_smartspec.commands.common.arguments import UsageError
+from hf_smartspec.commands.common.console import track
 from hf_smartspec.commands.common.outputs import check_outputs
-from hf_smartspec.commands.common.progress import track
 from hf_smartspec.commands.common.recordings import Fields, read_requests, tokenize
 
 from ...kit.claims import Claim

@@ -10,7 +10,7 @@ import numpy as np
 from hf_smartspec.candidates import DatastoreCandidates, SuffixTreeCandidates, TreeCandidateGenerator
 from hf_smartspec.candidates.text.datastore.file import Datastore, build_datastore
 from hf_smartspec.commands.common.arguments import UsageError
-from hf_smartspec.commands.common.progress import track
+from hf_smartspec.commands.common.console import track
 from hf_smartspec.commands.common.recordings import Recording
 
 from .arguments import LEAST_BYTES

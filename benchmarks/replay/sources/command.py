@@ -10,9 +10,9 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.markup import escape
 
+from benchmarks.kit.plots import check_folder
 from hf_smartspec.commands.common.arguments import UsageError
-from hf_smartspec.commands.common.demo import find_demo
-from hf_smartspec.commands.common.figures import check_folder
+from hf_smartspec.commands.common.models import find_demo
 
 from ...kit.claims import Claim
 from ...kit.models import choose_model, tokenizer_of

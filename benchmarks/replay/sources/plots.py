@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_smartspec.commands.common.figures import draw, from_zero, shared_legend
+from hf_smartspec.commands.common.outputs import draw, from_zero, shared_legend
 
 from .claims import Figures, Settings
 

@@ -16,8 +16,7 @@ from hf_smartspec.commands.common.arguments import UsageError
 from hf_smartspec.commands.common.models import encode, left_padded, load_draft, load_model, load_tokenizer
 from hf_smartspec.commands.common.recordings import Recording
 from hf_smartspec.commands.replay.curves import moving_average
-from hf_smartspec.commands.replay.loop import Replayer, Tally
-from hf_smartspec.commands.replay.runs import DataSet, Results, replay
+from hf_smartspec.commands.replay.loop import Replayer, Results, Tally, replay
 from hf_smartspec.commands.replay.sources import SourceSpec
 from hf_smartspec.drafts.price import LevelPrice
 from hf_smartspec.drafts.tree import DraftTree
@@ -46,18 +45,18 @@ class Workload(NamedTuple):
 def replay_settings(settings: Callable[[Split], list[SourceSpec]], workload: Workload) -> Iterator[Case]:
     """Yield every data set, replayed with all settings side by side."""
     for split in workload.splits:
-        yield _case(split.name, partial(_replay, DataSet(split.name, split.replayed), settings(split)))
+        yield _case(split.name, partial(_replay, split.replayed, settings(split)))
 
 
 def _case(name: str, measure: Callable[[], Series]) -> Case:
     return Case(name, lambda: {"figures": measure()})
 
 
-def _replay(data: DataSet, specs: Sequence[SourceSpec]) -> Series:
+def _replay(recordings: Sequence[Recording], specs: Sequence[SourceSpec]) -> Series:
     results: Results = {}
-    replay([data], specs, results)
+    replay({"": recordings}, specs, results)
     series: Series = {}
-    for spec, tally in results[data.name].items():
+    for spec, tally in results[""].items():
         numbers = tally.summary()
         median, drafted = numbers["propose_us_per_call_median"], numbers["drafted_per_step"]
         numbers["us_per_node"] = median / drafted if median and drafted else None  # the mean is that of a few stalls
@@ -128,7 +127,7 @@ def _hybrid(
 ) -> Series:
     recordings = _answers(target, tokenizer, split)
     seconds = _step_seconds(target, recordings[0])
-    series = _replay(DataSet(split.name, recordings), _hybrid_settings(draft))
+    series = _replay(recordings, _hybrid_settings(draft))
     for numbers in series["tau"].values():
         drafting = (numbers["propose_us_per_step"] or 0.0) / 1e6
         numbers["target_us_per_step"] = seconds * 1e6

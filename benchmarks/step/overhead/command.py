@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
 
+from benchmarks.kit.timing import Stopwatch, side_by_side
 from hf_smartspec.commands.common.models import load_model, use_machine
 from hf_smartspec.commands.common.setup import Setup
-from hf_smartspec.commands.common.timing import Stopwatch, side_by_side
 from hf_smartspec.drafts.tree import DraftTree
 from hf_smartspec.generate import enabled
 from hf_smartspec.prepare.config import SmartSpecConfig

@@ -9,13 +9,11 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from benchmarks.kit.timing import side_by_side
 from hf_smartspec.commands.common.arguments import UsageError
 from hf_smartspec.commands.common.cost_matched import enlarge
-from hf_smartspec.commands.common.data_sets import DataSet
-from hf_smartspec.commands.common.demo import demo_folder
-from hf_smartspec.commands.common.models import load_model, load_tokenizer
-from hf_smartspec.commands.common.recordings import Fields, read_requests
-from hf_smartspec.commands.common.timing import side_by_side
+from hf_smartspec.commands.common.models import demo_folder, load_model, load_tokenizer
+from hf_smartspec.commands.common.recordings import DataSet, Fields, read_requests
 from hf_smartspec.cpu.quantized import quantize
 from hf_smartspec.generate import enabled
 from hf_smartspec.prepare.presets import suffix_trees

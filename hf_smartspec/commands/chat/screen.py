@@ -17,25 +17,16 @@ _NOTE = Style(dim=True)
 
 
 class Screen:
-    """
-    Input and output of a chat.
+    """Input and output of a chat; where both are a terminal, it is interactive: with a prompt, colours and notes."""
 
-    Args:
-        is_interactive (`bool`, *optional*): Whether to prompt for input and to print colours and notes. By default,
-            whether input and output are a terminal.
-    """
-
-    def __init__(self, is_interactive: bool | None = None):
-        both = sys.stdin.isatty() and sys.stdout.isatty()
-        self.is_interactive = both if is_interactive is None else is_interactive
+    def __init__(self) -> None:
+        self.is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
         self._console = Console(highlight=False, soft_wrap=True)
 
     def read(self) -> str:
         """
-        Return the user's next turn; a backslash at the end of a line continues it in the next line.
-
-        Raises:
-            EOFError: at the end of the input.
+        Return the user's next turn; a backslash at the end of a line continues it in the next line. Raises `EOFError`
+        at the end of the input.
         """
         lines = [self._line(PROMPT)]
         while lines[-1].endswith("\\"):

@@ -1,30 +1,56 @@
 """A chat session: turns, streamed answers, and settings that may change between them."""
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich.text import Text
+from transformers import PreTrainedTokenizerBase
 
 from ...decoding.statistics import GenerationStatistics
 from ...sampling.noise import row_seed
 from ...serving.engine import Engine
 from ...serving.outputs import EngineOutput
 from ..common.answering.arguments import Sampling
-from ..common.answering.speaker import Speaker, new_seed, shown
-from ..common.answering.statistics import summary
+from ..common.answering.speaker import Message, Prompter, Speaker, TooLongError, new_seed, shown, summary
 from ..common.answering.text import GrowingText
-from .conversation import Conversation
 from .screen import ACCEPTED, Screen
+
+_USER, _ASSISTANT = "User:", "Assistant:"
+
+
+@dataclass
+class Conversation:
+    """The turns of a chat."""
+
+    tokenizer: PreTrainedTokenizerBase
+    system: str | None = None
+    messages: list[Message] = field(default_factory=list)  # the turns; before an answer, the last one is the user's
+
+    @property
+    def has_template(self) -> bool:
+        return bool(self.tokenizer.chat_template)
+
+    @property
+    def num_answers(self) -> int:
+        return sum(message["role"] == "assistant" for message in self.messages)
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """Strings that end an answer; without a template, the model would write the user's next turn too."""
+        return [] if self.has_template else [f"\n{_USER}"]
+
+    def token_ids(self) -> list[int]:
+        """Return the token ids of all turns; raises `ValueError` if the chat template refuses the turns."""
+        if self.has_template:
+            return Prompter(self.tokenizer, self.system).token_ids(self.messages)
+        names = {"user": _USER, "assistant": _ASSISTANT}
+        lines = [f"{names[message['role']]} {message['content'].strip()}" for message in self.messages]
+        text = "\n".join([*([self.system] if self.system else []), *lines, _ASSISTANT])
+        return Prompter(self.tokenizer, is_raw=True).token_ids(text)
 
 
 class Session:
-    """
-    A chat with one model.
-
-    Args:
-        max_new_tokens (`int`): Tokens of an answer at most.
-        seed (`int`, *optional*): Repeats a conversation; without it, every answer has a new seed.
-    """
+    """A chat with one model; with `seed`, a conversation can be repeated, without it every answer has a new seed."""
 
     def __init__(
         self,
@@ -46,12 +72,7 @@ class Session:
         self._engine.stop(drain=False)
 
     def use_assistant(self, assistant: Any) -> None:
-        """
-        Replace the assistant.
-
-        Raises:
-            UsageError: if it cannot draft for the model; the former one is then kept.
-        """
+        """Replace the assistant; raises `UsageError` if it cannot draft for the model; the former one is then kept."""
         speaker = replace(self.speaker, assistant=assistant)
         engine = speaker.new_engine()
         self.stop()
@@ -59,21 +80,19 @@ class Session:
 
     def answer(self, text: str) -> None:
         """Add the user's turn `text` and print the model's answer; Ctrl-C ends the answer."""
-        self.conversation.say(text)
+        self.conversation.messages.append({"role": "user", "content": text})
         try:
-            try:
-                request_id = self._ask()
-            except (TypeError, ValueError) as error:
-                self._fail(str(error))
-                return
-            output, growing = self._followed(request_id)
+            output, growing = self._followed(self._ask())
+        except (TypeError, ValueError) as error:
+            self._fail(f"{error}: /reset" if isinstance(error, TooLongError) else str(error))
+            return
         except KeyboardInterrupt:  # before it began, or once more, while it was being stopped
-            self.conversation.take_back()
+            self.conversation.messages.pop()
             raise
         if output.error and output.finish_reason != "cancelled":
             self._fail(output.error)
             return
-        self.conversation.answer(growing.text)
+        self.conversation.messages.append({"role": "assistant", "content": growing.text})
         self.last = output.statistics
         self.total = self.total + output.statistics
         ends = {"cancelled": "stopped; ", "length": f"cut after {len(output.generated_tokens)} tokens; "}
@@ -81,17 +100,10 @@ class Session:
 
     def _ask(self) -> str:
         """Send the conversation to the engine; return the name of the request."""
-        ids = self.conversation.token_ids()
-        room = self.speaker.room(len(ids), self.max_new_tokens)
-        if room < 1:
-            limit = self.speaker.num_positions
-            raise ValueError(f"the conversation has {len(ids)} tokens and the model reads {limit}: /reset")
-        arguments = self.sampling.arguments()
-        if self.conversation.stop_strings:
-            arguments["stop_strings"] = self.conversation.stop_strings
+        ids, stops = self.conversation.token_ids(), self.conversation.stop_strings
         seed = new_seed() if self.seed is None else row_seed(self.seed, self.conversation.num_answers)
-        arguments["trace"] = self.screen.is_interactive  # for colours
-        return self._engine.add_request(ids, max_new_tokens=room, streaming=True, seed=seed, **arguments)
+        options = {"streaming": True, "trace": self.screen.is_interactive}  # traced for colours
+        return self.speaker.add_request(self._engine, ids, self.sampling, self.max_new_tokens, seed, stops, **options)
 
     def _followed(self, request_id: str) -> tuple[EngineOutput, GrowingText]:
         """Print an answer as it grows; return its last output and its text."""
@@ -115,7 +127,7 @@ class Session:
         return output
 
     def _fail(self, reason: str) -> None:
-        self.conversation.take_back()
+        self.conversation.messages.pop()
         self.num_failed += 1
         self.screen.report(f"error: {reason}")
 

@@ -1,10 +1,13 @@
 """Arguments that several commands have, and the types of their values."""
 
 import argparse
+import math
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-TURNS = ("all", "last", "none")
 DTYPES = ("float32", "bfloat16", "float16")
 AUTO = "auto"  # in place of a dtype: that of the model's files
 QUANTIZATIONS = ("int8",)  # kinds that `quantize` takes
@@ -15,12 +18,58 @@ class UsageError(Exception):
     """Error of a command's arguments or files; its message is printed as one line, and the exit status is 2."""
 
 
-def positive(text: str) -> int:
-    return _integer(text, 1)
+@contextmanager
+def usage_errors(
+    prefix: str = "", *kinds: type[Exception], reason: Callable[[Exception], object] = str
+) -> Iterator[None]:
+    """
+    Raise `UsageError` in place of these errors.
+
+    Args:
+        prefix (`str`): Beginning of the message, such as the option's name.
+        kinds (exceptions): By default `OSError`, `TypeError` and `ValueError`.
+        reason (`Callable`): Returns the rest of the message.
+    """
+    kinds = kinds or (OSError, TypeError, ValueError)
+    try:
+        yield
+    except kinds as error:
+        raise UsageError(": ".join(filter(None, [prefix, str(reason(error))]))) from error
 
 
-def not_negative(text: str) -> int:
-    return _integer(text, 0)
+def checked(parse: Callable[[str], Any], is_valid: Callable[[Any], bool], wanted: str) -> Callable[[str], Any]:
+    """Return the type of an argument, for argparse, whose value must be `wanted`."""
+
+    def value_of(text: str) -> Any:
+        value = parse(text)
+        if not is_valid(value):
+            raise argparse.ArgumentTypeError(f"must be {wanted}, got {text}")
+        return value
+
+    return value_of
+
+
+def _number(kind: Callable[[str], Any], name: str) -> Callable[[str], Any]:
+    def value_of(text: str) -> Any:
+        try:
+            return kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is no {name}") from None
+
+    return value_of
+
+
+integer, number = _number(int, "integer"), _number(float, "number")
+positive = checked(integer, lambda value: value >= 1, "at least 1")
+not_negative = checked(integer, lambda value: value >= 0, "at least 0")
+positive_number = checked(number, lambda value: 0 < value < math.inf, "positive")
+not_negative_number = checked(number, lambda value: 0 <= value < math.inf, "at least 0")
+probability = checked(number, lambda value: 0 < value <= 1, "above 0 and at most 1")
+port = checked(not_negative, lambda value: value <= 65535, "at most 65535")
+
+
+def positive_list(text: str) -> list[int]:
+    return list(map(positive, text.split(",")))
 
 
 def not_empty(text: str) -> str:
@@ -29,39 +78,11 @@ def not_empty(text: str) -> str:
     return text
 
 
-def positive_list(text: str) -> list[int]:
-    return [_integer(part, 1) for part in text.split(",")]
-
-
-def _integer(text: str, least: int) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no integer") from None
-    if value < least:
-        raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
-    return value
-
-
-def number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
-
-
-def positive_number(text: str) -> float:
-    value = number(text)
-    if not (0 < value < float("inf")):
-        raise argparse.ArgumentTypeError(f"must be positive, got {text}")
-    return value
-
-
-def not_negative_number(text: str) -> float:
-    value = number(text)
-    if not (0 <= value < float("inf")):
-        raise argparse.ArgumentTypeError(f"must not be negative, got {text}")
-    return value
+def host(text: str) -> str:
+    """Return an address from the command line; an empty one is refused, since sockets take it for all addresses."""
+    if not text:
+        raise argparse.ArgumentTypeError("must name an address; 0.0.0.0 is all of this machine's")
+    return text
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,6 +119,21 @@ def add_text_arguments(parser: argparse.ArgumentParser) -> None:
         help="the first N requests of every FILE are not sent: suffix trees hold them and their responses from the "
         "beginning, as those of a service that has run for a while (default: 0)",
     )  # fmt: skip
+
+
+def add_recording_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `load_recordings`."""
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=".jsonl or .jsonl.gz; one is one data set")
+    parser.add_argument("--prompt-field", default="prompt", metavar="NAME", help="default: prompt")
+    parser.add_argument("--response-field", default="response", metavar="NAME", help="default: response")
+    parser.add_argument(
+        "--turns", choices=("all", "last", "none"), default="all",
+        help="of conversations, replay all assistant turns (default), the last, or none but the two fields",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-prompt", type=positive, default=2048, metavar="N", help="tokens of a prompt, its end (default: 2048)"
+    )
+    parser.add_argument("--tokenizer", metavar="NAME", help="folder or hub id (default: the demo's)")
 
 
 def add_target_arguments(parser: argparse.ArgumentParser) -> None:
@@ -145,3 +181,16 @@ def command_of(args: argparse.Namespace) -> dict[str, Any]:
         key: str(value) if isinstance(value, Path) else [str(item) for item in value] if key == "files" else value
         for key, value in vars(args).items()
     }
+
+
+def listen_at(host: str, port: int) -> socket.socket:
+    """
+    Return a listening socket, to be made before anything is loaded. Port 0 takes a free one. Raises `UsageError` if the
+    address is in use, or is no address.
+    """
+    from ...serving.server.running import listen  # needs a server's packages
+
+    try:
+        return listen(host, port)
+    except OSError as error:
+        raise UsageError(f"cannot listen at {host}, port {port}: {error.strerror or error}") from error

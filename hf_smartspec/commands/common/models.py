@@ -1,7 +1,6 @@
 """Models, tokenizers and prompts that a command line names; errors are one line."""
 
 import argparse
-import json
 from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -22,7 +21,8 @@ from transformers import (
 
 from ...cpu.quantized import quantize
 from ...prepare.draft_models import check_draft_model, load_whole
-from .arguments import UsageError
+from .arguments import UsageError, usage_errors
+from .outputs import opened, read_rows
 
 _GGUF = ".gguf"
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "tekken.json")
@@ -41,10 +41,8 @@ PROMPTS = (
 
 
 def check_device(name: str) -> None:
-    try:
+    with usage_errors(f"cannot use the device {name!r}", RuntimeError, AssertionError, reason=_first_line):
         torch.zeros(1, device=name).item()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise UsageError(f"cannot use the device {name!r}: {_first_line(error)}") from error
 
 
 def default_device() -> str:
@@ -54,10 +52,8 @@ def default_device() -> str:
 
 def use_machine(args: argparse.Namespace) -> None:
     """
-    Set the threads of `add_machine_arguments`, and check its device or fill in the default.
-
-    Raises:
-        UsageError: for a device that cannot be used.
+    Set the threads of `add_machine_arguments`, and check its device or fill in the default; raises `UsageError` for a
+    device that cannot be used.
     """
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -83,8 +79,8 @@ def load_model(
     """
     check_folder(name)
     options: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
-    given = name
-    try:
+    # Errors of many kinds; all mean that the model cannot be loaded.
+    with usage_errors(f"cannot load the model {name!r}", Exception, reason=_first_line):
         name, options = _place_of(name, options)
         config = AutoConfig.from_pretrained(name, **options)
         if "gguf_file" in options:  # plain linear maps, whatever kernels are installed
@@ -93,33 +89,22 @@ def load_model(
         kind = dtype if dtype == "auto" else getattr(torch, dtype)
         load = partial(load_whole, factory) if is_draft else factory.from_pretrained
         model: PreTrainedModel = load(name, dtype=kind, **options)
-    except Exception as error:  # of many kinds; all mean that it cannot be loaded
-        raise UsageError(f"cannot load the model {given!r}: {_first_line(error)}") from error
     model.to(torch.device(device))  # type: ignore[arg-type]  # the annotation of a decorator hides `self`
     return model.eval()
 
 
 def use_quantized(model: PreTrainedModel, kind: str | None) -> None:
-    """
-    Quantize the model, if `--quantize` was given.
-
-    Raises:
-        UsageError: for a model that cannot be quantized.
-    """
+    """Quantize the model, if `--quantize` was given; raises `UsageError` for a model that cannot be quantized."""
     if kind:
-        try:
+        with usage_errors("--quantize"):
             quantize(model, kind)
-        except (TypeError, ValueError) as error:
-            raise UsageError(f"--quantize: {error}") from error
 
 
 def load_draft(name: str, target: PreTrainedModel, dtype: str = "float32") -> PreTrainedModel:
     """Return a draft model on the target's device; raises `UsageError` if it cannot draft for the target."""
     draft = load_model(name, dtype, str(target.device), is_draft=True)
-    try:
+    with usage_errors():
         check_draft_model(draft, target)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     return draft
 
 
@@ -152,11 +137,8 @@ def check_folder(name: str) -> None:
 def _place_of(name: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return name and options of `from_pretrained` for a folder, hub id or .gguf file."""
     path = Path(name)
-    return (
-        (str(path.parent), options | {"gguf_file": path.name})
-        if name.endswith(_GGUF) and path.is_file()
-        else (name, options)
-    )
+    is_gguf = name.endswith(_GGUF) and path.is_file()
+    return (str(path.parent), options | {"gguf_file": path.name}) if is_gguf else (name, options)
 
 
 def _first_line(error: Exception) -> str:
@@ -167,25 +149,18 @@ def _first_line(error: Exception) -> str:
 def read_prompts(path: str | Path) -> list[dict[str, Any]]:
     """Return the rows of a .jsonl file, which have a "prompt", or the lines of any other text file as such rows."""
     path = Path(path)
-    try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read the prompts {str(path)!r}: {_first_line(error)}") from error
-    if not lines:
+    if path.suffix == ".jsonl":
+        rows = list(read_rows(path))
+    else:
+        with opened(path) as file:
+            lines = file.read().splitlines()
+        rows = [(number, {"prompt": line}) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not rows:
         raise UsageError(f"{str(path)!r} holds no prompts")
-    if path.suffix != ".jsonl":
-        return [{"prompt": line} for line in lines]
-    return [_prompt_row(path, number, line) for number, line in enumerate(lines, start=1)]
-
-
-def _prompt_row(path: Path, number: int, line: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UsageError(f"{str(path)!r}, row {number} is no JSON: {error}") from error
-    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
-        raise UsageError(f'{str(path)!r}, row {number} has no text under "prompt"')
-    return row
+    for number, row in rows:
+        if not isinstance(row.get("prompt"), str):
+            raise UsageError(f'{str(path)!r}, row {number} has no text under "prompt"')
+    return [row for _, row in rows]
 
 
 def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_len: int) -> list[list[int]]:
@@ -224,3 +199,35 @@ def left_padded(
         ids[row, longest - len(prompt) :] = torch.tensor(prompt)
         mask[row, longest - len(prompt) :] = 1
     return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+
+
+_DEMOS = Path("demos")
+_PARTS = ("models/target/tokenizer.json", "models/target/config.json", "models/draft/config.json", "prompts.jsonl")
+
+
+def find_demo() -> Path | None:
+    """Return the folder with the demo's models and prompts, in the working folder or the repository, or None."""
+    for folder in (_DEMOS, Path(__file__).parents[3] / _DEMOS):
+        if all((folder / part).is_file() for part in _PARTS):
+            return folder
+    return None
+
+
+def demo_folder(*needed: str) -> Path:
+    """
+    Return the folder of `find_demo`, which replaces arguments that were not given.
+
+    Args:
+        needed (`str`): These arguments; none, where no argument could name other files.
+
+    Raises:
+        UsageError: if there is no such folder; the message names the arguments to give.
+    """
+    folder = find_demo()
+    if folder is None:
+        missing = " and ".join(needed)
+        remedy = f"name {missing}, or call this" if needed else "call this"
+        raise UsageError(
+            f"the demo's models and prompts come with the repository, not the package: {remedy} in a checkout"
+        )
+    return folder

@@ -49,3 +49,13 @@ def source_name(text: str) -> str:
         f"must be one of {', '.join(SOURCES)}, or the folder of a learned drafter, also as suffix{JOINT}FOLDER, got "
         f"{text!r}"
     )
+
+
+def check_simulated(names: Sequence[str], is_simulated: bool) -> None:
+    """Raise `UsageError` for learned drafters in simulations, which have no hidden states."""
+    learned = [name for name in names if name not in SOURCES]
+    if learned and is_simulated:
+        raise UsageError(
+            f"{learned[0]!r} drafts on the real engine only: simulations have no hidden states, and the policy 'table' "
+            "is made by one"
+        )

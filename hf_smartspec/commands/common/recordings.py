@@ -1,19 +1,23 @@
-"""Recorded requests for `smartspec replay`: prompts and real responses, from JSON lines to token ids."""
+"""Requests with recorded responses, from JSON lines to token ids, and data sets of them."""
 
-import gzip
+import argparse
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ...candidates import SuffixTreeCandidates, TreeCandidateGenerator
+from ...candidates.request import SourceRequest
 from ...drafts.tree import DraftTree
 from .arguments import UsageError
-from .demo import demo_folder
-from .models import load_tokenizer
-from .progress import track
+from .console import track
+from .models import demo_folder, encode, left_padded, load_tokenizer
+from .outputs import read_rows
+from .runs import eos_ids, up_to_end
 
 
 class Fields(NamedTuple):
@@ -50,13 +54,10 @@ def tokenizer_of(name: str | None) -> PreTrainedTokenizerBase:
 def read_requests(path: Path, fields: Fields, limit: int | None, needs_responses: bool = True) -> list[Texts]:
     """
     Return the first `limit` requests of a .jsonl or .jsonl.gz file; where responses are needed, requests without one
-    are left out.
-
-    Raises:
-        UsageError: if the file cannot be read, or holds no request.
+    are left out. Raises `UsageError` if the file cannot be read, or holds no request.
     """
     requests: list[Texts] = []
-    for number, row in enumerate(read_rows(path), start=1):
+    for number, row in read_rows(path):
         found = _requests(row, fields, f"{path.name!r}, row {number}", needs_responses)
         requests += [item for item in found if item.response or not needs_responses]
         if limit is not None and len(requests) >= limit:
@@ -66,29 +67,7 @@ def read_requests(path: Path, fields: Fields, limit: int | None, needs_responses
     return requests[:limit]
 
 
-def read_rows(path: Path) -> Iterator[Any]:
-    """
-    Yield the rows of a .jsonl or .jsonl.gz file.
-
-    Raises:
-        UsageError: if it cannot be read.
-    """
-    number = 0
-    try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-            for line in file:
-                number += 1
-                if line.strip():
-                    yield json.loads(line)
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read {str(path)!r}: {error}") from error
-    except json.JSONDecodeError as error:
-        raise UsageError(f"{str(path)!r}, row {number} is no JSON: {error}") from error
-
-
-def _requests(row: Any, fields: Fields, place: str, needs_responses: bool) -> list[Texts]:
-    if not isinstance(row, dict):
-        raise UsageError(f"{place} is no JSON object")
+def _requests(row: dict[str, Any], fields: Fields, place: str, needs_responses: bool) -> list[Texts]:
     if fields.turns != "none" and row.get("turns"):
         return _turns(row["turns"], place)[-1 if fields.turns == "last" else 0 :]
     if not needs_responses and row.get(fields.response) is None:
@@ -134,6 +113,109 @@ def tokenize(requests: Sequence[Texts], tokenizer: PreTrainedTokenizerBase, max_
     return [recording for recording in recordings if len(recording.response)]
 
 
+def load_recordings(args: argparse.Namespace, limit: int) -> dict[str, list[Recording]]:
+    """Return up to `limit` requests of every file of `add_recording_arguments`, by its name."""
+    fields = Fields(args.prompt_field, args.response_field, args.turns)
+    texts = {str(path): read_requests(path, fields, limit) for path in args.files}
+    tokenizer = tokenizer_of(args.tokenizer)
+    return {name: tokenize(requests, tokenizer, args.max_prompt) for name, requests in texts.items()}
+
+
 def count_accepted(tree: DraftTree, truth: np.ndarray) -> int:
     """Return the length of the path from the root whose tokens are those of `truth` (`[n]` integers)."""
     return len(tree.path_along(truth))
+
+
+class DataSet(NamedTuple):
+    """Prompts and their recorded responses as token ids, in the order in which they arrive."""
+
+    name: str
+    prompts: list[list[int]]  # distinct prompts
+    responses: list[np.ndarray]  # `[n]` int64: the first tokens of each, as many as are generated
+    past: Sequence[Recording] = ()  # earlier requests, which are not sent again
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        texts: Sequence[Texts],
+        tokenizer: PreTrainedTokenizerBase,
+        limit: int,
+        num_past: int,
+        max_prompt: int,
+        max_new_tokens: int,
+    ) -> "DataSet":
+        """
+        Return a data set with the first `num_past` texts as its past, and the next `limit` distinct prompts; raises
+        `UsageError` if no prompt is left.
+        """
+        past = list(tokenized(texts[:num_past], tokenizer, max_prompt, max_new_tokens))
+        asked: dict[bytes, Recording] = {}
+        for item in tokenized(texts[num_past:], tokenizer, max_prompt, max_new_tokens):
+            asked.setdefault(item.prompt.tobytes(), item)
+            if len(asked) == limit:
+                break
+        if not asked and num_past >= len(texts):
+            raise UsageError(f"--remember: {name!r} has {len(texts)} requests, of which {num_past} leave none to ask")
+        if not asked:
+            raise UsageError(f"{name!r}: the tokenizer makes no tokens of the prompts")
+        prompts = [item.prompt.tolist() for item in asked.values()]
+        return cls(name, prompts, [item.response for item in asked.values()], past)
+
+
+def tokenized(
+    texts: Sequence[Texts], tokenizer: PreTrainedTokenizerBase, max_prompt: int, max_new_tokens: int | None = None
+) -> Iterator[Recording]:
+    """Yield the texts as token ids: a conversation as one user's turn, a response up to `max_new_tokens`, or empty."""
+    for item in texts:
+        prompts = encode(["\n".join(item.context)], tokenizer, max_prompt)
+        response = tokenizer(item.response, add_special_tokens=False, verbose=False).input_ids[:max_new_tokens]
+        if prompts and (response or not item.response):
+            yield Recording(np.array(prompts[0], np.int64), np.array(response, np.int64))
+
+
+@torch.no_grad()
+def answered(
+    past: Sequence[Recording],
+    model: PreTrainedModel,
+    batch_size: int,
+    max_new_tokens: int,
+    desc: str = "answering what is remembered",
+) -> list[Recording]:
+    """Return the requests with the target's own answers, decoded greedily in batches."""
+    pad_id, ends, result = model.generation_config.pad_token_id, set(eos_ids(model)), []
+    with track(total=len(past), desc=desc) as progress:
+        for first in range(0, len(past), batch_size):
+            items = past[first : first + batch_size]
+            inputs = left_padded([item.prompt for item in items], pad_id, model.device)
+            found: Any = model.generate(**inputs, do_sample=False, max_new_tokens=max_new_tokens)
+            begin = 1 if model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
+            rows = found[:, begin:].tolist()
+            result += [
+                Recording(item.prompt, np.array(up_to_end(row, ends), np.int64)) for item, row in zip(items, rows)
+            ]
+            progress.update(len(items))
+    return result
+
+
+def remember(source: TreeCandidateGenerator, past: Sequence[Recording], namespace: str = "") -> None:
+    """
+    Run the suffix trees of a source through earlier requests, as if it had drafted for them: the trees keep their
+    outputs and learn which drafts are accepted. Other sources are left as they are.
+    """
+    for trees in (source, *getattr(source, "sources", ())):
+        if isinstance(trees, SuffixTreeCandidates):
+            for item in past:
+                _decode(trees, item, namespace)
+
+
+def _decode(trees: SuffixTreeCandidates, item: Recording, namespace: str) -> None:
+    """Replay one request to the trees; all nodes that they draft are verified."""
+    name, rest = object(), item.response
+    trees.begin(SourceRequest(name, item.prompt, namespace=namespace))
+    while len(rest):
+        (tree,) = trees.propose([name], [trees.default_num_nodes])
+        num_tokens = count_accepted(tree, rest) + 1
+        trees.observe(name, rest[:num_tokens])
+        rest = rest[num_tokens:]
+    trees.stop(name)

@@ -70,11 +70,8 @@ class RecordedText(LogitsProcessor):
 
 class RecordedForward(PackedForward):
     """
-    Forward of a target that computes all logits and their arg max, but picks the tokens of recorded texts. Picks after
-    a wrong draft node are wrong too, and never used.
-
-    Args:
-        end_id (`int`): The token after the end of every text.
+    Forward of a target that computes all logits and their arg max, but picks the tokens of recorded texts, and `end_id`
+    after their end. Picks after a wrong draft node are wrong too, and never used.
     """
 
     def __init__(self, model: PreTrainedModel, num_rows: int, capacity: int, end_id: int):

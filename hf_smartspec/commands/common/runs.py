@@ -30,11 +30,7 @@ class Decoding:
         """Return the processors that change scores before a token is sampled."""
         if self.seed is None:
             return []
-        return [
-            TemperatureLogitsWarper(self.temperature),
-            TopKLogitsWarper(self.top_k),
-            TopPLogitsWarper(self.top_p),
-        ]
+        return [TemperatureLogitsWarper(self.temperature), TopKLogitsWarper(self.top_k), TopPLogitsWarper(self.top_p)]
 
     def plain_processors(self, recorder: LogitsProcessor | None = None) -> LogitsProcessorList:
         """Return processors by which plain greedy `generate` picks the tokens of sampling with this library's seed."""
@@ -116,11 +112,7 @@ def decode_speculatively(
 
 
 def tokens_by_default(
-    model: PreTrainedModel,
-    inputs: dict[str, torch.Tensor],
-    decoding: Decoding,
-    max_new_tokens: int,
-    assistant: Any,
+    model: PreTrainedModel, inputs: dict[str, torch.Tensor], decoding: Decoding, max_new_tokens: int, assistant: Any
 ) -> torch.Tensor:
     """Return the new tokens of `generate` with `assistant=` and no other output: rows are then freed as they end."""
     with enabled(model):
@@ -147,3 +139,8 @@ def up_to_end(tokens: list[int], ends: set[int]) -> list[int]:
     """Return the tokens up to and with the first that ends a sequence."""
     last = next((index for index, token in enumerate(tokens) if token in ends), len(tokens))
     return tokens[: last + 1]
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -12,17 +12,14 @@ from ...candidates import DraftModelCandidates, TreeCandidateGenerator
 from ...goodput import LengthPolicy
 from ...prepare.config import SmartSpecConfig
 from ...serving.engine import Engine
-from .arguments import PARAMETERS, UsageError
+from .arguments import PARAMETERS, UsageError, usage_errors
 from .cost_matched import enlarge
-from .data_sets import DataSet, answered, remember
-from .demo import demo_folder
-from .drafters import DrafterFiles
-from .models import load_draft, load_model, load_tokenizer, name_of, use_machine, use_quantized
+from .drafters import DrafterFiles, new_source
+from .models import demo_folder, load_draft, load_model, load_tokenizer, name_of, use_machine, use_quantized
 from .names import SOURCES, WITH_DRAFT_MODEL, check_distinct, shown
-from .recordings import Fields, Recording, read_requests
+from .recordings import DataSet, Fields, Recording, answered, read_requests, remember
 from .replaying import ReplayEngine
 from .runs import eos_ids
-from .sources import new_source
 
 Drafts = dict[bytes, tuple[np.ndarray, np.ndarray]]  # by text: `ranks` and `probs` of a `LoadRequest`
 NewSources = dict[str, Callable[[], TreeCandidateGenerator]]  # by the names that are shown
@@ -30,33 +27,21 @@ NewSources = dict[str, Callable[[], TreeCandidateGenerator]]  # by the names tha
 
 @dataclass
 class Setup:
-    """
-    A target with one data set.
+    """A target with one data set."""
 
-    Args:
-        model (`PreTrainedModel`): The target.
-        draft (`PreTrainedModel`, *optional*): Its draft model.
-        prompts (list of `np.ndarray` of shape `[prompt_len]`, int64): Distinct requests.
-        max_new_tokens, max_batch_size, seed (`int`): The command's arguments.
-        name (`str`): Name of the data set.
-        responses (list of `np.ndarray` of shape `[n]`, int64, *optional*): Responses to the prompts, where known.
-        replays (`bool`): Whether the responses are recorded ones, which the target is made to pick.
-        past (list of `Recording`): Earlier requests, which suffix trees remember.
-        drafts (`dict`): By text, the draft model's proposals for it, as far as they were computed.
-        learned (`dict`): By name in tables, a function that makes a new source of a learned drafter.
-    """
-
-    model: PreTrainedModel
-    draft: PreTrainedModel | None
-    prompts: list[np.ndarray]
-    max_new_tokens: int
+    model: PreTrainedModel  # the target
+    draft: PreTrainedModel | None  # its draft model
+    prompts: list[np.ndarray]  # `[prompt_len]` int64: distinct requests
+    max_new_tokens: int  # this and the next two are the command's arguments
     max_batch_size: int
     seed: int
     name: str = ""
-    responses: list[np.ndarray] | None = None
-    replays: bool = False
-    past: list[Recording] = field(default_factory=list)
+    responses: list[np.ndarray] | None = None  # `[n]` int64: responses to the prompts, where known
+    replays: bool = False  # whether the responses are recorded ones, which the target is made to pick
+    past: list[Recording] = field(default_factory=list)  # earlier requests, which suffix trees remember
+    # By text, the draft model's proposals for it, as far as they were computed.
     drafts: Drafts = field(default_factory=dict)
+    # By name in tables, a function that makes a new source of a learned drafter.
     learned: NewSources = field(default_factory=dict)
 
     @property
@@ -65,12 +50,7 @@ class Setup:
         return next(iter(eos_ids(self.model)), -1)
 
     def new_source(self, name: str, drafter: TreeCandidateGenerator | None = None) -> TreeCandidateGenerator:
-        """
-        Return a new source, whose suffix trees hold the past.
-
-        Args:
-            drafter (`TreeCandidateGenerator`, *optional*): Replaces the draft model.
-        """
+        """Return a new source, whose suffix trees hold the past; `drafter` takes the place of the draft model."""
         if name in self.learned:
             source = self.learned[name]()
             remember(source, self.past)
@@ -99,29 +79,19 @@ class Setup:
 
     def shuffled(self) -> "Setup":
         """Return the setup with its prompts in random order, by the seed."""
-        order = np.random.default_rng(self.seed).permutation(len(self.prompts)).tolist()
-        responses = self.responses
-        return replace(
-            self,
-            prompts=[self.prompts[index] for index in order],
-            responses=None if responses is None else [responses[index] for index in order],
-        )
+        return self._with(np.random.default_rng(self.seed).permutation(len(self.prompts)).tolist())
 
     def sample(self, num_prompts: int) -> "Setup":
         """Return the setup with `num_prompts` of its prompts at most, evenly spread."""
-        part = slice(0, None, -(-len(self.prompts) // num_prompts))
-        return replace(
-            self, prompts=self.prompts[part], responses=None if self.responses is None else self.responses[part]
-        )
+        return self._with(range(0, len(self.prompts), -(-len(self.prompts) // num_prompts)))
+
+    def _with(self, places: Sequence[int]) -> "Setup":
+        prompts, responses = ([items[place] for place in places] for items in (self.prompts, self.responses or ()))
+        return replace(self, prompts=prompts, responses=responses if self.responses is not None else None)
 
 
 def load_setups(args: argparse.Namespace) -> list[Setup]:
-    """
-    Return a setup for every file.
-
-    Raises:
-        UsageError: for models, files or prompts that cannot be used.
-    """
+    """Return a setup for every file; raises `UsageError` for models, files or prompts that cannot be used."""
     files = args.files or [demo_folder(*missing_arguments(args)) / "prompts.jsonl"]
     model, tokenizer = load_target(args)
     check_replay(args, model)
@@ -147,10 +117,8 @@ def learned_sources(
     args: argparse.Namespace, model: PreTrainedModel
 ) -> dict[str, Callable[[], TreeCandidateGenerator]]:
     """
-    Return functions that make new sources of the learned drafters among `args.sources`, by their names in tables.
-
-    Args:
-        model (`PreTrainedModel`): The target, perhaps enlarged. Drafters are loaded for the target as it was before.
+    Return functions that make new sources of the learned drafters among `args.sources`, by their names in tables. They
+    are loaded for the target as it was before `model` was enlarged.
     """
     names = [name for name in getattr(args, "sources", ()) if name not in SOURCES]
     if not names:
@@ -197,9 +165,7 @@ def missing_arguments(args: argparse.Namespace) -> list[str]:
 def load_target(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """
     Load the model that `add_target_arguments` names, greedy, and its tokenizer; `args.dtype` becomes that of the model.
-
-    Raises:
-        UsageError: for a device or a model that cannot be used.
+    Raises `UsageError` for a device or a model that cannot be used.
     """
     use_machine(args)
     name = args.model or str(demo_folder("--model") / "models" / "target")
@@ -209,10 +175,8 @@ def load_target(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTo
     if tokenizer is None:
         raise UsageError(f"--model: {name!r} has no tokenizer")
     if num := num_parameters(args):
-        try:
+        with usage_errors("--parameters"):
             model = enlarge(model, num)
-        except ValueError as error:
-            raise UsageError(f"--parameters: {error}") from error
     use_quantized(model, args.quantize)
     ids, pad_id = eos_ids(model), model.generation_config.pad_token_id
     # Greedy and nothing else, whatever the model samples or penalises by default.

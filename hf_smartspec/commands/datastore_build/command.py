@@ -1,23 +1,16 @@
 """`smartspec datastore build`: a file of continuations for `DatastoreCandidates`, from texts."""
 
 import argparse
-import gzip
-import json
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter
-from typing import TextIO
 
 import numpy as np
-from rich.console import Console
 
 from ...candidates.text.datastore.file import Document, build_datastore
-from ..common.arguments import UsageError
+from ..common.arguments import UsageError, usage_errors
 from ..common.models import load_tokenizer
-from ..common.outputs import check_output, write_json
-
-_UNREADABLE = (OSError, EOFError, UnicodeDecodeError, zlib.error)
+from ..common.outputs import check_output, opened, read_rows, write_json
 
 
 def run(args: argparse.Namespace) -> int:
@@ -30,10 +23,8 @@ def run(args: argparse.Namespace) -> int:
     if tokenizer is None:
         raise UsageError(f"cannot load a tokenizer from {args.tokenizer!r}")
     started = perf_counter()
-    try:
+    with usage_errors():
         store = build_datastore(read_documents(args.inputs, args.field or ["response"]), args.output, tokenizer)
-    except (OSError, ValueError, TypeError) as error:
-        raise UsageError(str(error)) from error
     seconds, size = perf_counter() - started, args.output.stat().st_size
     result = {
         "output": str(args.output),
@@ -42,12 +33,7 @@ def run(args: argparse.Namespace) -> int:
         "seconds": round(seconds, 3),
         "fingerprint": store.fingerprint,
     }
-    Console().print(
-        f"{args.output}: {store.num_tokens:,} tokens, {size / 1e6:.1f} MB, built in {seconds:.1f} s",
-        soft_wrap=True,
-        highlight=False,
-        markup=False,
-    )
+    print(f"{args.output}: {store.num_tokens:,} tokens, {size / 1e6:.1f} MB, built in {seconds:.1f} s")
     if args.json:
         write_json(args.json, result)
     return 0
@@ -65,34 +51,19 @@ def read_documents(paths: list[Path], fields: list[str]) -> Iterator[Document]:
 
 
 def _read(path: Path, fields: list[str]) -> Iterator[Document]:
-    kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
-    try:
-        if path.suffix == ".npy":
-            yield _read_tokens(path)
-            return
-        with _open(path) as file:
-            if kind == ".jsonl":
-                yield from _read_rows(file, path, fields)
-            elif text := file.read():
-                yield text
-    except _UNREADABLE as error:
-        raise UsageError(f"cannot read {str(path)!r}: {error}") from error
+    if path.suffix == ".npy":
+        yield _read_tokens(path)
+    elif (path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix) == ".jsonl":
+        yield from _read_rows(path, fields)
+    else:
+        with opened(path) as file:
+            text = file.read()
+        if text:
+            yield text
 
 
-def _open(path: Path) -> TextIO:
-    return gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8")
-
-
-def _read_rows(file: TextIO, path: Path, fields: list[str]) -> Iterator[str]:
-    for number, line in enumerate(file, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UsageError(f"{str(path)!r}, row {number} is no JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise UsageError(f"{str(path)!r}, row {number} is no JSON object")
+def _read_rows(path: Path, fields: list[str]) -> Iterator[str]:
+    for number, row in read_rows(path):
         for name in fields:
             text = row.get(name) or ""  # not every row has an answer
             if not isinstance(text, str):
@@ -102,10 +73,8 @@ def _read_rows(file: TextIO, path: Path, fields: list[str]) -> Iterator[str]:
 
 
 def _read_tokens(path: Path) -> np.ndarray:
-    try:
+    with usage_errors(f"cannot read {str(path)!r}", OSError, EOFError, ValueError):
         ids = np.load(path, mmap_mode="r", allow_pickle=False)
-    except ValueError as error:
-        raise UsageError(f"cannot read {str(path)!r}: {error}") from error
     if not isinstance(ids, np.ndarray) or ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
         raise UsageError(f"{str(path)!r} must hold integer token ids along one axis")
     return ids

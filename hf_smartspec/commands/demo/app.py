@@ -13,9 +13,7 @@ from starlette.middleware import Middleware
 
 from ...log import get_logger
 from ...serving.server.guard.hosts import HostGuard, local_hosts
-from .learning_tab import learning_tab
-from .load_tab import load_tab
-from .race_tab import race_tab
+from .tabs import learning_tab, load_tab, race_tab
 from .texts import notice
 from .world import RefusedError, World
 
@@ -105,12 +103,8 @@ def connect(
     outputs: list[Any],
 ) -> None:
     """
-    Connect the start and stop buttons of a tab.
-
-    Args:
-        buttons: Start, stop.
-        work (`Callable`): Takes the values of `inputs` and an event that stops it; yields values of `outputs`, of which
-            the first is HTML.
+    Connect the start and stop buttons of a tab with its work, which takes the values of `inputs` and an event that
+    stops it, and yields values of `outputs`, of which the first is HTML.
     """
     start, stop = buttons
     others = [gr.skip()] * (len(outputs) - 1)

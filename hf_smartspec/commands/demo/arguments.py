@@ -3,8 +3,7 @@
 import argparse
 from pathlib import Path
 
-from ..common.addresses import host, port
-from ..common.arguments import add_target_arguments
+from ..common.arguments import add_target_arguments, host, port
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

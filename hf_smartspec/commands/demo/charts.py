@@ -10,19 +10,12 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 44, 12, 12, 34
 
 @dataclass(frozen=True)
 class Series:
-    """
-    A line or a cloud of points.
-
-    Args:
-        label (`str`), kind (`str`): Its name, and the class by which the style sheet colours it.
-        points (sequence of pairs of `float`): Points from left to right.
-        is_dots (`bool`): Whether points are not joined.
-    """
+    """A line or a cloud of points."""
 
     label: str
-    kind: str
-    points: Sequence[tuple[float, float]]
-    is_dots: bool = False
+    kind: str  # class by which the style sheet colours it
+    points: Sequence[tuple[float, float]]  # points from left to right
+    is_dots: bool = False  # whether points are not joined
 
 
 def chart_html(

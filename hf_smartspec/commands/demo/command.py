@@ -5,8 +5,7 @@ import importlib.util
 import os
 
 from ...target_model.cost.profiling import load_or_profile
-from ..common.addresses import listen_at
-from ..common.arguments import UsageError
+from ..common.arguments import UsageError, listen_at, usage_errors
 from ..common.console import make_console
 from .world import load_world
 
@@ -20,13 +19,11 @@ def run(args: argparse.Namespace) -> int:
     listen_at(args.host, args.port or 0).close()  # Gradio would wait for ever, and only once all is loaded
     console = make_console()
     world = load_world(args)
-    console.print(world.describe(), highlight=False)
+    console.print(world.describe())
     load_or_profile(world.model)  # measured once per machine, not in the middle of a race
     app = build_app(world)
-    try:
+    with usage_errors(f"cannot listen on {args.host}, port {args.port or '7860 to 7959'}", OSError):
         address = launch_app(app, args.host, args.port)
-    except OSError as error:
-        raise UsageError(f"cannot listen on {args.host}, port {args.port or '7860 to 7959'}: {error}") from error
-    console.print(f"[bold]{address}[/bold] (Ctrl-C ends it)", highlight=False)
+    console.print(f"[bold]{address}[/bold] (Ctrl-C ends it)")
     app.block_thread()
     return 0

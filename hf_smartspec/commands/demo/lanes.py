@@ -15,8 +15,7 @@ from ...decoding.statistics import GenerationStatistics
 from ...decoding.trace import TracedStep
 from ...generate import enabled
 from ...prepare.config import SmartSpecConfig
-from ..common.runs import Decoding
-from ..common.timing import synchronize
+from ..common.runs import Decoding, synchronize
 from .world import World
 
 _SIGN_OF_LIFE = 0.5  # seconds between two looks at a computation, which slow it down
@@ -29,24 +28,16 @@ class StoppedError(Exception):
 
 @dataclass
 class Lane:
-    """
-    One answer.
-
-    Args:
-        tokens (list of `int`), times (list of `float`): The generated tokens, and seconds from the call to each.
-        sources (list): Label of the source that drafted each token; None for the target's own.
-        steps (list of `TracedStep`): The steps, with their draft trees.
-        seconds (`float`): Duration of the call.
-        was_stopped (`bool`): Whether the call was stopped before its end.
-    """
+    """One answer."""
 
     tokens: list[int] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)  # seconds from the call to each token
+    # Label of the source that drafted each token; None for the target's own.
     sources: list[str | None] = field(default_factory=list)
-    steps: list[TracedStep] = field(default_factory=list)
-    seconds: float = 0.0
+    steps: list[TracedStep] = field(default_factory=list)  # the steps, with their draft trees
+    seconds: float = 0.0  # duration of the call
     statistics: GenerationStatistics = field(default_factory=GenerationStatistics)
-    was_stopped: bool = False
+    was_stopped: bool = False  # whether the call was stopped before its end
 
     @property
     def labels(self) -> list[str]:
@@ -88,12 +79,7 @@ def run_lane(
     stop: threading.Event,
     lane: Lane,
 ) -> None:
-    """
-    Generate one answer and fill in the lane.
-
-    Args:
-        assistant (`SmartSpecConfig`, *optional*): None for transformers' own `generate`.
-    """
+    """Generate one answer and fill in the lane; without an assistant, by transformers' own `generate`."""
     model: Any = world.model
     inputs = torch.tensor([ids], device=model.device)
     arguments: dict[str, Any] = {"attention_mask": torch.ones_like(inputs), "max_new_tokens": max_new_tokens}
@@ -116,8 +102,8 @@ def run_lane(
         lane.sources, lane.steps = traces[0].token_sources, traces[0].steps
 
 
-def watched(world: World, work: Callable[[], T], look: Callable[[], Any] = lambda: None) -> Iterator[Any]:
-    """Do `work` in the thread that computes; yield `look()` now and then, and finally the result of `work`."""
+def watched(world: World, work: Callable[[], T]) -> Iterator[T | None]:
+    """Do `work` in the thread that computes; yield None now and then, and finally the result of `work`."""
     done: queue.SimpleQueue[None] = queue.SimpleQueue()
     future: Future[T] = world.worker.submit(work)
     future.add_done_callback(lambda _: done.put(None))
@@ -126,5 +112,5 @@ def watched(world: World, work: Callable[[], T], look: Callable[[], Any] = lambd
             done.get(timeout=_SIGN_OF_LIFE)
             break
         except queue.Empty:
-            yield look()
+            yield None
     yield future.result()

@@ -28,40 +28,25 @@ _MEAN_OF = 6  # requests
 
 @dataclass(frozen=True)
 class LearningSettings:
-    """
-    Settings of the tab.
+    """Settings of the tab."""
 
-    Args:
-        draft (`str`): A draft model, one of `World.draft_models`.
-        begins (`str`): Its weights at the beginning, `RANDOM` or `TRAINED`.
-        categories (sequence of `str`): Kinds of prompts.
-        num_requests, interval, max_new_tokens (`int`): Number of requests, requests per update, and tokens of each.
-        learning_rate (`float`): Learning rate of the optimizer.
-    """
-
-    draft: str
-    begins: str = TRAINED
-    categories: Sequence[str] = ()
+    draft: str  # A draft model, one of `World.draft_models`
+    begins: str = TRAINED  # its weights at the beginning, `RANDOM` or `TRAINED`
+    categories: Sequence[str] = ()  # kinds of prompts
     num_requests: int = 32
-    interval: int = 2
+    interval: int = 2  # requests per update
     max_new_tokens: int = 48
     learning_rate: float = 5e-4
 
 
 @dataclass
 class Learnt:
-    """
-    Progress of learning.
-
-    Args:
-        rates (list of `float`): The share of drafted tokens that was accepted, by request.
-        lengths (list of `float`): Tokens per forward, by request.
-        updates (list of pairs): Number of requests before each update, and whether it was "taken" or "dropped".
-    """
+    """Progress of learning."""
 
     settings: LearningSettings
-    rates: list[float] = field(default_factory=list)
-    lengths: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)  # the share of drafted tokens that was accepted, by request
+    lengths: list[float] = field(default_factory=list)  # tokens per forward, by request
+    # Number of requests before each update, and whether it was "taken" or "dropped".
     updates: list[tuple[int, str]] = field(default_factory=list)
     seconds: float = 0.0
     statistics: LearningStatistics = field(default_factory=LearningStatistics)
@@ -69,10 +54,8 @@ class Learnt:
 
 def run_learning(world: World, settings: LearningSettings, stop: threading.Event) -> Iterator[tuple[str, Learnt]]:
     """
-    Yield the current activity and what has been learnt so far.
-
-    Raises:
-        RefusedError: if there is no draft model that can learn.
+    Yield the current activity and what has been learnt so far; raises `RefusedError` if there is no draft model that
+    can learn.
     """
     if settings.draft not in world.draft_models():
         raise RefusedError("Only draft models learn on this page, and there is none: start it with --draft FOLDER.")
@@ -134,7 +117,11 @@ def learning_html(doing: str, learnt: Learnt) -> str:
             unit,
             [
                 Series("each request", "dots", list(enumerate(values, start=1)), is_dots=True),
-                Series(f"mean of the last {_MEAN_OF}", "drafted", _running(values)),
+                Series(
+                    f"mean of the last {_MEAN_OF}",
+                    "drafted",
+                    [(end, _mean(values[max(end - _MEAN_OF, 0) : end])) for end in range(1, len(values) + 1)],
+                ),
             ],
             "requests",
             num + 0.5,
@@ -160,10 +147,6 @@ def learning_html(doing: str, learnt: Learnt) -> str:
         "size: what is learnt does not depend on its cost. Prompts come again once all have been asked.</p>"
     )
     return f'<div class="ss-panel ss-learning">{head}{figures}{charts(*pictures)}{note}</div>'
-
-
-def _running(values: Sequence[float]) -> list[tuple[float, float]]:
-    return [(end, _mean(values[max(end - _MEAN_OF, 0) : end])) for end in range(1, len(values) + 1)]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -32,24 +32,15 @@ _MOST_REQUESTS = 400
 
 @dataclass(frozen=True)
 class LoadSettings:
-    """
-    Settings of the tab.
+    """Settings of the tab."""
 
-    Args:
-        source (`str`): One of `World.names`.
-        categories (sequence of `str`): Kinds of prompts.
-        rate (`float`): Requests per second.
-        seconds (`float`): Duration of arrivals.
-        max_new_tokens, max_batch_size, seed (`int`): Of the requests, of the engine, of the arrivals.
-    """
-
-    source: str
-    categories: Sequence[str]
-    rate: float = 2.0
-    seconds: float = 10.0
+    source: str  # one of `World.names`
+    categories: Sequence[str]  # kinds of prompts
+    rate: float = 2.0  # requests per second
+    seconds: float = 10.0  # duration of arrivals
     max_new_tokens: int = 48
     max_batch_size: int = 16
-    seed: int = 0
+    seed: int = 0  # seed of the arrivals
 
 
 class WatchedPolicy(LoggedPolicy):
@@ -69,26 +60,17 @@ class WatchedPolicy(LoggedPolicy):
 
 @dataclass
 class LoadRun:
-    """
-    One load on one engine.
-
-    Args:
-        name (`str`): Name in tables.
-        start (`float`), seconds (`float`): Start, by `time.perf_counter`, and duration until the last answer.
-        steps (list): See `WatchedPolicy`.
-        outputs (list of `EngineOutput`): The answers.
-        was_cut (`bool`): Whether requests were left unanswered.
-    """
+    """One load on one engine."""
 
     name: str
     kind: str
-    start: float = 0.0
-    seconds: float = 0.0
+    start: float = 0.0  # start, by `time.perf_counter`
+    seconds: float = 0.0  # duration until the last answer
     num_sent: int = 0
-    steps: list[tuple[float, int, int, int]] = field(default_factory=list)
-    outputs: list[EngineOutput] = field(default_factory=list)
+    steps: list[tuple[float, int, int, int]] = field(default_factory=list)  # see `WatchedPolicy`
+    outputs: list[EngineOutput] = field(default_factory=list)  # the answers
     report: str = ""
-    was_cut: bool = False
+    was_cut: bool = False  # whether requests were left unanswered
 
     @property
     def num_tokens(self) -> int:
@@ -121,12 +103,7 @@ class LoadRun:
 
 
 def run_load(world: World, settings: LoadSettings, stop: threading.Event) -> Iterator[tuple[str, list[LoadRun]]]:
-    """
-    Yield the current activity and the runs so far.
-
-    Raises:
-        RefusedError: for too many requests, or no prompts.
-    """
+    """Yield the current activity and the runs so far; raises `RefusedError` for too many requests, or no prompts."""
     prompts = world.encoded(settings.categories, settings.max_new_tokens)
     num = max(round(settings.rate * settings.seconds), 1)
     if num > _MOST_REQUESTS:
@@ -233,7 +210,7 @@ def _series(run: LoadRun, points: Sequence[tuple[float, ...]], column: int) -> S
 def _figures(runs: Sequence[LoadRun], is_done: bool) -> str:
     rows = "".join(
         f'<tr><th scope="row"><i class="{run.kind}"></i>{escape(run.name)}</th><td>{run.goodput:.1f}</td>'
-        f"<td>{_seconds(run.latencies, median)}</td><td>{_seconds(run.latencies, _late)}</td>"
+        f"<td>{_quantile(run.latencies, 0.5)}</td><td>{_quantile(run.latencies, 0.95)}</td>"
         f"<td>{sum(step[2] for step in run.steps) / max(sum(step[1] for step in run.steps), 1):.1f}</td>"
         f"<td>{len(run.latencies)} / {run.num_sent}</td></tr>"
         for run in runs
@@ -255,12 +232,8 @@ def _figures(runs: Sequence[LoadRun], is_done: bool) -> str:
     )
 
 
-def _late(values: Sequence[float]) -> float:
-    return float(np.quantile(values, 0.95))
-
-
-def _seconds(values: Sequence[float], measure: Any) -> str:
-    return f"{measure(values):.2f} s" if values else "\N{EN DASH}"
+def _quantile(seconds: Sequence[float], share: float) -> str:
+    return f"{np.quantile(seconds, share):.2f} s" if seconds else "\N{EN DASH}"
 
 
 def _note(settings: LoadSettings, runs: Sequence[LoadRun]) -> str:

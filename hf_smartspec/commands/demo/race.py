@@ -19,26 +19,15 @@ _WARM_UP = 4  # tokens
 
 @dataclass(frozen=True)
 class RaceSettings:
-    """
-    Settings of the tab.
+    """Settings of the tab."""
 
-    Args:
-        prompt (`str`): The prompt of both lanes.
-        source (`str`): One of `World.names`.
-        baseline (`str`): Decoder of the plain lane, `GENERATE` or `ENGINE`.
-        decoding (`Decoding`): Greedy, or sampled with a seed.
-        max_new_tokens (`int`): Tokens of each lane at most.
-        remembers (`bool`): Whether suffix trees keep the answers of earlier races.
-        num_nodes (`int`, *optional*): Draft nodes at every step; where not given, the auction decides.
-    """
-
-    prompt: str
-    source: str
-    baseline: str = GENERATE
-    decoding: Decoding = field(default_factory=Decoding)
-    max_new_tokens: int = 96
-    remembers: bool = False
-    num_nodes: int | None = None
+    prompt: str  # the prompt of both lanes
+    source: str  # one of `World.names`
+    baseline: str = GENERATE  # decoder of the plain lane, `GENERATE` or `ENGINE`
+    decoding: Decoding = field(default_factory=Decoding)  # greedy, or sampled with a seed
+    max_new_tokens: int = 96  # tokens of each lane at most
+    remembers: bool = False  # whether suffix trees keep the answers of earlier races
+    num_nodes: int | None = None  # draft nodes at every step; where not given, the auction decides
 
 
 @dataclass
@@ -70,10 +59,8 @@ class Race:
 
 def run_race(world: World, settings: RaceSettings, stop: threading.Event) -> Iterator[tuple[str, Race]]:
     """
-    Run both lanes, one after the other; yield the current activity and the race so far.
-
-    Raises:
-        RefusedError: for a prompt that cannot be answered.
+    Run both lanes, one after the other; yield the current activity and the race so far. Raises `RefusedError` for a
+    prompt that cannot be answered.
     """
     ids = world.encode(settings.prompt, settings.max_new_tokens)
     race = Race(settings)
@@ -102,15 +89,12 @@ def run_race(world: World, settings: RaceSettings, stop: threading.Event) -> Ite
 def progress_html(doing: str, race: Race) -> str:
     most = race.settings.max_new_tokens
     rows = "".join(
-        f'<div class="ss-progress"><span>{name}</span><div class="ss-track"><i style="width:{_share(lane, most)}%"></i>'
+        f'<div class="ss-progress"><span>{name}</span><div class="ss-track">'
+        f'<i style="width:{100 if lane.seconds else round(100 * min(len(lane.tokens) / most, 1))}%"></i>'
         f"</div><b>{len(lane.tokens)}</b></div>"
         for name, lane in (("plain", race.plain), ("speculative", race.drafted))
     )
     return f'<div class="ss-panel"><p class="ss-doing" role="status">{escape(doing)} …</p>{rows}</div>'
-
-
-def _share(lane: Lane, most: int) -> int:
-    return round(100 * min(len(lane.tokens) / most, 1)) if not lane.seconds else 100
 
 
 def race_html(world: World, race: Race) -> str:

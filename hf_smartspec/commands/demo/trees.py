@@ -22,12 +22,7 @@ def best_step(steps: Sequence[TracedStep]) -> int:
 
 
 def tree_html(lane: Lane, place: int, tokenizer: PreTrainedTokenizerBase) -> str:
-    """
-    Return one step: the text before it, its tree, and the outcome.
-
-    Args:
-        place (`int`): Number of the step, from 0 on.
-    """
+    """Return the step number `place`, from 0 on: the text before it, its tree, and the outcome."""
     steps, tokens, labels = lane.steps, lane.tokens, lane.labels
     step = steps[place]
     before = str(tokenizer.decode(tokens[max(step.start - 24, 0) : step.start]))

@@ -15,12 +15,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...candidates import SuffixTreeCandidates, TreeCandidateGenerator
 from ...candidates.base import NoCandidates
 from ..common.arguments import AUTO, UsageError
-from ..common.demo import demo_folder
+from ..common.console import environment
 from ..common.drafters import DrafterFiles
-from ..common.models import check_device, check_folder, default_device, encode, name_of, read_prompts
+from ..common.models import check_device, check_folder, default_device, demo_folder, encode, name_of, read_prompts
 from ..common.names import JOINT, is_model, parts_of, shown
 from ..common.setup import load_target, num_parameters
-from ..common.timing import environment
 
 LOOKUP, NONE = "prompt_lookup", "none"
 _EMBEDDED = ("draft", "medusa", "eagle3")
@@ -33,25 +32,15 @@ class RefusedError(Exception):
 
 @dataclass
 class World:
-    """
-    The target with its drafters and prompts.
+    """The target with its drafters and prompts."""
 
-    Args:
-        model (`PreTrainedModel`): The target of races and loads.
-        small (`PreTrainedModel`): The target as it was trained, before it was enlarged.
-        tokenizer (`PreTrainedTokenizerBase`): The target's tokenizer.
-        drafters (`DrafterFiles`): Loader of drafters.
-        names (dict of `str`): Sources to choose among: by name on the page, the name in `DrafterFiles`.
-        prompts (dict of lists of `str`): Prompts by category.
-        worker (`ThreadPoolExecutor`): The one thread that computes: two at once would disturb one another's times.
-    """
-
-    model: PreTrainedModel
-    small: PreTrainedModel
+    model: PreTrainedModel  # the target of races and loads
+    small: PreTrainedModel  # the target as it was trained, before it was enlarged
     tokenizer: PreTrainedTokenizerBase
     drafters: DrafterFiles
-    names: dict[str, str]
+    names: dict[str, str]  # sources to choose among: by name on the page, the name in `DrafterFiles`
     prompts: dict[str, list[str]]
+    # The one thread that computes: two at once would disturb one another's times.
     worker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "smartspec demo"))
     _remembering: dict[str, TreeCandidateGenerator] = field(default_factory=dict)
 
@@ -60,12 +49,7 @@ class World:
         return self.model is not self.small
 
     def new_source(self, name: str, remembers: bool = False) -> TreeCandidateGenerator:
-        """
-        Return the source of one of `names`.
-
-        Args:
-            remembers (`bool`): Whether to return the same object as last time, which has drafted for earlier answers.
-        """
+        """Return a new source of one of `names`, or with `remembers` the one that has drafted for earlier answers."""
         if remembers:
             if name not in self._remembering:
                 self._remembering[name] = self.new_source(name)
@@ -92,10 +76,8 @@ class World:
 
     def encode(self, prompt: str, max_new_tokens: int) -> list[int]:
         """
-        Return the token ids of a prompt.
-
-        Raises:
-            RefusedError: for a prompt that is empty, or leaves no room for the answer.
+        Return the token ids of a prompt; raises `RefusedError` for a prompt that is empty, or leaves no room for the
+        answer.
         """
         if not prompt.strip():
             raise RefusedError("There is no prompt yet: write one, or choose an example.")
@@ -109,12 +91,7 @@ class World:
         return ids
 
     def encoded(self, categories: Sequence[str], max_new_tokens: int) -> list[np.ndarray]:
-        """
-        Return the token ids of the prompts of some categories, in turns.
-
-        Raises:
-            RefusedError: if there are none.
-        """
+        """Return the token ids of the prompts of some categories, in turns; raises `RefusedError` if there are none."""
         columns = [self.prompts[name] for name in categories if name in self.prompts]
         longest = max(map(len, columns), default=0)
         texts = [column[place] for place in range(longest) for column in columns if place < len(column)]
@@ -167,10 +144,8 @@ def default_dtype(device: str) -> str:
 
 def load_world(args: argparse.Namespace) -> World:
     """
-    Load the models and prompts of a command line.
-
-    Raises:
-        UsageError: for models, files or a device that cannot be used.
+    Load the models and prompts of a command line; raises `UsageError` for models, files or a device that cannot be
+    used.
     """
     args.device = args.device or default_device()
     check_device(args.device)

@@ -15,11 +15,9 @@ from ...sampling.noise import row_seed
 from ...serving.engine import Engine
 from ...serving.outputs import EngineOutput
 from ..common.answering.arguments import sampling_of
-from ..common.answering.prompting import Prompter
-from ..common.answering.speaker import Speaker, new_seed, shown
-from ..common.answering.statistics import summary
+from ..common.answering.speaker import Prompter, Speaker, new_seed, shown, summary
 from ..common.answering.text import GrowingText, Piece, printable
-from ..common.arguments import UsageError
+from ..common.arguments import usage_errors
 from ..common.console import make_console
 from ..common.outputs import json_safe, write_json
 
@@ -38,13 +36,13 @@ class Answers:
 
     def run(self, prompts: Sequence[str]) -> int:
         """Answer the prompts; return the exit status, 1 if one could not be answered."""
-        ids = [self._token_ids(prompt) for prompt in prompts]
+        with usage_errors():
+            ids = [self._prompter.token_ids(prompt) for prompt in prompts]
         rows: list[dict[str, Any]] = []
         engine = self._new_engine(self._speaker)
         try:
             started = perf_counter()
-            names = [self._add(engine, index, item) for index, item in enumerate(ids)]
-            for index, name in enumerate(names):
+            for index, name in enumerate(self._begin(engine, ids)):
                 if self._shows_text and len(prompts) > 1:
                     self._print_heading(index, prompts)
                 rows.append(self._answer(engine, name, prompts[index]))
@@ -67,8 +65,7 @@ class Answers:
         engine = self._new_engine(replace(self._speaker, assistant="none"))
         try:
             started = perf_counter()
-            names = [self._add(engine, index, item) for index, item in enumerate(ids)]
-            plain = [engine.get_result(name) for name in names]
+            plain = [engine.get_result(name) for name in self._begin(engine, ids)]
             plain_seconds = perf_counter() - started
         finally:
             engine.stop(drain=False)
@@ -78,38 +75,23 @@ class Answers:
         speedup = plain_seconds / seconds
         return {"seconds": seconds, "plain_seconds": plain_seconds, "speedup": speedup, "is_same": is_same}
 
-    def _token_ids(self, prompt: str) -> list[int]:
-        try:
-            ids = self._prompter.token_ids(prompt)
-        except (TypeError, ValueError) as error:
-            raise UsageError(str(error)) from error
-        if self._speaker.room(len(ids), self._args.max_new_tokens) < 1:
-            limit = self._speaker.num_positions
-            raise UsageError(f"a prompt of {len(ids)} tokens is too long: the model reads and writes {limit}")
-        return ids
-
-    def _add(self, engine: Engine, index: int, ids: list[int]) -> str:
-        arguments = sampling_of(self._args).arguments()
-        if self._args.stop:
-            arguments["stop_strings"] = self._args.stop
-        try:
-            return engine.add_request(
-                ids,
-                max_new_tokens=self._speaker.room(len(ids), self._args.max_new_tokens),
-                streaming=self._shows_text,
-                seed=row_seed(self._seed, index),
-                **arguments,
-            )
-        except (TypeError, ValueError) as error:
-            raise UsageError(str(error)) from error
+    def _begin(self, engine: Engine, ids: Sequence[list[int]]) -> list[str]:
+        """Send all prompts to an engine; return the names of their requests."""
+        args = self._args
+        common = sampling_of(args), args.max_new_tokens
+        with usage_errors():
+            return [
+                self._speaker.add_request(
+                    engine, item, *common, row_seed(self._seed, index), args.stop, streaming=self._shows_text
+                )
+                for index, item in enumerate(ids)
+            ]
 
     def _print_heading(self, index: int, prompts: Sequence[str]) -> None:
         line = " ".join(prompts[index].split())
         line = line if len(line) <= _SHOWN else line[: _SHOWN - 1] + "…"
         space = "\n" * (index > 0)
-        make_console().print(
-            f"{space}[bold]{index + 1} of {len(prompts)}:[/bold] {escape(line)}", highlight=False, soft_wrap=True
-        )
+        make_console().print(f"{space}[bold]{index + 1} of {len(prompts)}:[/bold] {escape(line)}", soft_wrap=True)
 
     def _answer(self, engine: Engine, name: str, prompt: str) -> dict[str, Any]:
         growing = GrowingText(self._speaker.tokenizer, self._args.stop)

@@ -6,7 +6,7 @@ from pathlib import Path
 from ..common.answering.arguments import add_model_arguments, add_sampling_arguments, add_text_arguments
 from ..common.arguments import not_empty, positive
 from ..common.ray_cluster import add_cluster_arguments
-from .shard import Shard
+from .rows import Shard
 
 _MAX_NEW_TOKENS, _MAX_BATCH_SIZE = 256, 16
 

@@ -3,19 +3,21 @@
 import argparse
 import os
 import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
 
 from ..common.answering.arguments import sampling_of
 from ..common.answering.speaker import load_speaker
-from ..common.arguments import UsageError
+from ..common.arguments import UsageError, usage_errors
 from ..common.models import default_device
-from ..common.outputs import check_output
+from ..common.models import read_prompts as read_rows
+from ..common.outputs import check_output, opened
 from ..common.ray_cluster import check_ray
 from .answering import prompter_of
 from .answers import STDOUT, Answers
 from .dataset import DatasetAnswers
-from .prompts import read_prompts
-from .rows import checked_rows
-from .shard import launched_device
+from .rows import checked_rows, launched_device
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,3 +51,31 @@ def _answer_dataset(args: argparse.Namespace) -> int:
     args.device = launched_device(args.device or default_device(), os.environ)
     speaker = load_speaker(args)
     return DatasetAnswers(args, rows, speaker, prompter_of(args, speaker)).run()
+
+
+_STDIN = "-"
+
+
+def read_prompts(texts: Sequence[str], files: Sequence[Path], stdin: TextIO) -> list[str]:
+    """
+    Return all prompts in order, those of files last; raises `UsageError` if there is no prompt, one is empty, or a file
+    cannot be read.
+    """
+    if not texts and not files:
+        if stdin.isatty():
+            raise UsageError(
+                "no prompt: give one, name a --file, or pipe text in; `smartspec chat` is for conversations"
+            )
+        texts = [_STDIN]
+    with usage_errors("standard input is no text", UnicodeDecodeError):
+        prompts = [stdin.read().removesuffix("\n") if text == _STDIN else text for text in texts]
+    for path in files:
+        if path.suffix == ".jsonl":
+            prompts += [row["prompt"] for row in read_rows(path)]
+        else:
+            with opened(path) as file:
+                prompts.append(file.read().removesuffix("\n"))
+    for number, prompt in enumerate(prompts, start=1):
+        if not prompt.strip():
+            raise UsageError("the prompt is empty" if len(prompts) == 1 else f"prompt {number} is empty")
+    return prompts

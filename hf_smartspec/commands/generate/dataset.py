@@ -4,21 +4,18 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import astuple
 from typing import Any
 
 from ..common.answering.arguments import sampling_of
-from ..common.answering.prompting import Prompter
-from ..common.answering.speaker import Speaker, shown
-from ..common.answering.statistics import summary
+from ..common.answering.speaker import Prompter, Speaker, shown, summary
 from ..common.arguments import UsageError
+from ..common.console import track
 from ..common.outputs import write_json
-from ..common.progress import track
-from .answering import OneEngine, Replicas
-from .row_answers import RowAnswers
+from .answering import Replicas, RowAnswers
 from .row_file import RowFile, as_json
-from .rows import kept_columns
-from .shard import launched_shard
+from .rows import kept_columns, launched_shard
 
 
 class DatasetAnswers:
@@ -40,9 +37,15 @@ class DatasetAnswers:
             self._check(file)
             num_known = len(file.rows)
             num_errors = sum(row.get("error") is not None for row in file.rows)
+            seed = file.settings["seed"]
+            answering: Replicas | RowAnswers = (
+                Replicas(self._args, seed)
+                if self._args.replicas
+                else RowAnswers(self._args, self._rows, self._speaker, self._prompter, seed)
+            )
             try:
-                with self._answering(file.settings["seed"]) as answering:
-                    num_errors += self._answer(answering.rows(self._indices[num_known:]), file)
+                with closing(answering.rows(self._indices[num_known:])) as rows:
+                    num_errors += self._answer(rows, file)
             except KeyboardInterrupt:
                 print(f"{path}: the same command goes on where this one was interrupted", file=sys.stderr)
                 raise
@@ -57,27 +60,10 @@ class DatasetAnswers:
         is_launched = self._args.shard is None and self._shard.num > 1
         return 1 if num_errors and not is_launched else 0
 
-    def _answering(self, seed: int) -> OneEngine | Replicas:
-        if self._args.replicas:
-            return Replicas(self._args, seed)
-        answers = RowAnswers(self._args, self._rows, self._speaker, self._prompter, seed)
-        return OneEngine(self._args, self._speaker, answers)
-
     def _settings(self) -> dict[str, Any]:
         """Return everything that the answers depend on; the assistant is not part of it."""
         args, speaker = self._args, self._speaker
-        names = (
-            "dataset",
-            "config",
-            "split",
-            "column",
-            "response",
-            "quantize",
-            "max_new_tokens",
-            "stop",
-            "system",
-            "seed",
-        )
+        names = "dataset config split column response quantize max_new_tokens stop system seed".split()
         return {name: getattr(args, name) for name in names} | {
             "rows": len(self._rows),
             "keep": self._columns,

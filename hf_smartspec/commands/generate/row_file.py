@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from ..common.answering.speaker import new_seed
-from ..common.arguments import UsageError
+from ..common.arguments import UsageError, usage_errors
 from ..common.outputs import json_safe, replace_json
 
 
@@ -33,10 +33,8 @@ class RowFile:
     def __init__(self, path: Path, settings: dict[str, Any], is_new: bool = False):
         self.path, self.settings = path, json_safe(settings)
         self._beside = path.with_name(f"{path.name}.run.json")
-        try:
+        with usage_errors(f"cannot write {str(path)!r}"):
             self._file = path.open("a+b")
-        except OSError as error:
-            raise UsageError(f"cannot write {str(path)!r}: {error}") from error
         try:
             self._lock()
             if is_new:
@@ -97,10 +95,8 @@ class RowFile:
         if whole < len(content):
             self._file.truncate(whole)
         self._file.seek(whole)
-        try:
+        with usage_errors(f"{str(self.path)!r} holds lines that are no JSON, --overwrite begins anew", ValueError):
             return [json.loads(line) for line in content[:whole].splitlines()]
-        except ValueError as error:
-            raise UsageError(f"{str(self.path)!r} holds lines that are no JSON: --overwrite begins anew") from error
 
 
 def as_json(row: dict[str, Any]) -> dict[str, Any]:

@@ -11,28 +11,15 @@ from rich.console import Console
 from ...goodput.papers.policies import BatchLookupTable
 from ...simulator import LoadResult, poisson
 from ..common.arguments import UsageError, command_of
-from ..common.console import make_console
-from ..common.names import shown
+from ..common.console import environment, make_console, print_head, track
+from ..common.names import check_simulated, shown
 from ..common.outputs import check_output, check_outputs, write_json
-from ..common.progress import track
 from ..common.setup import Setup, check_sources, load_setups, merged
-from ..common.sources import check_simulated
-from ..common.timing import environment
 from .arguments import NONE, ORACLE
-from .costs import Calibration, Calibrations
+from .costs import Calibrations
 from .policies import Policies
 from .report import Cell, Cells, Point, plot, print_points, summaries
-from .runs import (
-    calibrate,
-    capacity,
-    lookup_table,
-    new_requests,
-    serve,
-    simulate,
-    simulate_logged,
-    slowness,
-    warm_up,
-)
+from .runs import Twin, calibrate, new_requests, serve, warm_up
 
 _SHARES = (0.3, 0.8)  # default rates, as shares of the engine's capacity without speculation
 _REHEARSAL = 0.5  # length of a rehearsal, as a share of its load's
@@ -79,13 +66,12 @@ def _print_setting(setups: Sequence[Setup], args: argparse.Namespace, system: di
     model, time = setups[0].model, "virtual time, " if args.virtual else ""
     texts = "recorded responses, replayed" if args.replay else "the target's own outputs"
     past = f"; suffix trees remember {args.remember} more of each" if args.remember else ""
-    console.print(
-        f"[bold]smartspec bench load[/bold] {time}{model.num_parameters() / 1e6:.0f} M parameters, {system['dtype']}, "
-        f"{system['device']}, {system['threads']} threads\n{len(lengths)} prompts of {min(lengths)} to {max(lengths)} "
-        f"tokens from {len(setups)} data sets{past}\n{texts}, up to {args.max_new_tokens} tokens, at most "
-        f"{args.max_batch_size} requests at once; Poisson arrivals for {args.seconds:g} s\n",
-        highlight=False,
+    lines = (
+        f"{len(lengths)} prompts of {min(lengths)} to {max(lengths)} tokens from {len(setups)} data sets{past}",
+        f"{texts}, up to {args.max_new_tokens} tokens, at most {args.max_batch_size} requests at once",
+        f"Poisson arrivals for {args.seconds:g} s",
     )
+    print_head(console, "bench load", f"{time}{model.num_parameters() / 1e6:.0f} M parameters", system, *lines)
 
 
 class LoadBench:
@@ -115,26 +101,27 @@ class LoadBench:
                     progress.set_postfix_str(f"measuring what steps with {source} cost")
                     calibration = calibrations[source]
                     progress.update()
+                    twin = Twin(setup, source, calibration)
                     if rates is None:
-                        most = capacity(setup, source, calibration)
-                        rates = [float(f"{share * most:.2g}") for share in _SHARES]
-                    policies = self._policies(setup, source, calibration)
+                        rates = [float(f"{share * twin.capacity():.2g}") for share in _SHARES]
+                    policies = self._policies(twin)
                     for rate in rates:
                         if not self.args.virtual:
                             warm_up(setup, source, policies.new(self.names[-1]))
-                        self._measure(setup, Point(setup.name, source, rate), calibration, policies, progress)
+                        self._measure(twin, rate, policies, progress)
 
-    def _policies(self, setup: Setup, source: str, calibration: Calibration) -> Policies:
-        policies = Policies(calibration.cost)
+    def _policies(self, twin: Twin) -> Policies:
+        policies = Policies(twin.calibration.cost)
         if "table" in self.names and self.args.virtual:  # one for all data sets, as the costs are
-            if source not in self._tables:
-                self._tables[source] = lookup_table(self._whole, source, calibration)
-            policies.table = self._tables[source]
+            if twin.source not in self._tables:
+                self._tables[twin.source] = twin._replace(setup=self._whole).lookup_table()
+            policies.table = self._tables[twin.source]
         elif "table" in self.names:
-            policies.table = lookup_table(setup, source, calibration)
+            policies.table = twin.lookup_table()
         return policies
 
-    def _measure(self, setup: Setup, point: Point, calibration: Calibration, policies: Policies, progress: Any) -> None:
+    def _measure(self, twin: Twin, rate: float, policies: Policies, progress: Any) -> None:
+        setup, point = twin.setup, Point(twin.setup.name, twin.source, rate)
         cells = self.cells[point] = {name: Cell() for name in self.names}
         for repeat in range(self.args.repeats):
             rng = np.random.default_rng([setup.seed, repeat])
@@ -145,43 +132,32 @@ class LoadBench:
             order = list(cells.items())
             for name, cell in order if repeat % 2 == 0 else reversed(order):
                 progress.set_postfix_str(f"{point}, {name}")
-                world = setup, point.source, calibration, partial(policies.new, name)
+                new_policy = partial(policies.new, name)
                 if self.args.simulated:
-                    self._run_beside(*world, requests, rehearsed, cell)
+                    self._run_beside(twin, new_policy, requests, rehearsed, cell)
                 else:
-                    self._run(*world, requests, cell)
+                    self._run(twin, new_policy, requests, cell)
                 progress.update()
 
-    def _run(
-        self, setup: Setup, source: str, calibration: Calibration, new_policy: Any, requests: Any, cell: Cell
-    ) -> None:
+    def _run(self, twin: Twin, new_policy: Any, requests: Any, cell: Cell) -> None:
         if self.args.virtual and not self.args.explain:
-            cell.results.append(simulate(setup, source, calibration, new_policy, requests))
+            cell.results.append(twin.run(requests, new_policy))
         elif self.args.virtual:
-            result, explanation = simulate_logged(setup, source, calibration, new_policy, requests)
+            result, explanation = twin.run_logged(requests, new_policy)
             cell.results.append(result)
             cell.explanations.append(explanation)
         else:
             cell.results.append(result := LoadResult())
-            explanation = serve(setup, source, new_policy(), requests, result)
+            explanation = serve(twin.setup, twin.source, new_policy(), requests, result)
             if self.args.explain:
                 cell.explanations.append(explanation)
 
-    def _run_beside(
-        self,
-        setup: Setup,
-        source: str,
-        calibration: Calibration,
-        new_policy: Any,
-        requests: Any,
-        rehearsed: Any,
-        cell: Cell,
-    ) -> None:
+    def _run_beside(self, twin: Twin, new_policy: Any, requests: Any, rehearsed: Any, cell: Cell) -> None:
         """Run the load on the real engine between two rehearsals, then in virtual time, scaled by the rehearsals."""
         rehearsals = [LoadResult(), LoadResult()]
-        serve(setup, source, new_policy(), rehearsed, rehearsals[0])
-        self._run(setup, source, calibration, new_policy, requests, cell)
-        serve(setup, source, new_policy(), rehearsed, rehearsals[1])
-        factor = slowness(setup, source, calibration, new_policy, rehearsed, rehearsals)
+        serve(twin.setup, twin.source, new_policy(), rehearsed, rehearsals[0])
+        self._run(twin, new_policy, requests, cell)
+        serve(twin.setup, twin.source, new_policy(), rehearsed, rehearsals[1])
+        factor = twin.slowness(rehearsed, new_policy, rehearsals)
         cell.factors.append(factor)
-        cell.simulated.append(simulate(setup, source, calibration.scaled(factor), new_policy, requests))
+        cell.simulated.append(twin.scaled(factor).run(requests, new_policy))

@@ -14,24 +14,14 @@ from ..common.arguments import UsageError
 
 @dataclass
 class Calibration:
-    """
-    Measured costs of a source's steps on the real engine.
+    """Measured costs of a source's steps on the real engine."""
 
-    Args:
-        cost (`CostModel`): The target's profile, corrected by measured steps.
-        draft (`DraftCost`): Cost of drafting.
-        step_seconds (`float`): Further seconds of a step.
-        request_seconds (`float`): Seconds to prepare a request.
-        max_nodes (`int`): Draft nodes per row, at most.
-        drafter (`DraftCost`, *optional*): Cost of a draft model that drafts after the source of `draft`.
-    """
-
-    cost: CostModel
+    cost: CostModel  # the target's profile, corrected by measured steps
     draft: DraftCost
-    step_seconds: float
-    request_seconds: float
-    max_nodes: int
-    drafter: DraftCost | None = None
+    step_seconds: float  # further seconds of a step
+    request_seconds: float  # seconds to prepare a request
+    max_nodes: int  # draft nodes per row, at most
+    drafter: DraftCost | None = None  # cost of a draft model that drafts after the source of `draft`
 
     def scaled(self, factor: float) -> "Calibration":
         """Return the costs on a machine that is slower by this factor."""
@@ -67,10 +57,7 @@ class Calibration:
     @classmethod
     def from_dict(cls, numbers: dict[str, Any]) -> "Calibration":
         """
-        Return the costs in a result of `as_dict`.
-
-        Raises:
-            TypeError, KeyError, ValueError: for anything else.
+        Return the costs in a result of `as_dict`; raises `TypeError` or `KeyError` or `ValueError` for anything else.
         """
         learnt = {name: np.array(value) for name, value in numbers["cost"].items() if name.startswith("_")}
         drafter = numbers["drafter"]
@@ -102,10 +89,7 @@ class Calibrations:
     """
 
     def __init__(
-        self,
-        measure: Callable[[str], Calibration],
-        path: Path | None = None,
-        machine: dict[str, Any] | None = None,
+        self, measure: Callable[[str], Calibration], path: Path | None = None, machine: dict[str, Any] | None = None
     ):
         self._measure, self._path, self._machine = measure, path, machine or {}
         self._known: dict[str, Calibration] = {}

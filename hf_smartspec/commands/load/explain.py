@@ -13,16 +13,10 @@ _DEPTHS = 4
 
 
 class Explanation(NamedTuple):
-    """
-    Report on one load.
+    """Report on one load."""
 
-    Args:
-        report (`SpeculationReport`): Sums over all steps.
-        wait (`float`): Mean seconds that a request waited in the queue.
-    """
-
-    report: SpeculationReport
-    wait: float
+    report: SpeculationReport  # sums over all steps
+    wait: float  # mean seconds that a request waited in the queue
 
     def as_dict(self) -> dict[str, Any]:
         return {"wait": self.wait, "best_fixed": self.report.best_fixed} | asdict(self.report)
@@ -33,17 +27,14 @@ def print_explanations(title: str, explanations: dict[str, Explanation], console
     columns = ("draft", "select", "prefill", "verify", "wait", "nodes", "in vain", "pays", "best", "accepted")
     lines = table(escape(title), "policy", *columns)
     for name, (report, wait) in explanations.items():
-        seconds = report.seconds
-        parts = (seconds["draft"], seconds["other"], seconds["prefill"], seconds["verify"])
-        lines.add_row(
-            name,
-            *(f"{value:.2f}" for value in (*parts, wait)),
-            f"{_mean_nodes(report):.1f}",
-            f"{report.in_vain / report.drafted:.0%}" if report.drafted else "-",
-            "-" if report.break_even is None else f"{report.break_even:.2f}",
-            _best(report),
-            _acceptance(report) or "-",
-        )
+        parts = [f"{report.seconds[part]:.2f}" for part in ("draft", "other", "prefill", "verify")]
+        num_rows = max(sum(report.nodes_per_row.values()), 1)
+        mean = sum(size * count for size, count in report.nodes_per_row.items()) / num_rows
+        in_vain = f"{report.in_vain / report.drafted:.0%}" if report.drafted else "-"
+        pays = "-" if report.break_even is None else f"{report.break_even:.2f}"
+        best = report.best_fixed
+        gain = "-" if best is None else f"{best}: {report.hindsight[best] / max(report.goodput, 1e-9):.2f}"
+        lines.add_row(name, *parts, f"{wait:.2f}", f"{mean:.1f}", in_vain, pays, gain, _acceptance(report) or "-")
     console.print(lines)
 
 
@@ -53,17 +44,6 @@ LEGEND = (
     "fixed number of nodes in hindsight, and its goodput by the one reached, by the cost model. accepted: % of levels, "
     "from the first on."
 )
-
-
-def _mean_nodes(report: SpeculationReport) -> float:
-    num_rows = sum(report.nodes_per_row.values())
-    return sum(size * count for size, count in report.nodes_per_row.items()) / max(num_rows, 1)
-
-
-def _best(report: SpeculationReport) -> str:
-    if report.best_fixed is None:
-        return "-"
-    return f"{report.best_fixed}: {report.hindsight[report.best_fixed] / max(report.goodput, 1e-9):.2f}"
 
 
 def _acceptance(report: SpeculationReport) -> str:

@@ -12,18 +12,11 @@ from .arguments import AUCTION, NONE, ORACLE
 
 @dataclass
 class Policies:
-    """
-    Maker of length policies: "none", "k=3", "table", "step", "request", "auction", and "oracle" in simulations.
+    """Maker of length policies: "none", "k=3", "table", "step", "request", "auction", and "oracle" in simulations."""
 
-    Args:
-        cost (`CostModel`): Cost of the target's forwards; every policy gets a copy to correct.
-        table (`BatchLookupTable`, *optional*): Table of the policy "table".
-        max_length (`int`): Longest draft of "step" and "request".
-    """
-
-    cost: CostModel
-    table: BatchLookupTable | None = None
-    max_length: int = 8
+    cost: CostModel  # cost of the target's forwards; every policy gets a copy to correct
+    table: BatchLookupTable | None = None  # table of the policy "table"
+    max_length: int = 8  # longest draft of "step" and "request"
 
     def new(self, name: str, engine: SimulatedEngine | None = None) -> LengthPolicy:
         if name == NONE:

@@ -13,7 +13,7 @@ from rich.markup import escape
 from ...simulator import LoadResult
 from ...simulator.results import pooled
 from ..common.console import table
-from ..common.figures import draw, from_zero, shared_legend
+from ..common.outputs import draw, from_zero, shared_legend
 from .arguments import AUCTION, NONE
 from .explain import LEGEND, Explanation, print_explanations
 from .policies import is_fixed
@@ -78,7 +78,10 @@ def summaries(cells: Cells) -> list[dict[str, Any]]:
             row["is_best_fixed"] = name == best
             if name == AUCTION:
                 row["latency_by_best_fixed"] = _median(latency_ratios(cell.results, policies[best].results))
-            row["is_too_slow"] = name == AUCTION and _is_slow(row)
+            is_slow = row["speedup"] is not None and (
+                row["goodput_ratio"] < LEAST_GOODPUT or row["speedup"] < 1 / MOST_LATENCY
+            )
+            row["is_too_slow"] = name == AUCTION and bool(is_slow)
             if _is_served(cell.simulated):
                 row |= _fidelity(cell)
             if cell.explanations:
@@ -134,12 +137,6 @@ def _median(values: Sequence[float]) -> float | None:
     return median(values) if values else None
 
 
-def _is_slow(row: dict[str, Any]) -> bool:
-    if row["speedup"] is None:
-        return False
-    return bool(row["goodput_ratio"] < LEAST_GOODPUT or row["speedup"] < 1 / MOST_LATENCY)
-
-
 def best_fixed(measured: dict[str, dict[str, Any]]) -> str:
     """Return the fixed policy with the least latency, in hindsight."""
     return min((name for name in measured if is_fixed(name)), key=lambda name: measured[name]["mean_latency"])
@@ -165,7 +162,7 @@ def print_points(rows: list[dict[str, Any]], cells: Cells, console: Console) -> 
         _print_data_set(data_set, [row for row in rows if row["data_set"] == data_set], console)
     _print_overview([row for row in rows if row["policy"] == AUCTION and row["speedup"] is not None], console)
     for line in verdicts(rows):
-        console.print(line, highlight=False)
+        console.print(line)
     explained = {
         point: {name: cell.explanations[-1] for name, cell in policies.items() if cell.explanations}
         for point, policies in cells.items()
@@ -175,7 +172,7 @@ def print_points(rows: list[dict[str, Any]], cells: Cells, console: Console) -> 
         for point, explanations in explained.items():
             if explanations:
                 print_explanations(f"Why: {point}", explanations, console)
-        console.print(LEGEND, highlight=False)
+        console.print(LEGEND)
 
 
 def _print_data_set(data_set: str, rows: list[dict[str, Any]], console: Console) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -158,84 +159,7 @@ def with_draft_model(requests: Sequence[LoadRequest], draft: PreTrainedModel, kn
     return result
 
 
-def new_engine(
-    setup: Setup, source: str, calibration: Calibration, max_batch_size: int | None = None
-) -> SimulatedEngine:
-    """
-    Return a simulated engine with a new source, whose suffix trees hold the past. Learned drafters get none: only
-    decoding without speculation is simulated for them.
-    """
-    drafter: TableCandidates | None = None
-    if source in WITH_DRAFT_MODEL:
-        assert setup.draft is not None, "asked for where there is a draft only"
-        model = DraftModelCandidates(setup.draft)
-        drafter = TableCandidates((1,) * model.most_nodes, is_autoregressive=True, heeds_prices=model.heeds_prices)
-    return SimulatedEngine(
-        calibration.cost,
-        NoCandidates() if source in setup.learned else setup.new_source(source, drafter),
-        [calibration.draft] if calibration.drafter is None else [calibration.draft, calibration.drafter],
-        max_batch_size=max_batch_size or setup.max_batch_size,
-        step_seconds=calibration.step_seconds,
-        request_seconds=calibration.request_seconds,
-        end_id=setup.end_id,
-    )
-
-
 PolicyMaker = Callable[[SimulatedEngine], LengthPolicy]
-
-
-def simulate(
-    setup: Setup,
-    source: str,
-    calibration: Calibration,
-    new_policy: PolicyMaker,
-    requests: Sequence[LoadRequest],
-    max_batch_size: int | None = None,
-) -> LoadResult:
-    """Serve a load in virtual time; the requests must have their responses."""
-    if source in WITH_DRAFT_MODEL:
-        assert setup.draft is not None, "asked for where there is a draft only"
-        requests = with_draft_model(requests, setup.draft, setup.drafts)
-    engine = new_engine(setup, source, calibration, max_batch_size)
-    return engine.run(requests, new_policy(engine))
-
-
-def simulate_logged(
-    setup: Setup, source: str, calibration: Calibration, new_policy: PolicyMaker, requests: Sequence[LoadRequest]
-) -> tuple[LoadResult, Explanation]:
-    """Serve a load in virtual time; return the result and a report like the engine's."""
-    logs: list[LoggedPolicy] = []
-
-    def logged(engine: SimulatedEngine) -> LoggedPolicy:
-        logs.append(LoggedPolicy(new_policy(engine), copy.deepcopy(calibration.cost)))
-        return logs[0]
-
-    result = simulate(setup, source, calibration, logged, requests)
-    report = logs[0].report()
-    return result, Explanation(report, result.seconds_waited / max(len(requests), 1))
-
-
-def slowness(
-    setup: Setup,
-    source: str,
-    calibration: Calibration,
-    new_policy: PolicyMaker,
-    requests: Sequence[LoadRequest],
-    rehearsals: Sequence[LoadResult],
-) -> float:
-    """
-    Return the factor by which a mean step is slower than in the calibration, judged by rehearsals: short loads on the
-    real engine, right before and after the one that is simulated. Machines drift by more than simulations err.
-
-    Args:
-        requests (sequence of `LoadRequest`): The requests of each rehearsal.
-        rehearsals (sequence of `LoadResult`): Its results.
-    """
-    real, factor = _step_seconds(pooled(rehearsals)), 1.0
-    for _ in range(_SCALINGS):
-        twin = simulate(setup, source, calibration.scaled(factor), new_policy, requests)
-        factor *= real / _step_seconds(twin)
-    return factor
 
 
 def _step_seconds(result: LoadResult) -> float:
@@ -244,25 +168,92 @@ def _step_seconds(result: LoadResult) -> float:
     return inside / max(counts.forwards, 1)
 
 
-def capacity(setup: Setup, source: str, calibration: Calibration) -> float:
-    """Return the requests per second that the simulated engine answers without speculation when none has to wait."""
-    requests = new_requests(setup, np.zeros(4 * setup.max_batch_size), np.random.default_rng(setup.seed))
-    policy = partial(Policies(calibration.cost).new, NONE)
-    return len(requests) / simulate(setup, source, calibration, policy, requests).seconds
+class Twin(NamedTuple):
+    """The simulated twin of an engine, in virtual time."""
 
+    setup: Setup
+    source: str
+    calibration: Calibration
 
-def lookup_table(setup: Setup, source: str, calibration: Calibration) -> BatchLookupTable:
-    """
-    Return Su et al.'s table: the seconds per token of full batches of every size with every length. The grid search
-    runs in virtual time, which takes seconds where the engine would take minutes.
-    """
+    def scaled(self, factor: float) -> "Twin":
+        """Return the twin on a machine that is slower by this factor."""
+        return self._replace(calibration=self.calibration.scaled(factor))
 
-    def seconds_per_token(batch_size: int, length: int) -> float:
-        if length > calibration.max_nodes:
-            return np.inf
-        requests = new_requests(setup, np.zeros(2 * batch_size), np.random.default_rng(setup.seed))
-        policy = partial(Policies(calibration.cost).new, f"k={length}")
-        return 1 / simulate(setup, source, calibration, policy, requests, batch_size).goodput
+    def engine(self, max_batch_size: int | None = None) -> SimulatedEngine:
+        """
+        Return a simulated engine with a new source, whose suffix trees hold the past. Learned drafters get none: only
+        decoding without speculation is simulated for them.
+        """
+        setup, source, calibration = self
+        drafter: TableCandidates | None = None
+        if source in WITH_DRAFT_MODEL:
+            assert setup.draft is not None, "asked for where there is a draft only"
+            model = DraftModelCandidates(setup.draft)
+            drafter = TableCandidates((1,) * model.most_nodes, is_autoregressive=True, heeds_prices=model.heeds_prices)
+        return SimulatedEngine(
+            calibration.cost,
+            NoCandidates() if source in setup.learned else setup.new_source(source, drafter),
+            [calibration.draft] if calibration.drafter is None else [calibration.draft, calibration.drafter],
+            max_batch_size=max_batch_size or setup.max_batch_size,
+            step_seconds=calibration.step_seconds,
+            request_seconds=calibration.request_seconds,
+            end_id=setup.end_id,
+        )
 
-    size = min(_TABLE_BATCHES, setup.max_batch_size)
-    return BatchLookupTable.profiled(seconds_per_token, size, _TABLE_LENGTH)
+    def run(
+        self, requests: Sequence[LoadRequest], new_policy: PolicyMaker, max_batch_size: int | None = None
+    ) -> LoadResult:
+        """Serve a load; the requests must have their responses."""
+        if self.source in WITH_DRAFT_MODEL:
+            assert self.setup.draft is not None, "asked for where there is a draft only"
+            requests = with_draft_model(requests, self.setup.draft, self.setup.drafts)
+        engine = self.engine(max_batch_size)
+        return engine.run(requests, new_policy(engine))
+
+    def run_logged(self, requests: Sequence[LoadRequest], new_policy: PolicyMaker) -> tuple[LoadResult, Explanation]:
+        """Serve a load; return the result and a report like the engine's."""
+        logs: list[LoggedPolicy] = []
+
+        def logged(engine: SimulatedEngine) -> LoggedPolicy:
+            logs.append(LoggedPolicy(new_policy(engine), copy.deepcopy(self.calibration.cost)))
+            return logs[0]
+
+        result = self.run(requests, logged)
+        return result, Explanation(logs[0].report(), result.seconds_waited / max(len(requests), 1))
+
+    def slowness(
+        self, requests: Sequence[LoadRequest], new_policy: PolicyMaker, rehearsals: Sequence[LoadResult]
+    ) -> float:
+        """
+        Return the factor by which a mean step is slower than in the calibration, judged by the results of rehearsals:
+        short loads (`requests`) on the real engine, right before and after the one that is simulated. Machines drift
+        by more than simulations err.
+        """
+        real, factor = _step_seconds(pooled(rehearsals)), 1.0
+        for _ in range(_SCALINGS):
+            factor *= real / _step_seconds(self.scaled(factor).run(requests, new_policy))
+        return factor
+
+    def capacity(self) -> float:
+        """Return the requests per second that it answers without speculation when none has to wait."""
+        requests = self._requests(4 * self.setup.max_batch_size)
+        return len(requests) / self.run(requests, partial(Policies(self.calibration.cost).new, NONE)).seconds
+
+    def lookup_table(self) -> BatchLookupTable:
+        """
+        Return Su et al.'s table: the seconds per token of full batches of every size with every length. The grid
+        search runs in virtual time, which takes seconds where the engine would take minutes.
+        """
+
+        def seconds_per_token(batch_size: int, length: int) -> float:
+            if length > self.calibration.max_nodes:
+                return np.inf
+            policy = partial(Policies(self.calibration.cost).new, f"k={length}")
+            return 1 / self.run(self._requests(2 * batch_size), policy, batch_size).goodput
+
+        size = min(_TABLE_BATCHES, self.setup.max_batch_size)
+        return BatchLookupTable.profiled(seconds_per_token, size, _TABLE_LENGTH)
+
+    def _requests(self, number: int) -> list[LoadRequest]:
+        """Return requests that arrive at once."""
+        return new_requests(self.setup, np.zeros(number), np.random.default_rng(self.setup.seed))

@@ -7,20 +7,17 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.markup import escape
 from transformers import PreTrainedModel
 
 from ...goodput import CostModel, CostPoint, Roofline, free_tokens
 from ...target_model.cost.measuring import DESIGN, HELD_OUT, measure
 from ...target_model.cost.profiling import keep_profile, profile_path, read_profile
 from ...target_model.support.capabilities import can_pack
-from ..common.arguments import UsageError
-from ..common.console import make_console, table
+from ..common.arguments import UsageError, usage_errors
+from ..common.console import environment, make_console, print_head, table
 from ..common.cost_matched import enlarge
-from ..common.figures import check_matplotlib, saved_figure
 from ..common.models import load_model, use_machine
-from ..common.outputs import check_output, write_json
-from ..common.timing import environment
+from ..common.outputs import check_matplotlib, check_output, saved_figure, write_json
 
 _SLACK = 0.1  # "free": at most so much slower than one token
 
@@ -50,10 +47,8 @@ def run(args: argparse.Namespace) -> int:
 def _load(args: argparse.Namespace) -> PreTrainedModel:
     model = load_model(args.model, args.dtype, args.device)
     if args.parameters:
-        try:
+        with usage_errors("--parameters"):
             model = enlarge(model, args.parameters)
-        except ValueError as error:
-            raise UsageError(f"--parameters: {error}") from error
     if not can_pack(model):
         raise UsageError(f"{type(model).__name__} is served by transformers' own loop: there is nothing to profile")
     return model
@@ -96,20 +91,15 @@ def _line(cost: CostModel, point: CostPoint) -> dict[str, float]:
 
 
 def _print(report: dict[str, Any], console: Console) -> None:
-    system = report["environment"]
-    console.print(
-        f"[bold]smartspec profile[/bold] {escape(report['model'])}, {report['parameters'] / 1e6:.1f} M parameters\n"
-        f"{system['dtype']} on {escape(str(system['device']))}, {system['threads']} threads, torch {system['torch']}, "
-        f"transformers {system['transformers']}\n"
-        f"profile {'measured now, kept in' if report['is_new'] else 'as kept in'} {escape(report['profile'])}\n",
-        highlight=False,
-        soft_wrap=True,
-    )
+    about = f"{report['model']}, {report['parameters'] / 1e6:.1f} M parameters"
+    print_head(console, "profile", about, report["environment"])
+    profile = f"profile {'measured now, kept in' if report['is_new'] else 'as kept in'} {report['profile']}\n"
+    console.print(profile, soft_wrap=True, markup=False)
     if report["was_busy"]:
         console.print("[yellow]The machine was busy meanwhile: what was measured now is too high.[/yellow]\n")
     for name, title in (("design", "At the points of the fit"), ("held out", "At other points")):
         _print_points(report["points"][name], title, console)
-        console.print(f"median error: {report['median_error'][name]:.1%}\n", highlight=False)
+        console.print(f"median error: {report['median_error'][name]:.1%}\n")
     _print_cost(report, console)
     _print_budget(report, console)
 
@@ -133,31 +123,25 @@ def _print_cost(report: dict[str, Any], console: Console) -> None:
     device = f"({cost['alpha'] * 1e6:.3f} + {cost['beta'] * 1e6:.3f} * width) us * context + {tokens}"
     if cost["host"]:
         device = f"{device}, and at least {cost['host'] * 1e3:.2f} ms to launch it"
-    console.print(
-        f"T = {device}\ncontext: cached tokens read, over all rows; width: tokens of the row that has most\n",
-        highlight=False,
-    )
+    console.print(f"T = {device}\ncontext: cached tokens read, over all rows; width: tokens of the row that has most\n")
 
 
 def _print_budget(report: dict[str, Any], console: Console) -> None:
     roofline = report["roofline"]
     console.print(
         f"Up to {report['free_tokens']} tokens in a forward, rows times tokens per row, ride free: they take at most "
-        f"{_SLACK:.0%} longer than one.",
-        highlight=False,
+        f"{_SLACK:.0%} longer than one."
     )
     speed = "further tokens cost nothing measurable"
     if roofline["flops"] is not None:
         speed = f"multiplies at {roofline['flops'] / 1e12:.2f} TFLOP/s"
     console.print(
         f"Seen as a roofline (SSSD, section 3.2.1), the model reads its weights at {roofline['bandwidth'] / 1e9:.0f} "
-        f"GB/s and {speed}.",
-        highlight=False,
+        f"GB/s and {speed}."
     )
     if roofline["free_tokens"] is not None:
         console.print(
-            f"If reading and multiplying overlapped perfectly, {roofline['free_tokens']:.0f} tokens would ride free.",
-            highlight=False,
+            f"If reading and multiplying overlapped perfectly, {roofline['free_tokens']:.0f} tokens would ride free."
         )
 
 

@@ -1,9 +1,8 @@
 """Arguments of `smartspec replay`."""
 
 import argparse
-from pathlib import Path
 
-from ..common.arguments import TURNS, add_output_arguments, positive
+from ..common.arguments import add_output_arguments, add_recording_arguments, positive
 
 SOURCES = ("prompt_lookup", "suffix", "datastore", "hf_prompt_lookup", "fused", "tuned", "arctic")
 
@@ -11,7 +10,6 @@ _DEFAULT_SOURCES = ["prompt_lookup", "hf_prompt_lookup"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=".jsonl or .jsonl.gz; one is one data set")
     parser.add_argument(
         "--sources", nargs="+", metavar="SPEC",
         help=f"NAME[:OPTION=VALUE,...][@NODES,NODES,...], where NAME is one of {', '.join(SOURCES)}, or "
@@ -22,16 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-nodes", type=positive, metavar="N", help="draft nodes per request and step (default: the source's own)"
     )
-    parser.add_argument("--prompt-field", default="prompt", metavar="NAME", help="default: prompt")
-    parser.add_argument("--response-field", default="response", metavar="NAME", help="default: response")
-    parser.add_argument(
-        "--turns", choices=TURNS, default="all",
-        help="of conversations, replay all assistant turns (default), the last, or none but the two fields",
-    )  # fmt: skip
-    parser.add_argument(
-        "--max-prompt", type=positive, default=2048, metavar="N", help="tokens of a prompt, its end (default: 2048)"
-    )
-    parser.add_argument("--tokenizer", metavar="NAME", help="folder or hub id (default: the demo's)")
+    add_recording_arguments(parser)
     parser.add_argument("--carry-over", action="store_true", help="sources keep what they learnt from file to file")
     parser.add_argument(
         "--against", metavar="NAME", help="also compare at equal numbers of drafted tokens with this one of the sources"

@@ -11,16 +11,13 @@ from rich.console import Console
 from rich.markup import escape
 
 from ...goodput.papers.entropy import empirical_entropy
-from ..common.arguments import UsageError
-from ..common.console import fold, make_console, table
-from ..common.outputs import check_outputs, write_json
-from ..common.recordings import Fields, read_requests, tokenize, tokenizer_of
-from ..common.timing import environment
+from ..common.arguments import UsageError, command_of
+from ..common.console import environment, fold, make_console, table
+from ..common.outputs import check_outputs, saved_figure, write_json
+from ..common.recordings import Recording, load_recordings
 from .arguments import _DEFAULT_SOURCES
-from .curves import Point, geometric_mean, ratios_at_equal_drafts
-from .loop import Tally
-from .plots import plot
-from .runs import DataSet, Results, replay
+from .curves import Point, geometric_mean, moving_average, ratios_at_equal_drafts
+from .loop import Results, Tally, replay
 from .sources import SourceSpec, parse_specs
 
 _ENTROPY_DEPTH = 16
@@ -29,9 +26,9 @@ _ENTROPY_DEPTH = 16
 def run(args: argparse.Namespace) -> int:
     specs = _specs(args)
     check_outputs(args)
-    data = _load(args)
+    data = load_recordings(args, max(args.limit, args.entropy or 0))
     console = make_console()
-    report: dict[str, Any] = {"command": {name: _plain(value) for name, value in vars(args).items()}}
+    report: dict[str, Any] = {"command": command_of(args)}
     report["environment"] = environment(torch.device("cpu"), torch.float32)
     if args.entropy:
         report["entropy_bits"] = _print_entropy(data, args.entropy, console)
@@ -52,14 +49,6 @@ def _specs(args: argparse.Namespace) -> list[SourceSpec]:
     if args.against is not None and args.against not in {spec.name for spec in specs}:
         raise UsageError(f"--against: {args.against!r} is none of the sources ({' '.join(texts)})")
     return specs
-
-
-def _load(args: argparse.Namespace) -> list[DataSet]:
-    fields = Fields(args.prompt_field, args.response_field, args.turns)
-    limit = max(args.limit, args.entropy or 0)
-    texts = {str(path): read_requests(path, fields, limit) for path in args.files}
-    tokenizer = tokenizer_of(args.tokenizer)
-    return [DataSet(name, tokenize(requests, tokenizer, args.max_prompt)) for name, requests in texts.items()]
 
 
 def compare(results: Results, against: str) -> list[dict[str, Any]]:
@@ -104,8 +93,7 @@ def _report(results: Results, report: dict[str, Any], args: argparse.Namespace, 
             "calibrated on the first half, and calibrated on all before. Microseconds are medians: to draft, per "
             "request and step, and per draft token; to take in what a step committed, a token of the prompt, and the "
             "end of a request, per token of the response; and all that together, of whole requests, per token of the "
-            f"response; batch {args.batch_size} on {escape(str(report['environment']['device']))}.[/dim]",
-            highlight=False,
+            f"response; batch {args.batch_size} on {escape(str(report['environment']['device']))}.[/dim]"
         )
     if args.json and (results or args.entropy):
         write_json(args.json, report)
@@ -163,12 +151,12 @@ def _print_comparison(rows: Sequence[dict[str, Any]], console: Console) -> dict[
     return means
 
 
-def _print_entropy(data: Sequence[DataSet], num_responses: int, console: Console) -> dict[str, float]:
+def _print_entropy(data: Mapping[str, Sequence[Recording]], num_responses: int, console: Console) -> dict[str, float]:
     lines = table(
         f"Empirical entropy, suffix trees of {_ENTROPY_DEPTH} levels", "data set", "responses", "tokens", "bits"
     )
     entropies = {}
-    for name, recordings in data:
+    for name, recordings in data.items():
         responses = [recording.response for recording in recordings[:num_responses]]
         entropies[name] = empirical_entropy(responses, _ENTROPY_DEPTH)
         num_tokens = sum(map(len, responses))
@@ -181,8 +169,32 @@ def _shown(value: float | int | None, form: str) -> str:
     return "-" if value is None or not math.isfinite(value) else format(value, form)
 
 
-def _plain(value: Any) -> Any:
-    """Return the value with paths as text, for JSON."""
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
+def plot(results: Mapping[str, Mapping[SourceSpec, Tally]], path: Path) -> None:
+    """Draw a row per data set: tokens per step against drafted per step, and tokens per step over the requests."""
+    with saved_figure(path, len(results), 2, (12, 4 * len(results))) as (_, axes):
+        for (left, right), (name, tallies) in zip(axes, results.items()):
+            _plot_settings(left, tallies)
+            _plot_adaptation(right, tallies)
+            left.set_title(name)
+            right.set_title(f"{name}: over the requests")
+
+
+def _plot_settings(axes: Any, tallies: Mapping[SourceSpec, Tally]) -> None:
+    """Draw a point per setting; the settings of one source are joined."""
+    for name in dict.fromkeys(spec.name for spec in tallies):
+        summaries = [tally.summary() for spec, tally in tallies.items() if spec.name == name]
+        points = sorted((item["drafted_per_step"] or 0, item["tokens_per_step"] or 0) for item in summaries)
+        axes.plot(*zip(*points), marker="o", label=name)
+    axes.set_xlabel("drafted tokens per step")
+    axes.set_ylabel("tokens per step")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+
+
+def _plot_adaptation(axes: Any, tallies: Mapping[SourceSpec, Tally]) -> None:
+    for spec, tally in tallies.items():
+        axes.plot(moving_average(tally.requests), label=spec.text)
+    axes.set_xlabel("request")
+    axes.set_ylabel("tokens per step, moving average")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")

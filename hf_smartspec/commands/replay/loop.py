@@ -4,9 +4,9 @@ experiments, section 4.4 and appendix A.2).
 """
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,9 +14,10 @@ import numpy as np
 from ...candidates import Committed, TreeCandidateGenerator
 from ...candidates.base import pass_on, refuse_needs
 from ...drafts.price import FREE
-from ...drafts.tree import DraftTree
 from ...goodput import Calibrator, expected_calibration_error, outcomes
+from ..common.console import track
 from ..common.recordings import Recording, count_accepted
+from .sources import SourceSpec
 
 _MICROSECONDS = 1e6
 _START, _PROPOSE, _OBSERVE, _STOP = range(4)  # columns of `Tally.seconds`
@@ -98,9 +99,10 @@ class Tally:
         calibrated on the first half only (`ece_calibrated`), and calibrated on all earlier requests (`ece_online`).
         """
         half = len(self.requests) // 2
-        held_out = _joined([nodes for nodes in self.nodes if nodes.request >= half])
-        if held_out is None:
+        late = [nodes for nodes in self.nodes if nodes.request >= half]
+        if not late:
             return {"ece_raw": None, "ece_calibrated": None, "ece_online": None}
+        held_out = Nodes(-1, *(np.concatenate(arrays) for arrays in list(zip(*late))[1:]))
         frozen, online = Calibrator(), Calibrator()
         for nodes in self.nodes:
             if nodes.request < half:
@@ -123,10 +125,6 @@ def _ratio(value: float, number: float) -> float | None:
 
 def _quantile(seconds: Sequence[float] | np.ndarray, quantile: float) -> float | None:
     return float(np.quantile(seconds, quantile)) * _MICROSECONDS if len(seconds) else None
-
-
-def _joined(nodes: Sequence[Nodes]) -> Nodes | None:
-    return Nodes(-1, *(np.concatenate(arrays) for arrays in list(zip(*nodes))[1:])) if nodes else None
 
 
 @dataclass
@@ -173,7 +171,9 @@ class Replayer:
         finally:
             for request_id in rows:
                 self.source.stop(request_id)
-            _measure_memory(self.source, tally)
+            source: Any = self.source
+            if hasattr(source, "num_bytes") and hasattr(source, "num_cached_tokens"):
+                tally.num_bytes, tally.num_cached_tokens = int(source.num_bytes()), int(source.num_cached_tokens())
 
     def _fill(self, rows: dict[int, _Row], waiting: Iterator[tuple[int, Recording]], tally: Tally) -> bool:
         """Start requests in the free rows; return whether any request runs."""
@@ -199,7 +199,9 @@ class Replayer:
             num_accepted = count_accepted(tree, rest)
             committed = rest[: num_accepted + 1]
             if len(tree):
-                tally.nodes.append(_judged(row.index, tree, rest))
+                nodes, hits = outcomes(tree, rest)
+                matches = np.broadcast_to(tree.match_lengths, len(tree))[nodes]
+                tally.nodes.append(Nodes(row.index, tree.probs[nodes], tree.depths[nodes], matches, hits))
             tally.requests[row.index] += (len(committed), 1, len(tree), num_accepted)
             _, seconds = _timed(pass_on, self.source, request_id, Committed(committed))
             tally.observe_seconds.append(seconds)
@@ -208,22 +210,10 @@ class Replayer:
         return [request_id for request_id in ids if rows[request_id].position == len(rows[request_id].response)]
 
 
-def _judged(request: int, tree: DraftTree, rest: np.ndarray) -> Nodes:
-    nodes, hits = outcomes(tree, rest)
-    match_lengths = np.broadcast_to(tree.match_lengths, len(tree))
-    return Nodes(request, tree.probs[nodes], tree.depths[nodes], match_lengths[nodes], hits)
-
-
 def _timed(function: Callable[..., Any], *args: Any, **named: Any) -> tuple[Any, float]:
     start = time.perf_counter()
     result = function(*args, **named)
     return result, time.perf_counter() - start
-
-
-def _measure_memory(source: Any, tally: Tally) -> None:
-    """Take over the numbers of cached tokens and of bytes from sources that report them."""
-    if hasattr(source, "num_bytes") and hasattr(source, "num_cached_tokens"):
-        tally.num_bytes, tally.num_cached_tokens = int(source.num_bytes()), int(source.num_cached_tokens())
 
 
 def warm_up(source: TreeCandidateGenerator, build: Callable[[], TreeCandidateGenerator], recording: Recording) -> None:
@@ -234,3 +224,49 @@ def warm_up(source: TreeCandidateGenerator, build: Callable[[], TreeCandidateGen
     short = Recording(recording.prompt[:256], recording.response[:64])
     for _ in Replayer(build()).run([short], Tally.of(1)):
         pass
+
+
+Results = dict[str, dict[SourceSpec, Tally]]  # by data set and source
+
+
+def replay(
+    data: Mapping[str, Sequence[Recording]],
+    specs: Sequence[SourceSpec],
+    results: Results,
+    limit: int | None = None,
+    batch_size: int = 1,
+    num_nodes: int | None = None,
+    carries_over: bool = False,
+) -> None:
+    """
+    Replay every data set with every source and fill in `results`. Sources take turns, request by request, so that
+    changes of the machine's load meet all alike.
+
+    Args:
+        data (mapping): Recordings by the name of their data set.
+        limit (`int`, *optional*): Requests per data set, at most.
+        batch_size (`int`): Requests that run at once.
+        num_nodes (`int`, *optional*): Draft nodes per request and step, for sources whose specification has no number.
+        carries_over (`bool`): Whether sources keep what they learnt from one data set to the next.
+    """
+    replayers: dict[SourceSpec, Replayer] = {}
+    total = sum(len(items[:limit]) for items in data.values()) * len(specs)
+    with track(total=total, desc="replaying") as progress:
+        for name, recordings in data.items():
+            recordings = recordings[:limit]
+            if not replayers or not carries_over:
+                replayers = {}
+                for spec in specs:
+                    source = spec.build()
+                    warm_up(source, spec.build, recordings[0])
+                    limit_of = num_nodes if spec.num_nodes is None else spec.num_nodes
+                    replayers[spec] = Replayer(source, limit_of, batch_size)
+            tallies = {spec: Tally.of(len(recordings)) for spec in specs}
+            results[name] = tallies
+            runs = [replayer.run(recordings, tallies[spec]) for spec, replayer in replayers.items()]
+            try:
+                for _ in zip_longest(*runs):
+                    progress.update(len(runs))
+            finally:
+                for item in runs:
+                    item.close()

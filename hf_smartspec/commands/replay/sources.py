@@ -22,7 +22,7 @@ from ...candidates import (
 from ...candidates.combined.tuned import TunedSources
 from ...drafts.tree import DraftTree
 from ...goodput import Calibrator
-from ..common.arguments import UsageError
+from ..common.arguments import UsageError, usage_errors
 
 
 class SourceSpec(NamedTuple):
@@ -138,10 +138,8 @@ def tuned(path: str) -> TreeCandidateGenerator:
 
 def build_tuned(tuned: TunedSources, drafter: TreeCandidateGenerator | None = None) -> TreeCandidateGenerator:
     """
-    Return new tuned sources, followed by a draft model if there is one.
-
-    Raises:
-        ValueError, TypeError: for options that do not fit, each other or the datastore.
+    Return new tuned sources, followed by a draft model if there is one; raises `ValueError` or `TypeError` for options
+    that do not fit, each other or the datastore.
     """
     sources = [
         _datastore(**source.options) if source.name == "datastore" else source.build() for source in tuned.sources
@@ -177,11 +175,9 @@ SOURCES: dict[str, Callable[..., TreeCandidateGenerator]] = {
 
 def parse_specs(text: str) -> list[SourceSpec]:
     """
-    Return the sources of a specification, "NAME[:VALUE,OPTION=VALUE,...][@NODES,...]" or
-    "MODULE:CLASS[(OPTION=VALUE, ...)][@NODES,...]", one for every number of nodes.
-
-    Raises:
-        UsageError: for an unknown name, options that cannot be read, or a class that cannot be imported.
+    Return the sources of a specification, "NAME[:VALUE,OPTION=VALUE,...][@NODES,...]" or "MODULE:CLASS[(OPTION=VALUE,
+    ...)][@NODES,...]", one for every number of nodes. Raises `UsageError` for an unknown name, options that cannot be
+    read, or a class that cannot be imported.
     """
     body, _, numbers = text.partition("@")
     name, _, options = body.partition(":")
@@ -230,31 +226,27 @@ def _literal(text: str) -> Any:
 
 def _call_options(call: str, text: str) -> tuple[list[Any], dict[str, Any]]:
     """Return the arguments of a Python call from the text after its opening bracket, such as "1, option=2)"."""
-    try:
+    remedy = f"cannot read the options of {text!r}: write MODULE:CLASS(OPTION=VALUE, ...)"
+    with usage_errors(remedy, ValueError, SyntaxError):
         tree = ast.parse(f"f({call or ')'}", mode="eval").body
         if not isinstance(tree, ast.Call):
             raise ValueError("no call")
         named = {str(item.arg): ast.literal_eval(item.value) for item in tree.keywords}
         return [ast.literal_eval(item) for item in tree.args], named
-    except (ValueError, SyntaxError) as error:
-        raise UsageError(f"cannot read the options of {text!r}: write MODULE:CLASS(OPTION=VALUE, ...)") from error
 
 
 def _imported(path: str) -> Callable[..., TreeCandidateGenerator]:
     module, _, name = path.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UsageError(f"cannot import the source {path!r}: {error}") from error
+    with usage_errors(f"cannot import the source {path!r}", ImportError, AttributeError, ValueError):
+        found: Callable[..., TreeCandidateGenerator] = getattr(importlib.import_module(module), name)
+    return found
 
 
 def _factory(
     make: Callable[..., TreeCandidateGenerator], values: list[Any], named: dict[str, Any], text: str
 ) -> Callable[[], TreeCandidateGenerator]:
     def build() -> TreeCandidateGenerator:
-        try:
+        with usage_errors(f"cannot make the source {text!r}"):
             return make(*values, **named)
-        except (TypeError, ValueError, OSError) as error:
-            raise UsageError(f"cannot make the source {text!r}: {error}") from error
 
     return build

@@ -5,13 +5,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..common.addresses import host, port
 from ..common.arguments import (
     QUANTIZATIONS,
     add_dtype_argument,
     add_machine_arguments,
+    host,
     not_negative,
     not_negative_number,
+    port,
     positive,
     positive_number,
 )

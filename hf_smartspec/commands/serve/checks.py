@@ -9,9 +9,8 @@ from packaging.version import Version
 
 from ...prepare.checks import check_assistant
 from ...target_model.private import TRANSFORMERS
-from ..common.arguments import UsageError
-from ..common.demo import demo_folder
-from ..common.models import use_machine
+from ..common.arguments import UsageError, usage_errors
+from ..common.models import demo_folder, use_machine
 from ..common.names import parts_of
 from ..common.ray_cluster import check_ray
 
@@ -27,10 +26,8 @@ def check_arguments(args: argparse.Namespace) -> None:
     check_extras()
     use_machine(args)
     args.assistant = [item for name in args.assistant for item in parts_of(name)]
-    try:
+    with usage_errors("--assistant"):
         check_assistant(args.assistant)
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"--assistant: {error}") from error
     if args.replicas:
         check_ray()
         if args.max_replicas is not None and args.max_replicas < args.replicas:
@@ -64,12 +61,8 @@ def api_keys(args: argparse.Namespace) -> "ApiKeys":
     from ...replicas.sharing.folder import SharedFolder
     from ...serving.server.guard.keys import ApiKeys, read_keys
 
-    try:
+    with usage_errors("--shared"):
         salt = SharedFolder(args.shared).salt() if args.shared else None
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--shared: {error}") from error
-    try:
+    with usage_errors("--api-key, --api-key-file or --admin-key-file"):
         keys, admin_keys = (read_keys(path) if path else [] for path in (args.api_key_file, args.admin_key_file))
         return ApiKeys([*args.api_key, *keys], salt, admin_keys)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--api-key, --api-key-file or --admin-key-file: {error}") from error

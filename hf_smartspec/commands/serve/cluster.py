@@ -5,6 +5,7 @@ import logging
 import socket
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,17 +31,10 @@ _CLOSE_SECONDS = 5.0
 def _options(args: argparse.Namespace) -> "ServiceOptions":
     from ...replicas.ray_serve.service import ServiceOptions
 
+    num_gpus = float(torch.device(args.device).type == "cuda")
+    names = [field.name for field in fields(ServiceOptions) if not field.name.startswith("num_")]
     return ServiceOptions(
-        replicas=args.replicas,
-        max_replicas=args.max_replicas,
-        max_batch_size=args.max_batch_size,
-        max_queue=args.max_queue,
-        target_requests=args.target_requests,
-        min_goodput=args.min_goodput,
-        router=args.router,
-        num_cpus=args.threads or 1,
-        num_gpus=float(torch.device(args.device).type == "cuda"),
-        drain_seconds=args.drain_seconds,
+        **{name: getattr(args, name) for name in names}, num_cpus=args.threads or 1, num_gpus=num_gpus
     )
 
 

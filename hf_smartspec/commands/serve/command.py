@@ -6,7 +6,7 @@ import gc
 import sys
 from functools import partial
 
-from ..common.addresses import listen_at
+from ..common.arguments import listen_at
 from .checks import api_keys, check_arguments, name_models
 from .cluster import serve_replicas
 

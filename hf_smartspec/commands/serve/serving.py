@@ -23,7 +23,7 @@ from ...serving.server.guard.limits import Limits
 from ...serving.server.metrics import ServerMetrics
 from ...serving.server.running import DrainingServer
 from ...serving.server.served import ServedModel
-from ..common.arguments import UsageError
+from ..common.arguments import UsageError, usage_errors
 from ..common.models import load_draft, load_model, load_tokenizer, name_of, use_quantized
 
 _MIB = 2**20
@@ -79,10 +79,8 @@ def _sharing(url: str, served: ServedModel, interval: float) -> Iterator[None]:
     trees = served.engine.suffix_trees
     if not trees:
         raise UsageError(f"--shared: no suffix trees draft for {served.name}")
-    try:
+    with usage_errors("--shared"):
         shared = SharedOutputs(url, served.tokenizer, interval)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--shared: {error}") from error
     with shared.attached(trees[0]):
         yield
 
@@ -122,7 +120,7 @@ def load_served(
     tokenizer = load_tokenizer(path)
     if tokenizer is None:
         raise UsageError(f"the model {path!r} has no tokenizer, which a server needs")
-    try:
+    with usage_errors(name):
         engine = ServedEngine(
             model,
             _assistant(args, model),
@@ -132,8 +130,6 @@ def load_served(
             tokenizer=tokenizer,
         )
         served = ServedModel(name, engine, limits, metrics, args.max_batch_size)
-    except (TypeError, ValueError, OSError) as error:
-        raise UsageError(f"{name}: {error}") from error
     engine.start()
     return served
 

@@ -5,20 +5,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...prepare.sources import resolve
-from ..common.arguments import UsageError, command_of
-from ..common.console import make_console
-from ..common.data_sets import DataSet, answered
-from ..common.demo import demo_folder
-from ..common.models import load_draft
+from ..common.arguments import UsageError, command_of, usage_errors
+from ..common.console import environment, make_console, print_head
+from ..common.models import demo_folder, load_draft
 from ..common.names import is_model, parts_of, shown
 from ..common.outputs import check_outputs, write_json
-from ..common.recordings import Fields, Texts, read_requests
+from ..common.recordings import DataSet, Fields, Texts, answered, read_requests
 from ..common.setup import check_replay, load_target, max_prompt_len, missing_arguments
-from ..common.timing import environment
 from .loop import Method, Results, Settings, measure
 from .report import has_differences, plot, print_results, summaries, worst
 
@@ -91,11 +87,9 @@ def _methods(args: argparse.Namespace, model: PreTrainedModel) -> list[Method]:
         own.append(Method(title, assistant=assistants if len(items) > 1 else assistants[0], draft=draft))
         if len(items) == 1 and draft is not None:
             others.append(Method(f"transformers, {title}", arguments={"assistant_model": draft}, draft=draft))
-    for method in own:
-        try:
+    with usage_errors("--assistant"):
+        for method in own:
             resolve(method.assistant, model)
-        except (TypeError, ValueError, OSError) as error:
-            raise UsageError(f"--assistant: {error}") from error
     return [*own, *others]
 
 
@@ -105,14 +99,9 @@ def _shown(name: str, names: Sequence[str]) -> str:
 
 
 def _print_setting(report: dict[str, Any], console: Console) -> None:
-    command, system = report["command"], report["environment"]
+    command = report["command"]
     outputs = "recorded responses, replayed" if command["replay"] else "the model's own outputs"
     past = f", {command['remember']} remembered by suffix trees" if command["remember"] else ""
-    console.print(
-        f"[bold]smartspec bench generate[/bold] {escape(command['model'] or 'the demo target')}, "
-        f"{report['parameters'] / 1e6:.0f} M parameters, {system['dtype']}\n{outputs}, greedy, up to "
-        f"{command['max_new_tokens']} new tokens; {command['limit']} requests per data set{past}\n"
-        f"{escape(str(system['device']))}, {system['threads']} threads, torch {system['torch']}, transformers "
-        f"{system['transformers']}\n",
-        highlight=False,
-    )
+    about = f"{command['model'] or 'the demo target'}, {report['parameters'] / 1e6:.0f} M parameters"
+    sizes = f"up to {command['max_new_tokens']} new tokens; {command['limit']} requests per data set{past}"
+    print_head(console, "bench generate", about, report["environment"], f"{outputs}, greedy, {sizes}")

@@ -15,14 +15,13 @@ from ...decoding.statistics import GenerationStatistics
 from ...generate import enabled
 from ...prepare.config import SmartSpecConfig
 from ...prepare.sources import resolve
-from ..common.data_sets import DataSet, remember
-from ..common.equality import Difference, find_differences
+from ..common.console import track
+from ..common.exactness import Difference, Rounding, find_differences, measure_rounding
 from ..common.models import left_padded
-from ..common.progress import track
+from ..common.recordings import DataSet, remember
 from ..common.replaying import RecordedText
-from ..common.rounding import Rounding, measure_rounding
-from ..common.runs import Decoding, decode_plainly, eos_ids
-from .monitors import AssistedMonitor, Monitor, OwnMonitor, PlainMonitor
+from ..common.runs import Decoding, decode_plainly, eos_ids, up_to_end
+from .monitors import HookMonitor, Monitor
 
 PLAIN = "plain generate"
 _ROUNDED_TOKENS = 16
@@ -30,22 +29,14 @@ _ROUNDED_TOKENS = 16
 
 @dataclass(frozen=True)
 class Method:
-    """
-    A way to call `generate`: this library's, if it has an `assistant`, or transformers' with the given arguments.
-
-    Args:
-        name (`str`): Name in tables.
-        assistant: A preset name, a draft model, or a list of these.
-        arguments (`dict`): Arguments of transformers' `generate`, whose assistants serve batches of one.
-        draft (`PreTrainedModel`, *optional*): The draft model, if there is one.
-        options (`dict`): Options of the assistant's `SmartSpecConfig`.
-    """
+    """A way to call `generate`: this library's, if it has an `assistant`, or transformers' with the given arguments."""
 
     name: str
-    assistant: Any = None
+    assistant: Any = None  # a preset name, a draft model, or a list of these
+    # Arguments of transformers' `generate`, whose assistants serve batches of one.
     arguments: dict[str, Any] = field(default_factory=dict)
     draft: PreTrainedModel | None = None
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)  # options of the assistant's `SmartSpecConfig`
 
     @property
     def is_own(self) -> bool:
@@ -197,7 +188,8 @@ class _Group:
             config = arguments["assistant"] = SmartSpecConfig(method.assistant, namespace=namespace, **method.options)
             if start == 0 and self.data.past:
                 remember(resolve(config, self.model).source, self.data.past, namespace)
-        monitor = self._monitor(method, sum(map(len, prompts)))
+        num_prompt_tokens, is_assisted = sum(map(len, prompts)), bool(method.arguments)
+        monitor = Monitor(self.model) if method.is_own else HookMonitor(self.model, num_prompt_tokens, is_assisted)
         with ExitStack() as stack:
             if self.settings.replays:
                 responses = self.data.responses[start : start + self.batch_size]
@@ -210,25 +202,14 @@ class _Group:
             output = self.model.generate(
                 **inputs, **arguments, do_sample=False, max_new_tokens=self.settings.max_new_tokens
             )
-        rows = self._rows(output, inputs["input_ids"].shape[1])
+        ends = set(eos_ids(self.model))
+        rows = [up_to_end(row, ends) for row in output[:, inputs["input_ids"].shape[1] :].tolist()]
         tally, num_tokens = self.tallies[method.name], sum(map(len, rows))
         if turn == 0:
             tally.statistics += monitor.statistics(num_tokens)
         else:
             tally.calls.append(Call(monitor.seconds, monitor.prefill_seconds, len(rows), num_tokens))
         return rows
-
-    def _monitor(self, method: Method, num_prompt_tokens: int) -> Monitor:
-        if method.is_own:
-            return OwnMonitor(self.model)
-        return (AssistedMonitor if method.arguments else PlainMonitor)(self.model, num_prompt_tokens)
-
-    def _rows(self, sequences: torch.Tensor, prompt_len: int) -> list[list[int]]:
-        """Return the new tokens of every row, up to and with its end-of-sequence token."""
-        ends = set(eos_ids(self.model))
-        rows = sequences[:, prompt_len:].tolist()
-        lengths = [next((at + 1 for at, token in enumerate(row) if token in ends), len(row)) for row in rows]
-        return [row[:length] for row, length in zip(rows, lengths)]
 
     def _compare(self, tally: Tally, start: int, plain: list[list[int]], rows: list[list[int]]) -> None:
         for index, (expected, found) in enumerate(zip(plain, rows), start):

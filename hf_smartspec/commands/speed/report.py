@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from ...decoding.statistics import GenerationStatistics
 from ..common.console import fold, table
-from ..common.figures import saved_figure, shared_legend
+from ..common.outputs import saved_figure, shared_legend
 from .loop import PLAIN, Results, Tally
 
 SLOWER = 0.97  # below this times plain decoding's speed, a method counts as slower
@@ -63,8 +63,7 @@ def print_results(results: Results, console: Console, replays: bool) -> None:
     console.print(
         f"[dim]Medians over the calls. x plain: tokens per second by those of plain generate, prefill included; "
         f"decode: without it (up to the end of the target's forward over the prompts). * below {SLOWER} x plain. "
-        "Per step, drafted: tokens per row and step.[/dim]",
-        highlight=False,
+        "Per step, drafted: tokens per row and step.[/dim]"
     )
 
 
@@ -73,17 +72,11 @@ def _print_tallies(title: str, tallies: dict[str, Tally], console: Console) -> N
     lines = table(escape(title), "method", *columns)
     for name, tally in tallies.items():
         counts, plain = tally.statistics, tallies[PLAIN]
-        lines.add_row(
-            escape(name),
-            f"{tally.seconds_per_request:.2f}",
-            f"{tally.tokens_per_second:.1f}",
-            _ratio(tally.speedup(plain)),
-            _ratio(tally.decode_speedup(plain)),
-            f"{counts.mean_accepted_length:.2f}",
-            f"{counts.drafted_tokens / max(counts.steps, 1):.2f}",
-            f"{counts.acceptance_rate:.0%}" if counts.drafted_tokens else "-",
-            _identical(tally),
-        )
+        speeds = (f"{tally.seconds_per_request:.2f}", f"{tally.tokens_per_second:.1f}")
+        ratios = (_ratio(tally.speedup(plain)), _ratio(tally.decode_speedup(plain)))
+        drafts = (f"{counts.mean_accepted_length:.2f}", f"{counts.drafted_tokens / max(counts.steps, 1):.2f}")
+        accepted = f"{counts.acceptance_rate:.0%}" if counts.drafted_tokens else "-"
+        lines.add_row(escape(name), *speeds, *ratios, *drafts, accepted, _identical(tally))
     fold(lines)
     console.print(lines)
 

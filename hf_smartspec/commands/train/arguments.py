@@ -34,10 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--draft", metavar="MODEL", help="folder or hub id that EAGLE-3 or a draft model begins as")
     parser.add_argument(
-        "--draft-vocab-size",
-        type=positive,
-        metavar="N",
-        help="EAGLE-3 drafts the N most frequent (default: all)",
+        "--draft-vocab-size", type=positive, metavar="N", help="EAGLE-3 drafts the N most frequent (default: all)"
     )
     parser.add_argument("--neurons", type=positive, metavar="N", help="of EAGLE-3's MLP (default: as the target's)")
     parser.add_argument("--epochs", type=positive_number, default=3.0, metavar="N", help="default: %(default)s")

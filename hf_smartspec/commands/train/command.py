@@ -17,12 +17,11 @@ from ...training.card import write_card
 from ...training.checkpoints import newest_checkpoint
 from ...training.loop import Schedule, train
 from ...training.texts import Text, split
-from ..common.arguments import UsageError
+from ..common.arguments import UsageError, usage_errors
 from ..common.console import make_console, table
-from ..common.data_sets import answered
-from ..common.models import check_device, encode, load_model
+from ..common.models import check_device, load_model
 from ..common.outputs import check_output, replace_json, write_json
-from ..common.recordings import Fields, Recording, Texts, read_requests, tokenizer_of
+from ..common.recordings import Fields, Recording, Texts, answered, read_requests, tokenized, tokenizer_of
 from .kinds import CHECKPOINTS, KINDS, check_draft
 
 _HELD_OUT = 0.05  # share of texts
@@ -46,12 +45,11 @@ def run(args: argparse.Namespace) -> int:
     if model.config.is_encoder_decoder:
         raise UsageError(f"{args.model!r} has an encoder: heads are trained for decoders only")
     check_draft(args, model)
-    _write_settings(args)
+    (args.output / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+    write_json(args.output / CHECKPOINTS / _SETTINGS, _settings(args))
     texts = _texts(args, requests, tokenizer, model, known)
-    try:
+    with usage_errors():
         learnt, held_out = split(texts, _HELD_OUT, args.seed)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
     console = make_console()
     kind = KINDS[args.kind]
     module: Any = kind.make(args, model, learnt)
@@ -73,7 +71,7 @@ def _train(module: Any, texts: Sequence[Text], args: argparse.Namespace, schedul
     folder = args.output / CHECKPOINTS
     newest = newest_checkpoint(folder) if args.resume else None
     if newest is not None:
-        console.print(f"Going on at step {newest.step:,} of {newest.num_steps:,}.", highlight=False)
+        console.print(f"Going on at step {newest.step:,} of {newest.num_steps:,}.")
     elif args.resume:
         console.print("There is no complete checkpoint yet: training begins.")
     try:
@@ -81,7 +79,7 @@ def _train(module: Any, texts: Sequence[Text], args: argparse.Namespace, schedul
     except KeyboardInterrupt:
         if (newest := newest_checkpoint(folder)) is not None:
             kept = f"Kept at step {newest.step:,} of {newest.num_steps:,}: --resume goes on there."
-            console.print(kept, highlight=False)
+            console.print(kept)
         raise
 
 
@@ -111,11 +109,6 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _write_settings(args: argparse.Namespace) -> None:
-    (args.output / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-    write_json(args.output / CHECKPOINTS / _SETTINGS, _settings(args))
-
-
 def _texts(
     args: argparse.Namespace,
     requests: Sequence[Texts],
@@ -124,13 +117,11 @@ def _texts(
     known: dict[str, Any],
 ) -> list[Text]:
     """Return the texts to learn from as token ids; prompts are users' turns where there is a chat template."""
-    recordings = []
-    for item in requests:
-        prompts = encode(["\n".join(item.context)], tokenizer, args.max_length)
-        ids = tokenizer(item.response, add_special_tokens=False, verbose=False).input_ids
-        if prompts and (ids or args.own_outputs):
-            end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
-            recordings.append(Recording(np.array(prompts[0], np.int64), np.array([*ids, *end], np.int64)))
+    end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
+    recordings = [
+        item._replace(response=np.append(item.response, np.array(end, np.int64)))
+        for item in tokenized(requests, tokenizer, args.max_length)
+    ]
     if args.own_outputs:
         recordings = _answers(args, recordings, tokenizer, model, known)
     return [Text(item.prompt, item.response) for item in recordings if len(item.response) > 1]
@@ -144,10 +135,13 @@ def _answers(
     known: dict[str, Any],
 ) -> list[Recording]:
     """Return the target's own responses, and keep them for further trainings with the same prompts."""
+    # Targets that take turns in one folder differ in their first output weights.
+    output: Any = model.get_output_embeddings()
+    weights = output.weight[:64].detach().float().cpu().numpy().tobytes()
     asked = {
         "prompts": [item.prompt.tolist() for item in recordings],
         "most": args.own_outputs,
-        "target": _fingerprint(model),
+        "target": hashlib.sha256(weights).hexdigest(),
     }
     if any(known.get(name) != value for name, value in asked.items()):
         if model.generation_config.pad_token_id is None:
@@ -168,18 +162,11 @@ def _known_answers(path: Path) -> dict[str, Any]:
     """Return the answers that an earlier training has kept; raises `UsageError` for any other file."""
     if not path.exists():
         return {}
-    try:
+    kinds = OSError, ValueError, LookupError, TypeError
+    with usage_errors(f"--answers: {str(path)!r} holds no answers", *kinds, reason=repr):
         known: dict[str, Any] = json.loads(path.read_text())
         known["prompts"], known["responses"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"--answers: {str(path)!r} holds no answers: {error!r}") from None
     return known
-
-
-def _fingerprint(model: PreTrainedModel) -> str:
-    """Return a hash of the first output weights, which differ between targets that take turns in one folder."""
-    output: Any = model.get_output_embeddings()
-    return hashlib.sha256(output.weight[:64].detach().float().cpu().numpy().tobytes()).hexdigest()
 
 
 def _show(console: Console, accuracy: list[dict[int, float]], num_texts: int, places: str) -> None:

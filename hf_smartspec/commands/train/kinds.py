@@ -17,28 +17,21 @@ from ...training.draft import DraftTraining
 from ...training.eagle import EagleTraining, frequent_tokens, new_heads
 from ...training.medusa import MedusaTraining
 from ...training.texts import Text
-from ..common.arguments import UsageError
+from ..common.arguments import UsageError, usage_errors
 from ..common.models import load_draft
 
 CHECKPOINTS = "checkpoints"
 
 
 class Kind(NamedTuple):
-    """
-    A kind of drafters.
+    """A kind of drafters."""
 
-    Args:
-        make (`Callable`): From arguments, target and texts to a module that returns a drafter's loss and measures its
-            `accuracy`; all its parameters are trained.
-        save (`Callable`): Writes the drafter of such a module.
-        is_in (`Callable`): Returns whether a folder holds such a drafter.
-        places (`str`): Description of a draft's tokens, in tables, after their number.
-    """
-
+    # From arguments, target and texts to a module that returns a drafter's loss and measures its `accuracy`; all its
+    # parameters are trained.
     make: Callable[[argparse.Namespace, PreTrainedModel, Sequence[Text]], nn.Module]
-    save: Callable[[Any, argparse.Namespace], None]
-    is_in: Callable[[str], bool]
-    places: str = "after the next token"
+    save: Callable[[Any, argparse.Namespace], None]  # writes the drafter of such a module
+    is_in: Callable[[str], bool]  # returns whether a folder holds such a drafter
+    places: str = "after the next token"  # description of a draft's tokens, in tables, after their number
 
 
 def _medusa(args: argparse.Namespace, model: PreTrainedModel, texts: Sequence[Text]) -> MedusaTraining:
@@ -66,10 +59,8 @@ def check_draft(args: argparse.Namespace, model: PreTrainedModel) -> None:
     """Raise `UsageError` for a draft model with another vocabulary, before the target answers prompts."""
     if args.draft is None or args.kind != "draft":
         return
-    try:
+    with usage_errors(f"--draft: {args.draft!r} cannot be read"):
         size = AutoConfig.from_pretrained(args.draft).get_text_config(decoder=True).vocab_size
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--draft: {args.draft!r} cannot be read: {error}") from error
     wanted = model.config.get_text_config(decoder=True).vocab_size
     if size != wanted:
         raise UsageError(f"--draft: {args.draft!r} has a vocabulary of {size} tokens, and the target one of {wanted}")
@@ -95,12 +86,8 @@ def _save_draft(module: DraftTraining, args: argparse.Namespace) -> None:
     AutoTokenizer.from_pretrained(args.model).save_pretrained(args.output)
 
 
-def _was_trained(folder: str) -> bool:
-    return (Path(folder) / CHECKPOINTS).is_dir()
-
-
 KINDS = {
     "medusa": Kind(_medusa, _save_heads, is_medusa_checkpoint),
     "eagle3": Kind(_eagle3, _save_heads, is_eagle_checkpoint),
-    "draft": Kind(_draft, _save_draft, _was_trained, "next token"),
+    "draft": Kind(_draft, _save_draft, lambda folder: (Path(folder) / CHECKPOINTS).is_dir(), "next token"),
 }

@@ -1,11 +1,17 @@
 """Arguments of `smartspec tune`."""
 
 import argparse
-import math
 from pathlib import Path
 from typing import NamedTuple
 
-from ..common.arguments import TURNS, add_json_argument, number, positive
+from ..common.arguments import (
+    add_json_argument,
+    add_recording_arguments,
+    checked,
+    not_negative_number,
+    number,
+    positive,
+)
 
 
 class Costs(NamedTuple):
@@ -15,11 +21,11 @@ class Costs(NamedTuple):
     drafter: float = 0.05  # further cost of drafting it with the draft model
 
 
+_fraction = checked(number, lambda value: 0 < value < 1, "between 0 and 1")
 TUNABLE = ("suffix", "datastore", "prompt_lookup")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=".jsonl or .jsonl.gz; one is one data set")
     parser.add_argument(
         "--sources", nargs="+", metavar="SPEC", default=["suffix"],
         help=f"NAME[:OPTION=VALUE,...], where NAME is one of {', '.join(TUNABLE)}; several are fused, options that are "
@@ -32,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="part of each file's requests, its last, that options are not chosen by (default: 0.3)",
     )  # fmt: skip
     parser.add_argument(
-        "--node-cost", type=_cost, default=Costs().node, metavar="C",
+        "--node-cost", type=not_negative_number, default=Costs().node, metavar="C",
         help=f"cost of a draft node, as part of a step without drafts (default: {Costs().node})",
     )  # fmt: skip
     parser.add_argument("--nodes", type=positive, metavar="N", help="draft nodes per step, in place of tuning them")
@@ -41,28 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a draft model, to tune the threshold up to which it drafts in place of the sources",
     )  # fmt: skip
     parser.add_argument(
-        "--drafter-cost", type=_cost, default=Costs().drafter, metavar="C",
+        "--drafter-cost", type=not_negative_number, default=Costs().drafter, metavar="C",
         help=f"cost of each of its draft tokens, as part of a step (default: {Costs().drafter})",
     )  # fmt: skip
-    parser.add_argument("--prompt-field", default="prompt", metavar="NAME", help="default: prompt")
-    parser.add_argument("--response-field", default="response", metavar="NAME", help="default: response")
-    parser.add_argument("--turns", choices=TURNS, default="all", help="as of `smartspec replay` (default: all)")
-    parser.add_argument(
-        "--max-prompt", type=positive, default=2048, metavar="N", help="tokens of a prompt, its end (default: 2048)"
-    )
-    parser.add_argument("--tokenizer", metavar="NAME", help="folder or hub id (default: the demo's)")
+    add_recording_arguments(parser)
     add_json_argument(parser)
-
-
-def _fraction(text: str) -> float:
-    value = number(text)
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"must lie between 0 and 1, got {text}")
-    return value
-
-
-def _cost(text: str) -> float:
-    value = number(text)
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text}")
-    return value

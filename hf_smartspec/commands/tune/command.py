@@ -13,11 +13,10 @@ from transformers import PreTrainedModel
 
 from ...candidates.combined.tuned import TunedSources
 from ..common.arguments import UsageError
-from ..common.console import make_console, table
+from ..common.console import make_console, table, track
 from ..common.models import load_model
 from ..common.outputs import check_output, write_json
-from ..common.progress import track
-from ..common.recordings import Fields, Recording, read_requests, tokenize, tokenizer_of
+from ..common.recordings import load_recordings
 from ..replay.curves import geometric_mean
 from .arguments import Costs
 from .search import Requests, Search, Trial, num_requests, speed
@@ -47,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         if is_complete or choice != space.default:
             TunedSources.of(choice | {"found": found}).save(args.output)
             state = "the best options found" if is_complete else "interrupted; the best options so far"
-            console.print(f"{args.output}: {state}", soft_wrap=True, highlight=False, markup=False)
+            console.print(f"{args.output}: {state}", soft_wrap=True, markup=False)
             _print_choice(space.default, choice, [*space.parameters, THRESHOLD], console)
     report = _compare(space.default, choice, data, costs, draft, console)
     TunedSources.of(choice | {"found": found | {"mean_gain": report["mean_gain"]}}).save(args.output)
@@ -57,19 +56,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _load(args: argparse.Namespace) -> list[Requests]:
-    fields = Fields(args.prompt_field, args.response_field, args.turns)
-    texts = {str(path): read_requests(path, fields, args.limit) for path in args.files}
-    tokenizer = tokenizer_of(args.tokenizer)
-    return [
-        _split(name, tokenize(requests, tokenizer, args.max_prompt), args.held_out) for name, requests in texts.items()
-    ]
-
-
-def _split(name: str, recordings: list[Recording], held_out: float) -> Requests:
-    num_training = len(recordings) - math.ceil(held_out * len(recordings))
-    if num_training < 1:
-        raise UsageError(f"{name!r} has {len(recordings)} responses: too few to hold some out")
-    return Requests(name, recordings, num_training)
+    data = []
+    for name, recordings in load_recordings(args, args.limit).items():
+        num_training = len(recordings) - math.ceil(args.held_out * len(recordings))
+        if num_training < 1:
+            raise UsageError(f"{name!r} has {len(recordings)} responses: too few to hold some out")
+        data.append(Requests(name, recordings, num_training))
+    return data
 
 
 def _search(
@@ -130,8 +123,7 @@ def _compare(
     console.print(
         f"[dim]Speed: tokens per cost, where a step costs 1 and each of its draft nodes {costs.node:g}"
         + (f", those of the draft model {costs.drafter:g} more" if draft is not None else "")
-        + "; without drafts, 1. Sources go on learning through the held-out requests, as they do in use.[/dim]",
-        highlight=False,
+        + "; without drafts, 1. Sources go on learning through the held-out requests, as they do in use.[/dim]"
     )
     return {"rows": rows, "mean_gain": means}
 

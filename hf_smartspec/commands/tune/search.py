@@ -33,10 +33,8 @@ class Requests(NamedTuple):
 
 def speed(counts: np.ndarray, costs: Costs) -> float:
     """
-    Return tokens per cost, 1 without drafts: (1 + accepted) / (1 + node cost * drafted), over all steps.
-
-    Args:
-        counts (`np.ndarray` of shape `[n, 5]`): As `Trial.counts`.
+    Return tokens per cost, 1 without drafts: (1 + accepted) / (1 + node cost * drafted), over all steps of `counts`
+    (`[n, 5]`, as `Trial.counts`).
     """
     tokens, steps, drafted, _, modelled = counts.sum(axis=0)
     return float(tokens / max(steps + costs.node * drafted + costs.drafter * modelled, 1e-9))

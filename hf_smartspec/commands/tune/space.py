@@ -10,7 +10,7 @@ from ...candidates import FusedCandidates, TreeCandidateGenerator
 from ...candidates.base import TYPICAL_NODES
 from ...candidates.combined.tuned import TUNABLE, TunedSources
 from ...candidates.text.suffix.source import LEAST_PROBABILITY
-from ..common.arguments import UsageError
+from ..common.arguments import UsageError, usage_errors
 from ..replay.sources import build_tuned, plain_options
 
 # A choice in the plain form that a file has (`TunedSources.of`): {"sources": [{"name", "options"}], "fused": {...}}.
@@ -88,10 +88,8 @@ def space_of(texts: Sequence[str], num_nodes: int | None = None) -> Space:
             for option in tuned
         ]
     choice: Choice = {"sources": sources, "fused": {} if is_alone else {"calibrated": True}}
-    try:
+    with usage_errors("--sources"):
         source = build(choice)
-    except (TypeError, ValueError, OSError) as error:
-        raise UsageError(f"--sources: {error}") from error
     if isinstance(source, FusedCandidates):
         choice["fused"] |= {
             "num_nodes": num_nodes or source.default_num_nodes,

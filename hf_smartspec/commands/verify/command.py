@@ -10,9 +10,10 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...prepare.checks import check_assistant
-from ..common.arguments import UsageError
-from ..common.console import make_console
+from ..common.arguments import UsageError, usage_errors
+from ..common.console import environment, make_console, track
 from ..common.drafters import DrafterFiles
+from ..common.exactness import Rounding, measure_rounding
 from ..common.models import (
     PROMPTS,
     check_folder,
@@ -26,10 +27,7 @@ from ..common.models import (
 )
 from ..common.names import is_model, parts_of
 from ..common.outputs import check_output, write_json
-from ..common.progress import track
-from ..common.rounding import Rounding, measure_rounding
 from ..common.runs import Decoding, decode_plainly
-from ..common.timing import environment
 from .comparison import Comparison, TokenCheck
 from .drafts import ways_of_drafting
 from .frequencies import check_frequencies, exact_table, ways_of_sampling
@@ -86,12 +84,10 @@ def _without_sampling(model: PreTrainedModel) -> GenerationConfig:
 
 def _load_assistant(args: argparse.Namespace, model: PreTrainedModel) -> Any:
     """Return the value of `assistant=`: names of presets as they are, models and learned drafters loaded."""
-    try:
+    with usage_errors("--assistant", TypeError, ValueError, UsageError):
         for item in filter(is_model, parts_of(args.assistant)):
             check_folder(item)
         check_assistant(parts_of(args.assistant))
-    except (TypeError, ValueError, UsageError) as error:
-        raise UsageError(f"--assistant: {error}") from error
     return DrafterFiles(model, option="--assistant").named(args.assistant).assistant
 
 

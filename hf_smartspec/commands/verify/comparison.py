@@ -9,8 +9,7 @@ from transformers import PreTrainedModel
 
 from ...decoding.statistics import GenerationStatistics
 from ...sampling.noise import SeededGumbelLogitsProcessor, add_gumbel_noise
-from ..common.equality import Difference, find_differences, without_padding
-from ..common.rounding import Rounding
+from ..common.exactness import Difference, Rounding, find_differences, without_padding
 from ..common.runs import Decoding, Run, decode_plainly, decode_speculatively, eos_ids, tokens_by_default
 from .drafts import Drafting
 

@@ -7,13 +7,15 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel
 
-from ...candidates import TreeCandidateGenerator
+from ...candidates.base import NoCandidates
 from ...drafts.tree import DraftTree
 from ...prepare.config import SmartSpecConfig
 from ..common.names import JOINT
 
+_DEPTH = 5  # levels of replayed drafts
 
-class ReplayCandidates(TreeCandidateGenerator):
+
+class ReplayCandidates(NoCandidates):
     """
     Source that drafts the known continuation of each row, with errors at a known rate: accepted, partly accepted and
     rejected drafts on any model, without a draft model. One object serves one `generate` call.
@@ -22,24 +24,16 @@ class ReplayCandidates(TreeCandidateGenerator):
         continuations (sequence of token sequences): Tokens that plain decoding generates, row by row of the batch.
         vocab_size (`int`): Size of the vocabulary, from which wrong tokens are drawn.
         width (`int`): Siblings at every level; 1 drafts chains.
-        depth (`int`): Number of levels.
         error_rate (`float`): Probability that a level lacks the right token.
-        seed (`int`): Seed of the errors.
     """
 
     def __init__(
-        self,
-        continuations: Sequence[Sequence[int]],
-        vocab_size: int,
-        width: int = 1,
-        depth: int = 5,
-        error_rate: float = 0.25,
-        seed: int = 0,
+        self, continuations: Sequence[Sequence[int]], vocab_size: int, width: int = 1, error_rate: float = 0.25
     ):
         self.continuations, self.vocab_size = continuations, vocab_size
         self.width, self.error_rate = width, error_rate
-        self.default_num_nodes = width * depth
-        self._rng = np.random.default_rng(seed)
+        self.default_num_nodes = width * _DEPTH
+        self._rng = np.random.default_rng(0)
         self._row_of: dict[Hashable, int] = {}
         self._num_seen: dict[Hashable, int] = {}
 
@@ -70,11 +64,8 @@ class ReplayCandidates(TreeCandidateGenerator):
     def observe(self, request_id: Hashable, tokens: np.ndarray) -> None:
         self._num_seen[request_id] += len(tokens)
 
-    def stop(self, request_id: Hashable) -> None:
-        pass  # keep the number of the row
 
-
-class SameTreeCandidates(TreeCandidateGenerator):
+class SameTreeCandidates(NoCandidates):
     """Source that drafts one given tree for every row, at its first step only."""
 
     def __init__(self, tree: DraftTree):

@@ -106,10 +106,7 @@ def _plain_scores(
         processors = [reduce, TemperatureLogitsWarper(TEMPERATURE), recorder, _ForceFirst(starts)]
     inputs = left_padded([prompt] * max(len(starts), 1), 0, model.device)
     model.generate(
-        **inputs,
-        do_sample=False,
-        max_new_tokens=2 if starts else 1,
-        logits_processor=LogitsProcessorList(processors),
+        **inputs, do_sample=False, max_new_tokens=2 if starts else 1, logits_processor=LogitsProcessorList(processors)
     )
     scores = torch.stack(recorder.scores, dim=1).double().cpu()
     return scores if starts else scores[0, 0]

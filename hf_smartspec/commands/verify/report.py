@@ -9,10 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 from transformers import PreTrainedTokenizerBase
 
-from ..common.console import table
-from ..common.equality import Difference
+from ..common.console import print_head, table
+from ..common.exactness import Rounding
 from ..common.outputs import json_safe
-from ..common.rounding import Rounding
 from .comparison import ScoreCheck, TokenCheck
 from .frequencies import FALSE_ALARM, FrequencyCheck
 
@@ -70,22 +69,17 @@ class Report:
 
 
 def print_report(report: Report, console: Console, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    lengths, system = report.prompt_lengths, report.environment
-    console.print(
-        f"[bold]smartspec verify[/bold] {escape(report.model)}, assistant {escape(report.assistant)}\n"
-        f"{len(lengths)} prompts ({escape(report.prompt_source)}) of {min(lengths)} to {max(lengths)} tokens, up to "
-        f"{report.max_new_tokens} new tokens each\n"
-        f"{system['dtype']} on {escape(str(system['device']))}, {system['threads']} threads, torch {system['torch']}, "
-        f"transformers {system['transformers']}\n",
-        highlight=False,
-    )
+    lengths, about = report.prompt_lengths, f"{report.model}, assistant {report.assistant}"
+    prompts = f"{len(lengths)} prompts ({report.prompt_source}) of {min(lengths)} to {max(lengths)} tokens"
+    new = f"up to {report.max_new_tokens} new tokens each"
+    print_head(console, "verify", about, report.environment, f"{prompts}, {new}")
     _print_tokens(report, console)
     _print_differences(report, console, _shower(tokenizer))
     _print_scores(report, console)
     if report.frequencies:
         _print_frequencies(report, console)
     for warning in report.warnings:
-        console.print(f"[yellow]warning:[/yellow] {escape(warning)}", highlight=False)
+        console.print(f"[yellow]warning:[/yellow] {escape(warning)}")
     _print_verdict(report, console)
 
 
@@ -94,31 +88,26 @@ def _print_tokens(report: Report, console: Console) -> None:
     lines = table("Tokens, against plain generate", *columns, num_text=2)
     for check in report.tokens:
         counts = check.statistics
-        lines.add_row(
-            check.decoding,
-            check.drafts,
-            str(check.batch_size),
-            str(check.num_rows),
-            str(check.num_tokens),
-            str(counts.drafted_tokens),
-            str(counts.accepted_tokens),
-            f"{counts.mean_accepted_length:.2f}",
-            _identical(check),
-        )
+        numbers = (check.batch_size, check.num_rows, check.num_tokens, counts.drafted_tokens, counts.accepted_tokens)
+        mean = f"{counts.mean_accepted_length:.2f}"
+        lines.add_row(check.decoding, check.drafts, *map(str, numbers), mean, _identical(check))
     console.print(lines)
     for size, num_rows in report.plain_rows_differing.items():
         first = report.tokens[0].batch_size
         console.print(
             f"For comparison: plain generate at batch {size} differs from itself at batch {first} in {num_rows} of "
-            f"{len(report.prompt_lengths)} rows (greedy).",
-            highlight=False,
+            f"{len(report.prompt_lengths)} rows (greedy)."
         )
     console.print()
 
 
+def _yes(is_good: bool) -> str:
+    return "[green]yes[/green]" if is_good else "[red]NO[/red]"
+
+
 def _identical(check: TokenCheck) -> str:
     if not check.differences:
-        return "[green]yes[/green]"
+        return _yes(True)
     num_real = sum(not item.is_tie for item in check.differences)
     if num_real:
         return f"[red]NO: {num_real} of {check.num_rows}[/red]"
@@ -130,7 +119,7 @@ def _print_differences(report: Report, console: Console, show: Callable[[int], s
     if not found:
         return
     # The clearest differences first.
-    found.sort(key=lambda pair: (pair[1].is_tie, -_comparable(pair[1])))
+    found.sort(key=lambda pair: (pair[1].is_tie, -math.inf if math.isnan(pair[1].plain_gap) else -pair[1].plain_gap))
     columns = ("decoding", "drafts", "batch", "row", "at", "plain", "ours", "plain gap", "our gap", "limit", "tie")
     lines = table("First difference of a row", *columns, num_text=2)
     for check, item in found[:_SHOWN_DIFFERENCES]:
@@ -147,13 +136,8 @@ def _print_differences(report: Report, console: Console, show: Callable[[int], s
         f"{len(found)} of {num_rows} rows differ ({len(found) / max(num_rows, 1):.1%}; one difference in "
         f"{num_tokens // len(found)} tokens), {num_ties} of them at a tie: both gaps lie below the limit, which is "
         f"what rounding in {report.environment['dtype']} explains on this model (or a token at the very edge of top-k "
-        "or top-p fell to the other side).\n",
-        highlight=False,
+        "or top-p fell to the other side).\n"
     )
-
-
-def _comparable(item: Difference) -> float:
-    return math.inf if math.isnan(item.plain_gap) else item.plain_gap
 
 
 def _shower(tokenizer: PreTrainedTokenizerBase | None) -> Callable[[int], str]:
@@ -170,21 +154,12 @@ def _print_scores(report: Report, console: Console) -> None:
     columns = ("decoding", "drafts", "positions", "logits by", "scores by", "largest", "filtered apart", "close")
     lines = table("Returned logits and scores: how far they lie from plain generate's", *columns, num_text=2)
     for check in report.scores:
-        lines.add_row(
-            check.decoding,
-            check.drafts,
-            str(check.num_positions),
-            f"{check.logits:.1e}",
-            f"{check.scores:.1e}",
-            f"{check.largest:.1f}",
-            str(check.num_edge),
-            "[green]yes[/green]" if check.is_close else "[red]NO[/red]",
-        )
+        sizes = (f"{check.logits:.1e}", f"{check.scores:.1e}", f"{check.largest:.1f}", str(check.num_edge))
+        lines.add_row(check.decoding, check.drafts, str(check.num_positions), *sizes, _yes(check.is_close))
     console.print(lines)
     console.print(
         f"Rounding of this model: plain decoding and one forward over the same text differ by "
-        f"{report.rounding.measured:.1e} of the largest logit.\n",
-        highlight=False,
+        f"{report.rounding.measured:.1e} of the largest logit.\n"
     )
 
 
@@ -192,24 +167,15 @@ def _print_frequencies(report: Report, console: Console) -> None:
     columns = ("drafts", "samples", "drafted", "accepted", "cells", "chi2", "p", "distance", "expected", "ok")
     lines = table("Frequencies of sampled token pairs, against exact probabilities", *columns)
     for check in report.frequencies:
-        lines.add_row(
-            check.drafts,
-            str(check.num_samples),
-            str(check.drafted_tokens),
-            str(check.accepted_tokens),
-            str(check.num_cells),
-            f"{check.chi_square:.1f}",
-            f"{check.p_value:.3f}" if check.p_value >= 1e-3 else f"{check.p_value:.0e}",
-            f"{check.distance:.3f}",
-            f"{check.expected_distance:.3f}",
-            "[green]yes[/green]" if check.is_consistent else "[red]NO[/red]",
-        )
+        counts = (check.num_samples, check.drafted_tokens, check.accepted_tokens, check.num_cells)
+        p_value = f"{check.p_value:.3f}" if check.p_value >= 1e-3 else f"{check.p_value:.0e}"
+        figures = (f"{check.chi_square:.1f}", p_value, f"{check.distance:.3f}", f"{check.expected_distance:.3f}")
+        lines.add_row(check.drafts, *map(str, counts), *figures, _yes(check.is_consistent))
     console.print(lines)
     console.print(
         f"The vocabulary is reduced to its likeliest tokens, so that every pair can be counted. Distance is the total "
         f"variation, beside what a perfect sampler has on average. Below p = {FALSE_ALARM:.0e} it fails: one false "
-        f"alarm in {round(1 / FALSE_ALARM):,} checks.\n",
-        highlight=False,
+        f"alarm in {round(1 / FALSE_ALARM):,} checks.\n"
     )
 
 
@@ -217,7 +183,7 @@ def _print_verdict(report: Report, console: Console) -> None:
     if report.failures:
         shown, num_more = report.failures[:4], len(report.failures[4:])
         more = f"; and {num_more} more" if num_more else ""
-        console.print("[bold red]NOT lossless:[/bold red] " + escape("; ".join(shown) + more), highlight=False)
+        console.print("[bold red]NOT lossless:[/bold red] " + escape("; ".join(shown) + more))
         return
     num_ties = sum(len(check.differences) for check in report.tokens)
     dtype = report.environment["dtype"]
@@ -227,4 +193,4 @@ def _print_verdict(report: Report, console: Console) -> None:
         verdict = f"[bold yellow]Lossless up to rounding:[/bold yellow] all {num_ties} differences are ties in {dtype}."
     else:
         verdict = "[bold green]Lossless:[/bold green] the same tokens in every comparison."
-    console.print(verdict, highlight=False)
+    console.print(verdict)

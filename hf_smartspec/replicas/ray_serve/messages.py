@@ -43,16 +43,10 @@ class Head(NamedTuple):
 
 
 class Route(NamedTuple):
-    """
-    The data by which a request is routed.
+    """The data by which a request is routed."""
 
-    Args:
-        text (`bytes`): Text of the prompt.
-        namespace (`str`): One for each tenant, model and choice of drafts.
-    """
-
-    text: bytes = b""
-    namespace: str = ""
+    text: bytes = b""  # text of the prompt
+    namespace: str = ""  # one for each tenant, model and choice of drafts
 
 
 def fields_of(request: ForwardedRequest) -> dict[str, Any] | None:

@@ -50,10 +50,8 @@ class PassedEvents:
 
     def rest(self, piece: bytes) -> bytes:
         """
-        Return the new part of a piece of the second attempt, as whole events.
-
-        Raises:
-            CannotContinueError: if the second attempt differs from the first, or has events that cannot be compared.
+        Return the new part of a piece of the second attempt, as whole events; raises `CannotContinueError` if the
+        second attempt differs from the first, or has events that cannot be compared.
         """
         if self._left is None:
             self._left = bytearray()

@@ -42,10 +42,7 @@ class Replica:
 
     def check_health(self) -> None:
         """
-        Check that all engines run.
-
-        Raises:
-            RuntimeError: if an engine has stopped; Ray Serve then replaces the replica.
+        Check that all engines run; raises `RuntimeError` if an engine has stopped; Ray Serve then replaces the replica.
         """
         for name, served in self._server.models.items():
             if not served.engine.is_running:
@@ -77,10 +74,7 @@ class Replica:
 async def asked(app: ASGIApp, request: ForwardedRequest) -> AsyncIterator[Head | bytes]:
     """
     Yield the head of the application's answer, then its body, piece by piece. If the answer is not read to its end, the
-    application gets a disconnect.
-
-    Raises:
-        Exception: an error of the application before the end of its answer.
+    application gets a disconnect. Errors of the application before the end of its answer are raised.
     """
     pieces: asyncio.Queue[Message | None] = asyncio.Queue()
     is_read, has_left = False, asyncio.Event()

@@ -1,18 +1,21 @@
 """A service on Ray Serve: replicas and, where Ray Serve's proxy is used, a front."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from ...serving.server.app import Server
 from ...serving.server.guard.keys import ApiKeys
+from ..routing import ROUTERS, Affinity, ReplicaLoad
 from .front import Ingress
+from .messages import ForwardedRequest, route_of
 from .replica import Replica
-from .router import SpeculativeRequestRouter
 from .turns import KeyTurns
 
 _WAITING = 64  # least number of waiting requests that a replica takes; more wait for the first free replica
@@ -22,32 +25,19 @@ _LOOK_SECONDS = 0.1  # between two checks whether a replica that is to end is do
 
 @dataclass(frozen=True)
 class ServiceOptions:
-    """
-    Options of a service.
+    """Options of a service."""
 
-    Args:
-        replicas (`int`): Least number of replicas.
-        max_replicas (`int`, *optional*): Largest number; if more than `replicas`, their number follows the load.
-        max_batch_size (`int`): Batch size of each replica's engine.
-        max_queue (`int`): Requests that may wait for a replica, in addition to those that replicas have taken.
-        target_requests (`float`, *optional*): Running and waiting requests of a replica, from which on replicas are
-            added; by default, its `max_batch_size`.
-        min_goodput (`float`): Tokens per second and running request, below which replicas are added.
-        router (`str`): A name from `ROUTERS`.
-        num_cpus, num_gpus (`float`): Resources of each replica.
-        drain_seconds (`float`): Time for a replica's requests to finish before it ends.
-    """
-
-    replicas: int = 2
-    max_replicas: int | None = None
-    max_batch_size: int = 32
-    max_queue: int = 1024
+    replicas: int = 2  # least number of replicas
+    max_replicas: int | None = None  # largest number; if more than `replicas`, their number follows the load
+    max_batch_size: int = 32  # batch size of each replica's engine
+    max_queue: int = 1024  # requests that may wait for a replica, in addition to those that replicas have taken
+    # Running and waiting requests of a replica, from which on replicas are added; by default, its `max_batch_size`.
     target_requests: float | None = None
-    min_goodput: float = 0.0
-    router: str = "affinity"
-    num_cpus: float = 1.0
-    num_gpus: float = 0.0
-    drain_seconds: float = 60.0
+    min_goodput: float = 0.0  # tokens per second and running request, below which replicas are added
+    router: str = "affinity"  # a name from `ROUTERS`
+    num_cpus: float = 1.0  # CPUs of each replica
+    num_gpus: float = 0.0  # GPUs of each replica
+    drain_seconds: float = 60.0  # time for a replica's requests to finish before it ends
 
     @property
     def num_places(self) -> int:
@@ -137,3 +127,51 @@ class ScaleByGoodput:
             by_goodput = context.current_num_replicas * self.min_goodput / max(mean, 1e-9)
             by_goodput = min(by_goodput, context.total_num_requests)  # more replicas than requests would be idle
         return max(by_queue, by_goodput), {}
+
+
+class SpeculativeRequestRouter(RequestRouter):
+    """
+    Router by one of the rules of `hf_smartspec.replicas.routing`. Prompts are compared as text; in place of a full
+    replica, the one with the fewest requests is chosen.
+    """
+
+    def initialize_state(self, router: str = "affinity") -> None:  # type: ignore[override]
+        """
+        Set the rule.
+
+        Args:
+            router (`str`): A name from `ROUTERS`.
+        """
+        self._rule = ROUTERS[router]()
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        if not candidate_replicas:
+            return []
+        loads = [self._load(replica) for replica in candidate_replicas]
+        others = sorted(range(len(loads)), key=lambda place: loads[place].requests)
+        request = pending_request.args[0] if pending_request is not None and pending_request.args else None
+        if not isinstance(request, ForwardedRequest):
+            return [[candidate_replicas[place]] for place in others]
+        route = route_of(request)
+        first = self._rule.choose(loads, np.frombuffer(route.text, np.uint8), route.namespace)
+        return [[candidate_replicas[place]] for place in (first, *(place for place in others if place != first))]
+
+    def _load(self, replica: RunningReplica) -> ReplicaLoad:
+        queue_len = self.replica_queue_len_cache.get(replica.replica_id) or 0
+        return ReplicaLoad(replica.replica_id.unique_id, queue_len)
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        super().on_replica_actor_died(replica_id)
+        self._forget([replica_id])
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        gone = self.curr_replicas.keys() - {replica.replica_id for replica in replicas}
+        super().update_replicas(replicas)
+        self._forget(gone)
+
+    def _forget(self, gone: Iterable[ReplicaID]) -> None:
+        if isinstance(self._rule, Affinity):
+            for replica_id in gone:
+                self._rule.forget(replica_id.unique_id)

@@ -11,8 +11,7 @@ import numpy as np
 from ...candidates.text.suffix.files import packed, unpacked
 from ...files import replacing
 from ...log import get_logger
-from .exchange import exchanging
-from .folder import SharedFolder
+from .folder import SharedFolder, exchanging
 
 logger = get_logger(__name__)
 

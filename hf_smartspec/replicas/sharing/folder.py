@@ -4,8 +4,10 @@ import os
 import posixpath
 import secrets
 import stat
+import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
@@ -13,6 +15,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from ...files import private_file
+from ...log import get_logger
 
 _ABANDONED = 3600 * 10**9  # nanoseconds after which the writer of a temporary file is taken for dead
 _SALT, _SALT_BYTES = "salt", 32
@@ -138,3 +141,41 @@ class SharedFolder:
 def _open_at_once(path: str, flags: int) -> int:
     """Open a file without waiting: opening a pipe would wait for a writer."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+logger = get_logger(__name__)
+
+
+@contextmanager
+def exchanging(steps: Sequence[Callable[[], object]], interval: float, failed: str) -> Iterator[None]:
+    """
+    Call each of `steps` now, every `interval` seconds in a thread, and once more at the end. Errors are not raised: the
+    first of a series is logged after the text `failed`.
+    """
+    failing = set[int]()
+
+    def attempt() -> None:
+        for place, step in enumerate(steps):
+            try:
+                step()
+                failing.discard(place)
+            except Exception as error:  # of any file system
+                if place not in failing:
+                    logger.warning(f"{failed}: {error!r}")
+                failing.add(place)
+
+    attempt()
+    is_over = threading.Event()
+
+    def run() -> None:
+        while not is_over.wait(interval):
+            attempt()
+
+    thread = threading.Thread(target=run, name="hf-smartspec sharing", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+        attempt()

@@ -13,8 +13,7 @@ from ...candidates.text.suffix.files import making_sense, packed, unpacked
 from ...candidates.text.suffix.source import SuffixTreeCandidates
 from ...log import get_logger
 from ...validate import check_positive
-from .exchange import exchanging
-from .folder import SharedFolder
+from .folder import SharedFolder, exchanging
 from .snapshot import Key, SharedOutput, pack, unpack
 
 logger = get_logger(__name__)

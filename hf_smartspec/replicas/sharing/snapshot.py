@@ -12,22 +12,13 @@ Key = tuple[str, int]  # the replica that served it, and its number there
 
 
 class SharedOutput(NamedTuple):
-    """
-    A finished output.
+    """A finished output."""
 
-    Args:
-        replica (`str`): The replica that served it.
-        number (`int`): Its number among the replica's outputs.
-        time (`int`): Time of publication, in nanoseconds since 1970.
-        namespace (`str`): Namespace of the requests that may draft from it.
-        tokens (`np.ndarray` of shape `[length]`, int32).
-    """
-
-    replica: str
-    number: int
-    time: int
-    namespace: str
-    tokens: np.ndarray
+    replica: str  # the replica that served it
+    number: int  # its number among the replica's outputs
+    time: int  # time of publication, in nanoseconds since 1970
+    namespace: str  # namespace of the requests that may draft from it
+    tokens: np.ndarray  # `[length]` int32
 
     @property
     def key(self) -> Key:
@@ -51,10 +42,8 @@ def pack(outputs: Sequence[SharedOutput], fingerprint: str) -> bytes:
 
 def unpack(data: bytes, fingerprint: str, name: str) -> list[SharedOutput]:
     """
-    Return the outputs in a file's contents.
-
-    Raises:
-        ValueError: if it is damaged, not complete, of another kind or of another tokenizer.
+    Return the outputs in a file's contents; raises `ValueError` if it is damaged, not complete, of another kind or of
+    another tokenizer.
     """
     header, arrays = unpacked(data, name)
     if header.get("kind") != _KIND:

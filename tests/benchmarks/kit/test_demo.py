@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_smartspec.commands.common import demo
+from hf_smartspec.commands.common import models
 
 from ..helpers import bench
 
@@ -20,7 +20,7 @@ from ..helpers import bench
     ],
 )
 def test_a_bench_says_what_to_pass(arguments, needed, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(demo, "_PARTS", ("no such file",))
+    monkeypatch.setattr(models, "_PARTS", ("no such file",))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
     assert bench(*(argument.format(file="data.jsonl") for argument in arguments)) == 2

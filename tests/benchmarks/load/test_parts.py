@@ -12,7 +12,7 @@ from hf_smartspec.commands.common.setup import Setup, merged
 from hf_smartspec.commands.load import runs as load_runs
 from hf_smartspec.commands.load.costs import Calibration
 from hf_smartspec.commands.load.policies import Policies, is_fixed
-from hf_smartspec.commands.load.runs import Exploration, new_requests, simulate, simulate_logged, with_draft_model
+from hf_smartspec.commands.load.runs import Exploration, Twin, new_requests, with_draft_model
 from hf_smartspec.goodput import CostModel, DraftCost, FixedLength, NoSpeculation
 from hf_smartspec.goodput.papers.policies import BatchLookupTable
 from hf_smartspec.prepare.sources import resolve
@@ -94,7 +94,7 @@ def test_a_hybrid_is_simulated_with_the_time_of_both():
     draft = Calibration(COST, DraftCost(per_call=5e-3, is_autoregressive=True), 0.0, 0.0, 5)
     hybrid = Calibration.of_hybrid(trees, draft)
     results, explanations = zip(*[
-        simulate_logged(setup, "hybrid", item, lambda _: FixedLength(3), requests)
+        Twin(setup, "hybrid", item).run_logged(requests, lambda _: FixedLength(3))
         for item in (hybrid, replace(hybrid, drafter=replace(draft.draft, per_call=0.0)))
     ])  # fmt: skip
     counts = [result.statistics for result in results]
@@ -110,9 +110,9 @@ def test_rehearsals_tell_how_slow_the_machine_is():
     setup = new_setup(responses=[np.tile(np.arange(20, 30), 3)] * 4, replays=True)
     requests = new_requests(setup, np.array([0.0, 0.3]), np.random.default_rng(0))
     calibration = Calibration(COST, DraftCost(1e-3), 0.0, 0.0, 16)
-    world = (setup, "prompt_lookup", calibration, lambda _: FixedLength(2), requests)
-    slow = [simulate(setup, "prompt_lookup", calibration.scaled(factor), world[3], requests) for factor in (1.6, 1.8)]
-    assert load_runs.slowness(*world, slow) == pytest.approx(1.7, rel=0.01)
+    twin = Twin(setup, "prompt_lookup", calibration)
+    slow = [twin.scaled(factor).run(requests, lambda _: FixedLength(2)) for factor in (1.6, 1.8)]
+    assert twin.slowness(requests, lambda _: FixedLength(2), slow) == pytest.approx(1.7, rel=0.01)
 
 
 def test_policies_by_name_have_costs_of_their_own():
@@ -137,7 +137,7 @@ def test_a_draft_model_is_simulated_by_one_forward_over_each_text():
     setup.responses = [np.array(output.generated_tokens) for output in engine.generate(prompts, max_new_tokens=40)]
     requests = new_requests(setup, np.zeros(4), np.random.default_rng(0))
     calibration = Calibration(COST, DraftCost(is_autoregressive=True), 0.0, 0.0, 5)
-    twin = simulate(setup, "draft", calibration, lambda _: policy, requests)
+    twin = Twin(setup, "draft", calibration).run(requests, lambda _: policy)
     assert twin.num_tokens == real.num_tokens == sum(map(len, setup.responses))
     for name in ("accepted_tokens", "steps"):
         assert getattr(twin.statistics, name) == getattr(real.statistics, name)

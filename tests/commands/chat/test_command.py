@@ -101,7 +101,7 @@ def test_exit_leaves_what_follows_unread(folder, monkeypatch, capsys):
         ("/assistant sufix", "/assistant: Unknown `assistant` preset 'sufix'"),
         ("/temperature hot", "/temperature: 'hot' is no number"),
         ("/seed -1", "/seed: must be at least 0, got -1"),
-        ("word " * 300, "the conversation has 1516 tokens and the model reads 256: /reset"),
+        ("word " * 300, "1516 tokens are too many: the model reads and writes 256: /reset"),
     ],
 )
 def test_a_bad_line_is_told_and_the_chat_goes_on(folder, monkeypatch, line, message, capsys):

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from hf_smartspec.commands.common.cost_matched import enlarge, find_sizes
-from hf_smartspec.commands.common.demo import find_demo
-from hf_smartspec.commands.common.models import load_model
+from hf_smartspec.commands.common.models import find_demo, load_model
 from hf_smartspec.target_model.compat import CACHE
 from tests.models import new_model, shared_model
 

@@ -12,8 +12,7 @@ from hf_smartspec.candidates import (
 )
 from hf_smartspec.candidates.request import SourceRequest
 from hf_smartspec.commands.common.arguments import UsageError
-from hf_smartspec.commands.common.data_sets import DataSet, answered, remember
-from hf_smartspec.commands.common.recordings import Recording, Texts
+from hf_smartspec.commands.common.recordings import DataSet, Recording, Texts, answered, remember
 from hf_smartspec.commands.common.replaying import ReplayEngine
 from hf_smartspec.goodput import FixedLength
 from tests.folders import byte_tokenizer

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_smartspec.commands.common import demo
+from hf_smartspec.commands.common import models
 
 from ...folders import save_tiny_models
 from ..helpers import call
@@ -10,7 +10,7 @@ from ..helpers import call
 
 @pytest.fixture(autouse=True)
 def _no_demo(monkeypatch):
-    monkeypatch.setattr(demo, "_PARTS", ("no such file",))
+    monkeypatch.setattr(models, "_PARTS", ("no such file",))
 
 
 @pytest.mark.parametrize(

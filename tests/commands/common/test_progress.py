@@ -4,13 +4,13 @@ import time
 
 import pytest
 
-from hf_smartspec.commands.common import progress
-from hf_smartspec.commands.common.progress import ProgressLines, track
+from hf_smartspec.commands.common import console
+from hf_smartspec.commands.common.console import ProgressLines, track
 
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch):
-    monkeypatch.setattr(progress, "_FIRST", 0.01)
+    monkeypatch.setattr(console, "_FIRST", 0.01)
 
 
 def wait_for(capsys, text):

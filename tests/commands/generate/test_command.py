@@ -110,7 +110,7 @@ def test_a_stop_string_ends_the_text(embedded, capsys):
         (["x", "--model", "./nothing"], "no such model folder: './nothing'"),
         (["x", "--assistant", "sufix"], "Unknown `assistant` preset 'sufix'"),
         (["x", "--file", "/no/file.txt"], "cannot read '/no/file.txt'"),
-        (["x", "--file", "/no/file.jsonl"], "cannot read the prompts '/no/file.jsonl'"),
+        (["x", "--file", "/no/file.jsonl"], "cannot read '/no/file.jsonl'"),
         (["x", " \n"], "prompt 2 is empty"),
         (["x", "--temperature", "0", "--top-p", "0.5"], "--temperature 0 always takes the most probable token"),
         (["x", "--draft", "./nothing"], "no such model folder: './nothing'"),
@@ -120,7 +120,7 @@ def test_a_stop_string_ends_the_text(embedded, capsys):
         (["x", "--top-p", "1.5"], "must be above 0 and at most 1, got 1.5"),
         (["x", "--json", "/no/folder/x.json"], "cannot write"),
         (["x", "--chat-template", "/no/template"], "--chat-template: cannot read '/no/template'"),
-        (["word " * 2100], "tokens is too long: the model reads and writes 2048"),
+        (["word " * 2100], "tokens are too many: the model reads and writes 2048"),
     ],
 )
 def test_what_cannot_be_answered_is_refused_in_one_line(arguments, message, capsys):

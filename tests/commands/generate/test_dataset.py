@@ -8,7 +8,7 @@ import datasets
 import pytest
 from transformers import AutoTokenizer
 
-from hf_smartspec.commands.generate.shard import Shard, launched_device, launched_shard
+from hf_smartspec.commands.generate.rows import Shard, launched_device, launched_shard
 
 from .. import processes
 from ..helpers import EMBEDDED, call

@@ -19,8 +19,7 @@ from hf_smartspec.commands.replay.curves import (
     moving_average,
     ratios_at_equal_drafts,
 )
-from hf_smartspec.commands.replay.loop import Replayer, Tally
-from hf_smartspec.commands.replay.runs import DataSet, replay
+from hf_smartspec.commands.replay.loop import Replayer, Tally, replay
 from hf_smartspec.commands.replay.sources import SourceSpec
 
 from ... import sources
@@ -220,7 +219,7 @@ class Counting(PromptLookupCandidates):
 def test_sources_are_warmed_up_and_say_what_they_keep():
     results = {}
     spec = SourceSpec("counting", "counting", Counting, None)
-    data = [DataSet(name, [recording([1], [1, 2, 1, 2])] * 3) for name in ("a", "b")]
+    data = {name: [recording([1], [1, 2, 1, 2])] * 3 for name in ("a", "b")}
     replay(data, [spec], results, limit=2)
     assert Counting.warmed == 2
     assert results["b"][spec].summary()["bytes_per_cached_token"] == 4
@@ -231,7 +230,7 @@ def test_sources_are_warmed_up_and_say_what_they_keep():
 def test_sources_keep_what_they_learnt_where_asked(carries_over, num_built):
     built = []
     spec = SourceSpec("s", "s", lambda: built.append(PromptLookupCandidates()) or built[-1], None)
-    data = [DataSet(name, [recording([1], [1, 2, 1, 2])]) for name in ("a", "b")]
+    data = {name: [recording([1], [1, 2, 1, 2])] for name in ("a", "b")}
     replay(data, [spec], {}, carries_over=carries_over)
     assert len(built) == num_built  # one of each two is for warming up
 

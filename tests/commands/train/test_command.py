@@ -56,7 +56,7 @@ def test_drafters_that_draft(target, texts, tmp_path, capsys, kind, options):
     status = main([*arguments, "--steps", "20", "--json", str(figures)])
     said = capsys.readouterr().out
     num_tokens = 1 if kind == "draft" else 2
-    assert status == 0 and f"{num_tokens} {'next' if kind == 'draft' else 'behind the next'} token" in said
+    assert status == 0 and f"{num_tokens} {'next' if kind == 'draft' else 'after the next'} token" in said
     assert str(output) in said
     report = json.loads(figures.read_text())
     assert len(report["accuracy"]) == num_tokens and report["held_out"] >= 1

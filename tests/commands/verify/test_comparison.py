@@ -9,9 +9,14 @@ import torch
 from scipy.stats import chi2
 
 import hf_smartspec
-from hf_smartspec.commands.common.equality import Difference, find_differences, without_padding
+from hf_smartspec.commands.common.exactness import (
+    Difference,
+    Rounding,
+    find_differences,
+    measure_rounding,
+    without_padding,
+)
 from hf_smartspec.commands.common.models import PROMPTS, encode, left_padded, load_model, random_prompts
-from hf_smartspec.commands.common.rounding import Rounding, measure_rounding
 from hf_smartspec.commands.common.runs import Decoding, Run, decode_plainly
 from hf_smartspec.commands.verify import comparison
 from hf_smartspec.commands.verify.comparison import Comparison, TokenCheck

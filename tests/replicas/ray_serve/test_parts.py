@@ -17,8 +17,7 @@ from hf_smartspec.replicas.ray_serve.front import Front, answered, joined_metric
 from hf_smartspec.replicas.ray_serve.messages import ForwardedRequest, Head, route_of, with_seed
 from hf_smartspec.replicas.ray_serve.passed import CannotContinueError
 from hf_smartspec.replicas.ray_serve.replica import asked
-from hf_smartspec.replicas.ray_serve.router import SpeculativeRequestRouter
-from hf_smartspec.replicas.ray_serve.service import ScaleByGoodput
+from hf_smartspec.replicas.ray_serve.service import ScaleByGoodput, SpeculativeRequestRouter
 from hf_smartspec.serving.server.guard.caller import CALLER, Caller
 
 CHAT = "/v1/chat/completions"

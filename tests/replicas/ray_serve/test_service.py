@@ -170,7 +170,7 @@ def test_what_runs_is_finished_when_the_service_is_told_to_end(service):
     [
         (["--replicas", "2", "--max-replicas", "1"], "--max-replicas: 1 is less than the 2"),
         (["--replicas", "0"], "at least 1"),
-        (["--min-goodput", "-1"], "must not be negative"),
+        (["--min-goodput", "-1"], "must be at least 0"),
         (["--router", "random"], "invalid choice"),
     ],
 )

@@ -10,21 +10,17 @@ from ..arguments import (
     add_dtype_argument,
     add_machine_arguments,
     not_negative,
-    number,
+    not_negative_number,
     positive,
     positive_number,
+    probability,
 )
 
 
 class Sampling(NamedTuple):
-    """
-    Sampling options; those that are None are taken from the model's generation config.
+    """Sampling options; those that are None are taken from the model's generation config."""
 
-    Args:
-        temperature (`float`, *optional*): 0 takes the most probable token.
-    """
-
-    temperature: float | None = None
+    temperature: float | None = None  # 0 takes the most probable token
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
@@ -69,7 +65,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, max_new_tokens: int)
         "--max-new-tokens", type=positive, default=max_new_tokens, metavar="N",
         help="of an answer (default: %(default)s)",
     )  # fmt: skip
-    group.add_argument("--temperature", type=temperature, metavar="X", help="0: always the most probable token")
+    group.add_argument("--temperature", type=not_negative_number, metavar="X", help="0: always the most probable token")
     group.add_argument("--top-k", type=positive, metavar="N", help="of the N most probable tokens")
     group.add_argument("--top-p", type=probability, metavar="P", help="of the likeliest tokens that make up P together")
     group.add_argument(
@@ -89,12 +85,7 @@ def add_text_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
 
 
 def sampling_of(args: argparse.Namespace) -> Sampling:
-    """
-    Return the sampling options of a command line.
-
-    Raises:
-        UsageError: for options that exclude one another.
-    """
+    """Return the sampling options of a command line; raises `UsageError` for options that exclude one another."""
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty)
     if sampling.temperature == 0:
         for name in ("top_k", "top_p", "min_p"):
@@ -102,17 +93,3 @@ def sampling_of(args: argparse.Namespace) -> Sampling:
                 option = name.replace("_", "-")
                 raise UsageError(f"--temperature 0 always takes the most probable token: leave --{option} out")
     return sampling
-
-
-def temperature(text: str) -> float:
-    value = number(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be at least 0, got {text}")
-    return value
-
-
-def probability(text: str) -> float:
-    value = number(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text}")
-    return value

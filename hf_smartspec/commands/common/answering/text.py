@@ -15,24 +15,16 @@ def printable(text: str) -> str:
 
 
 class Piece(NamedTuple):
-    """
-    A piece of text.
-
-    Args:
-        source (`str`, *optional*): Label of the source that drafted its last token; None for the target's own.
-    """
+    """A piece of text."""
 
     text: str
-    source: str | None = None
+    source: str | None = None  # label of the source that drafted its last token; None for the target's own
 
 
 class GrowingText:
     """
     Decoder of a growing list of tokens. Pieces that were returned never change, characters are whole, and stop strings
     and the text after them are left out.
-
-    Args:
-        stop_strings (sequence of `str`): Strings that end the text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_strings: Sequence[str] = ()):
@@ -49,13 +41,7 @@ class GrowingText:
         return "".join(self._given)
 
     def feed(self, tokens: Sequence[int], sources: Sequence[str | None] | None = None) -> list[Piece]:
-        """
-        Return the pieces that are new since the last call.
-
-        Args:
-            tokens (sequence of `int`): All tokens so far.
-            sources (sequence of `str`, *optional*): Label of the source that drafted each token.
-        """
+        """Return the pieces that are new since the last call; `tokens` and `sources` are those of all tokens so far."""
         for index in range(len(self._tokens), len(tokens)):
             self._tokens.append(tokens[index])
             text = self._decoded()

@@ -13,9 +13,8 @@ from benchmarks.decode.drafters.trees import accuracies, best_fixed_tree
 from hf_smartspec import SmartSpecConfig
 from hf_smartspec.candidates.heads.kinds import source_of
 from hf_smartspec.commands.common.cost_matched import enlarge
-from hf_smartspec.commands.common.data_sets import DataSet
-from hf_smartspec.commands.common.narrowed import NarrowedCandidates
-from hf_smartspec.commands.common.recordings import Recording
+from hf_smartspec.commands.common.drafters import NarrowedCandidates
+from hf_smartspec.commands.common.recordings import DataSet, Recording
 from hf_smartspec.goodput import Calibrator
 from tests.candidates.heads.fitted import fitted_eagle, fitted_heads, fitted_speculator
 from tests.generate.helpers import prompts, tiny_llama

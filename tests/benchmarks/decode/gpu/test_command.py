@@ -145,7 +145,7 @@ def test_without_a_gpu_it_says_what_to_do(words, message, capsys, monkeypatch):
 
 def test_without_a_checkout_there_is_nothing_to_measure(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("hf_smartspec.commands.common.demo.find_demo", lambda: None)
+    monkeypatch.setattr("hf_smartspec.commands.common.models.find_demo", lambda: None)
     assert bench("gpu", "--device", "cpu", "--smoke") == 2
     assert "checkout" in capsys.readouterr().err and not list(tmp_path.iterdir())
 

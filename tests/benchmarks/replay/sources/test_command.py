@@ -21,7 +21,7 @@ from benchmarks.replay.sources.sources import (
 )
 from hf_smartspec.commands import main as cli
 from hf_smartspec.commands.common.arguments import UsageError
-from hf_smartspec.commands.common.figures import draw
+from hf_smartspec.commands.common.outputs import draw
 from hf_smartspec.commands.common.recordings import Recording
 from hf_smartspec.commands.replay.loop import Replayer, Tally
 

@@ -1,4 +1,4 @@
-"""The tab "Race": two lanes on one clock, and the draft trees of the speculative one."""
+"""The tabs of the page: race, load and learning."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -8,6 +8,8 @@ import gradio as gr
 
 from ..common.names import JOINT
 from ..common.runs import Decoding
+from .learning import RANDOM, TRAINED, LearningSettings, learning_html, run_learning
+from .load import LoadSettings, load_html, run_load
 from .race import ENGINE, GENERATE, Race, RaceSettings, progress_html, race_html, run_race, usual_baseline, why_baseline
 from .texts import notice
 from .trees import best_step, tree_html
@@ -15,7 +17,7 @@ from .world import AUTO, NONE, World
 
 GREEDY, SAMPLED = "greedy", "sampled"
 GOODPUT = "as many as pay"
-_EMPTY = notice("Press Start: both lanes answer the same prompt, and every token is coloured by who wrote it.")
+_NO_RACE = notice("Press Start: both lanes answer the same prompt, and every token is coloured by who wrote it.")
 _NO_TREE = notice("Draft trees of a race are shown here.")
 
 
@@ -45,10 +47,7 @@ def race_tab(world: World, connect: Callable[..., None]) -> None:
                 False, label="Remember earlier races", info="Suffix trees know earlier answers, as a service's do.",
                 min_width=240,
             )  # fmt: skip
-    with gr.Row():
-        start = gr.Button("Start", variant="primary", elem_id="ss-race-start", min_width=140)
-        stop = gr.Button("Stop", interactive=False, elem_id="ss-race-stop", min_width=140)
-    result = gr.HTML(_EMPTY, elem_id="ss-race-result", js_on_load=None)
+    buttons, result = _buttons("race", _NO_RACE)
     gr.HTML('<h2 class="ss-heading">Draft trees</h2>')
     step = gr.Slider(1, 2, 1, step=1, label="Step", interactive=False, elem_id="ss-step")
     tree = gr.HTML(_NO_TREE, elem_id="ss-tree", js_on_load=None)
@@ -77,7 +76,7 @@ def race_tab(world: World, connect: Callable[..., None]) -> None:
     example.input(lambda text: text, example, prompt, **hidden)
     step.input(show, [last, step], tree, trigger_mode="always_last", **hidden)
     inputs = [prompt, source, baseline, decoding, temperature, seed, length, nodes, remembers]
-    connect("race", (start, stop), work, inputs, [result, step, tree, last])
+    connect("race", buttons, work, inputs, [result, step, tree, last])
 
 
 def _tree_updates(world: World, race: Race) -> tuple[Any, str]:
@@ -107,3 +106,77 @@ def most_telling(world: World) -> str:
 def _short(text: str, most: int = 56) -> str:
     line = " ".join(text.split())
     return line if len(line) <= most else line[: most - 1] + "…"
+
+
+_NO_LOAD = notice(
+    "Press Start: requests arrive at random moments, first without speculation, then the same ones with it. Watch how "
+    "much the engine drafts as more requests run at once."
+)
+
+
+def load_tab(world: World, connect: Callable[..., None]) -> None:
+    with gr.Row(equal_height=False):
+        with gr.Column(min_width=300):
+            rate = gr.Slider(0.2, 20, 2, step=0.2, label="Requests per second")
+            seconds = gr.Slider(5, 60, 10, step=5, label="Seconds of arrivals")
+        with gr.Column(min_width=300):
+            drafting = [item for item in choices(world) if item[1] != NONE]
+            source = gr.Dropdown(drafting, value=most_telling(world), label="What drafts", interactive=True)
+            categories = gr.CheckboxGroup(list(world.prompts), value=list(world.prompts), label="Mix of prompts")
+    with gr.Accordion("Length and batch", open=False), gr.Row():
+        length = gr.Slider(8, 128, 48, step=8, label="New tokens at most", min_width=240)
+        batch = gr.Slider(1, 64, 16, step=1, label="Requests at once, at most", min_width=240)
+    buttons, result = _buttons("load", _NO_LOAD)
+
+    def work(
+        per_second: float, duration: float, name: str, kinds: list[str], most: float, at_once: float,
+        event: threading.Event,
+    ) -> Iterator[tuple]:  # fmt: skip
+        settings = LoadSettings(name, kinds, per_second, duration, int(most), int(at_once))
+        for doing, runs in run_load(world, settings, event):
+            yield (load_html(doing, settings, runs),)
+
+    connect("load", buttons, work, [rate, seconds, source, categories, length, batch], [result])
+
+
+_NO_LEARNING = notice(
+    "Press Start: a draft model serves one request after the other and learns from each of the model's corrections. "
+    "Its acceptance rate rises; the text never changes."
+)
+
+
+def learning_tab(world: World, connect: Callable[..., None]) -> None:
+    drafts = world.draft_models()
+    names = list(world.prompts)
+    with gr.Row(equal_height=False):
+        with gr.Column(min_width=300):
+            draft = gr.Dropdown(
+                drafts or ["none"], value=(drafts or ["none"])[0], label="Draft model", interactive=True
+            )
+            begins = gr.Radio([RANDOM, TRAINED], value=TRAINED, label="It begins with")
+        with gr.Column(min_width=300):
+            categories = gr.CheckboxGroup(names, value=names[1:2] or names, label="Stream of prompts")
+            num_requests = gr.Slider(8, 128, 32, step=8, label="Requests")
+    with gr.Accordion("How it learns", open=False), gr.Row():
+        interval = gr.Slider(1, 16, 2, step=1, label="Requests from update to update", min_width=240)
+        length = gr.Slider(16, 128, 48, step=16, label="New tokens at most", min_width=240)
+        rate = gr.Dropdown([5e-4, 1e-3, 2e-3, 5e-3], value=5e-4, label="Learning rate", interactive=True, min_width=160)
+    buttons, result = _buttons("learning", _NO_LEARNING)
+
+    def work(
+        name: str, beginning: str, kinds: list[str], number: float, every: float, most: float, speed: float,
+        event: threading.Event,
+    ) -> Iterator[tuple]:  # fmt: skip
+        settings = LearningSettings(name, beginning, kinds, int(number), int(every), int(most), float(speed))
+        for doing, learnt in run_learning(world, settings, event):
+            yield (learning_html(doing, learnt),)
+
+    connect("learning", buttons, work, [draft, begins, categories, num_requests, interval, length, rate], [result])
+
+
+def _buttons(tab: str, empty: str) -> tuple[tuple[gr.Button, gr.Button], gr.HTML]:
+    """Return the start and stop buttons of a tab, and the place of its result, which is `empty` at first."""
+    with gr.Row():
+        start = gr.Button("Start", variant="primary", elem_id=f"ss-{tab}-start", min_width=140)
+        stop = gr.Button("Stop", interactive=False, elem_id=f"ss-{tab}-stop", min_width=140)
+    return (start, stop), gr.HTML(empty, elem_id=f"ss-{tab}-result", js_on_load=None)

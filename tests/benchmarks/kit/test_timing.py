@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from hf_smartspec.commands.common.timing import Stopwatch
+from benchmarks.kit.timing import Stopwatch
 from hf_smartspec.target_model.layout.rows import RowInput
 from hf_smartspec.target_model.written import packed_forward, written_decoder
 from tests.models import new_model

@@ -1,6 +1,5 @@
 """Timing of functions side by side, and of a model's forwards."""
 
-import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,16 +7,11 @@ from statistics import median
 from typing import Any
 
 import torch
-import transformers
 from transformers import PreTrainedModel
 
-from ...target_model.written import written_decoder
-from ...target_model.written.decoder import WrittenDecoder
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+from hf_smartspec.commands.common.runs import synchronize
+from hf_smartspec.target_model.written import written_decoder
+from hf_smartspec.target_model.written.decoder import WrittenDecoder
 
 
 def side_by_side(
@@ -88,25 +82,3 @@ class Stopwatch:
         finally:
             for hook in hooks:
                 hook.remove()
-
-
-def environment(device: torch.device, dtype: torch.dtype) -> dict[str, str | int]:
-    """Return the machine and the versions that a measurement depends on."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
-    return {
-        "device": name,
-        "threads": torch.get_num_threads(),
-        "dtype": str(dtype).removeprefix("torch."),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
-        return names[0]
-    except (OSError, IndexError):
-        return platform.processor() or platform.machine()
