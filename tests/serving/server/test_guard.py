@@ -327,7 +327,8 @@ def test_keys_are_asked_for(demo):
 
 
 def test_what_all_keys_have_asked_is_counted_for_admins_only(demo):
-    with running(demo, keys=["first key"], admin_keys=["the admin's"]) as server:
+    keys = ("first key", "second key", "the admin's")
+    with running(demo, keys=keys[:2], admin_keys=keys[2:]) as server:
         server.client("first key").completions.create(model="demo", prompt="x", max_tokens=1)
         refused = server.get("/metrics", headers={"Authorization": "Bearer first key"})
         assert refused.status_code == 403 and "--admin-key-file" in refused.json()["error"]["message"]
@@ -335,6 +336,19 @@ def test_what_all_keys_have_asked_is_counted_for_admins_only(demo):
         assert shown.status_code == 200 and 'finished_reason="length"' in shown.text
         assert server.client("the admin's").models.list().data
         assert server.get("/metrics").status_code == 401
+        with server.client("first key").completions.create(
+            model="demo",
+            prompt="1, 2,",
+            n=3,
+            temperature=1.0,
+            max_tokens=2000,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        ):
+            loads = [
+                server.get("/load", headers={"Authorization": f"Bearer {key}"}).json()["server_load"] for key in keys
+            ]
+    assert loads == [3, 0, 3], "a key's own requests, and to admins those of all"
     both = ApiKeys(["k", "other"], admin_keys=["k"])
     assert len(both) == 2 and both.caller("Bearer k").is_admin and not both.caller("Bearer other").is_admin
     assert ApiKeys().caller(None).is_admin, "nobody has a secret to keep from others"

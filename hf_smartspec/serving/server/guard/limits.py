@@ -48,6 +48,10 @@ class OpenRequests:
     def __len__(self) -> int:
         return self._counts.total()
 
+    def of(self, namespace: str) -> int:
+        """Return the number of one namespace's requests."""
+        return self._counts[namespace]
+
     def check_count(self, num_new: int) -> None:
         """Raise `ApiError`, 400, for more requests at once than can ever be open."""
         if num_new > self.room_per_key:

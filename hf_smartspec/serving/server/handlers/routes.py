@@ -109,7 +109,10 @@ def add_routes(
 
     @app.get("/load")
     async def load() -> JSONResponse:
-        return JSONResponse({"server_load": sum(len(served.open) for served in state.models.values())})
+        """Return the number of the caller's requests that run or wait; to admins, those of all keys."""
+        caller, all_open = CALLER.get(), [served.open for served in state.models.values()]
+        counts = map(len, all_open) if caller.is_admin else (requests.of(caller.namespace) for requests in all_open)
+        return JSONResponse({"server_load": sum(counts)})
 
     @app.get("/version")
     async def version() -> JSONResponse:
