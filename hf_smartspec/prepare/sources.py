@@ -108,6 +108,7 @@ def resolve(assistant: Any, target: PreTrainedModel, drafters: Drafters | None =
         return _with_tag_checked(assistant)
     warn_of_release()
     config = assistant if isinstance(assistant, SmartSpecConfig) else SmartSpecConfig(assistant)
+    check_assistant(config)
     source = _as_source(config, target, Drafters() if drafters is None else drafters)
     if config.online is not None:
         config.online.check(source, target)
@@ -155,7 +156,6 @@ def _with_tag_checked(assistant: Assistant) -> Assistant:
 
 def _as_source(config: SmartSpecConfig, target: PreTrainedModel, drafters: Drafters) -> TreeCandidateGenerator:
     assistant = config.assistant
-    check_assistant(assistant)
     if is_tuned(assistant):
         return _fused(replace(config, assistant=[assistant]), target, drafters)
     samples = config.verification == "rejection"
@@ -217,6 +217,7 @@ def _prepare_drafters(
     """Turn each drafter into a source, with the options that are the same for all requests."""
 
     def make(item: Any) -> TreeCandidateGenerator:
+        check_assistant(item)
         tokenizer = None if is_source(item) else config.tokenizer
         own = SmartSpecConfig(item, verification=config.verification, tokenizer=tokenizer)
         return _as_source(own, target, drafters)
