@@ -38,8 +38,8 @@ class Asked:
 
     def alone(self, model) -> list[int]:
         """
-        What plain `generate` yields; sampling through the reference processor. Tests make equal models and ask the same
-        of them: each text is decoded once.
+        Return the tokens of plain `generate`, which samples through the reference processor. Tests ask the same of
+        equal models, so each text is decoded once.
         """
         identity = _identity(model)
         if identity is None or not all(isinstance(value, _PLAIN) for value in self.settings.values()):
@@ -60,7 +60,7 @@ class Asked:
             )
         output = GenerationMixin.generate(model, ids, attention_mask=torch.ones_like(ids), **settings)
         begins = len(self.prompt)
-        if model.config.is_encoder_decoder:  # which reads the prompt, and writes behind another one
+        if model.config.is_encoder_decoder:  # its encoder reads the prompt, and its decoder has another one
             given = settings.get("decoder_input_ids", ids[:, :0])
             begins = given.shape[1] + int(given[0, :1].tolist() != output[0, :1].tolist())
         return output[0, begins:].tolist()
@@ -134,7 +134,7 @@ class StopsAt(StoppingCriteria):
 def change_weights_while_running(
     engine: Engine, prompt: list[int], max_new_tokens: int, other: PreTrainedModel
 ) -> None:
-    """In a pause, its model gets those of another: what is there stays, what follows is by the new ones."""
+    """Give the model another one's weights in a pause: earlier tokens stay, later ones come from the new weights."""
     name = engine.add_request(prompt, max_new_tokens=max_new_tokens, eos_token_id=None, streaming=True)
     stream = engine.request_id_iter(name)
     next(stream)

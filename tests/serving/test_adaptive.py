@@ -72,7 +72,7 @@ class Wrong(Oracle):
 
 
 def test_a_source_that_is_always_wrong_is_hardly_asked_any_more(model):
-    """Where every token costs, verification stops; the source is tried again now and then."""
+    """Verification stops when every token has a cost; the source is tried again now and then."""
     policy = GoodputAuction(UnmovedCost(alpha=0.0, gamma=1e-3, delta=1e-2))
     spy = Spy(Wrong())
     config = SmartSpecConfig(spy, policy=policy)

@@ -1,4 +1,4 @@
-"""What drafts for the requests of an engine: their own choices or its own, and draft models that they share."""
+"""Drafters of requests in an engine: their own or the engine's, and shared draft models."""
 
 import gc
 

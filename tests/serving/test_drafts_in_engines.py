@@ -1,4 +1,4 @@
-"""What has gone wrong elsewhere with draft models in continuous batching: known prefixes, missing memory."""
+"""Errors of other libraries with draft models in continuous batching: cached prefixes, missing memory."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Continuous batching: every request gets what it would get by itself, whatever the others do."""
+"""Continuous batching: every request gets the tokens that it gets by itself."""
 
 import numpy as np
 import pytest
@@ -152,7 +152,7 @@ def test_memory_stays_within_its_bound(model):
 def test_wide_drafts_need_no_more_memory_than_usual_ones(model):
     """They shrink towards a request's end, where else they would reach beyond what is reserved."""
     asked = Asked(list(range(3, 11)), {"max_new_tokens": 24, "eos_token_id": None})
-    num_tokens = 8 + 24 + 16  # prompt, output, and the usual draft behind the last token
+    num_tokens = 8 + 24 + 16  # prompt, output, and the usual draft after the last token
     max_bytes = num_tokens * Engine(model)._runner.memory.bytes_per_token
     source, rng, text = SuffixTreeCandidates(max_bytes=2**22), np.random.default_rng(0), np.array(asked.alone(model))
     forks = [np.append(text[end - 2 : end], rng.integers(3, VOCAB_SIZE, 4)) for end in range(2, 24) for _ in range(20)]
@@ -190,7 +190,7 @@ def test_texts_computed_with_other_weights_are_forgotten(model, name):
 
 
 def test_weights_change_in_a_pause_while_a_request_runs(model):
-    """What it has got stays; what follows is what the new weights say, with all of the text computed anew."""
+    """Earlier tokens stay; later ones come from the new weights, with the whole text computed anew."""
     other = tiny_llama(seed=7)
     with Engine(model, "none") as engine:
         change_weights_while_running(engine, [3, 4, 5], 400, other)

@@ -198,7 +198,7 @@ class Wide(FixedLength):
 
 
 def test_drafts_of_one_do_not_lengthen_the_steps_of_others(model):
-    """Where four rows take 1.4 s, they have no more nodes than make that 2.1 s, unless all are of one namespace."""
+    """A step of four rows takes 1.4 s, and at most 2.1 s with drafts, unless all rows are of one namespace."""
     for namespaces, most in (("aaaa", 64), ("aaab", 1)):
         policy, source = Wide(), suffix()
         with Engine(model, SmartSpecConfig(source, policy=policy), max_batch_size=8) as engine:
@@ -223,7 +223,7 @@ SOURCES = {
 @pytest.mark.parametrize("name", SOURCES)
 @pytest.mark.parametrize("max_tokens", [None, 200])
 def test_whoever_gives_way_gets_its_own_tokens(model, short_turns, name, max_tokens):
-    """Of all settings, sampled ones with their seeds; also where memory keeps nothing of them."""
+    """Settings are of all kinds, with seeds; one bound on memory keeps no rows of suspended requests."""
     source, requests = SOURCES[name](model), random_requests(24)
     max_bytes = max_tokens and max_tokens * Engine(model)._memory.bytes_per_token
     config = SmartSpecConfig(source, policy=FixedLength(4))
@@ -254,7 +254,7 @@ def test_models_that_keep_their_state_in_themselves(short_turns):
 
 @pytest.mark.parametrize("name", ["llama longrope", "phi3 longrope", "llama dynamic"])
 def test_embeddings_that_depend_on_the_length(short_turns, name):
-    """What is computed anew is embedded as it was."""
+    """Recomputed tokens get the same embeddings as before."""
     model = lengthwise.model_of(name)
     requests = [Asked(prompt, {"max_new_tokens": lengthwise.NEW}) for prompt in prompts_of((16, 30, 50, 20, 44, 25))]
     expected = [
@@ -381,7 +381,7 @@ def test_who_has_given_way_can_be_cancelled(model):
 
 
 def test_heads_keep_nothing_of_who_was_cancelled_while_another_had_its_turn(model, short_turns):
-    """What they keep of requests that have ended is of those whose keys and values are there."""
+    """Heads keep states of ended requests only while their keys and values are cached."""
     heads = fitted_eagle(model, torch.tensor([[3, 4, 5, *Asked([3, 4, 5], LONG).alone(model)]]))
     longer = LONG | {"max_new_tokens": 200}
     with Engine(model, SmartSpecConfig(heads, policy=FixedLength(4)), max_batch_size=1) as engine:
@@ -478,7 +478,7 @@ def test_weights_change_while_some_have_given_way(model, short_turns):
 
 @pytest.mark.parametrize("verification", ["coupled", "rejection"])
 def test_sampled_drafts(model, short_turns, verification):
-    """With the same noise, tokens are those of the seed; by rejection, they depend on drafts, as ever."""
+    """Coupled sampling yields the tokens of the seed; with rejection, tokens depend on drafts."""
     draft = noisy_copy(model)
     settings = {"do_sample": True, "temperature": 0.8, "max_new_tokens": 20, "eos_token_id": None}
     requests = [Asked([3, 4, number], settings, seed=number) for number in range(5, 11)]

@@ -1,4 +1,4 @@
-"""Ctrl-C in `generate` and in `Engine.generate`: it ends at once, the next call works, and nothing is left behind."""
+"""Ctrl-C in `generate` and in `Engine.generate`: it ends at once, the next call works, and no request remains."""
 
 import os
 import signal

@@ -141,7 +141,7 @@ def test_no_namespace_waits_while_another_has_more(max_batch_size, weights, data
     st.lists(st.integers(0, 3), min_size=20, max_size=20),
 )
 def test_all_are_served_and_every_step_brings_some_forward(requests, max_batch_size, max_tokens, arrivals):
-    """Of any size, and whenever they come: giving way loses nothing, and budgets hold."""
+    """Requests of any size may come at any time: none is lost by giving way, and budgets hold."""
     scheduler = Scheduler(max_batch_size, max_tokens)
     left, queue, num_steps = {}, list(enumerate(requests)), 0
     while queue or len(scheduler):
@@ -235,7 +235,7 @@ def test_a_turn_begins_when_the_text_has_been_read():
 
 @pytest.mark.parametrize("may_give_way", [True, False])
 def test_a_large_request_is_not_passed_over_for_ever(may_give_way):
-    """Those that were served more make room for it, one turn later, or have no successors."""
+    """Namespaces that were served more make room for it, a turn later at the latest."""
     scheduler = Scheduler(8, 1024)
     add(scheduler, "a", 4, size=256)
     fill(scheduler)

@@ -19,9 +19,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...log import get_logger
 from ...serving.server.errors import STREAM_END, ApiError
-from ...serving.server.guard.caller import CALLER
 from ...serving.server.guard.guard import Guard
-from ...serving.server.guard.keys import ApiKeys
+from ...serving.server.guard.keys import CALLER, ApiKeys
 from .messages import ForwardedRequest, Head, with_seed
 from .passed import CannotContinueError, PassedEvents
 from .private import listen_where_ray_does

@@ -19,7 +19,7 @@ from ..outputs import EngineOutput
 from .answers import Answer
 from .engine import ServedEngine
 from .errors import ApiError
-from .guard.caller import CALLER
+from .guard.keys import CALLER
 from .guard.limits import Limits, OpenRequests, max_answer_tokens
 from .metrics import ServerMetrics
 from .request.grammar import GrammarProcessor, Grammars

@@ -18,7 +18,7 @@ from hf_smartspec.replicas.ray_serve.messages import ForwardedRequest, Head, rou
 from hf_smartspec.replicas.ray_serve.passed import CannotContinueError
 from hf_smartspec.replicas.ray_serve.replica import asked
 from hf_smartspec.replicas.ray_serve.service import ScaleByGoodput, SpeculativeRequestRouter
-from hf_smartspec.serving.server.guard.caller import CALLER, Caller
+from hf_smartspec.serving.server.guard.keys import CALLER, Caller
 
 CHAT = "/v1/chat/completions"
 

@@ -1,4 +1,4 @@
-"""How much memory keys and values may take where nobody says so."""
+"""The default bound on the memory of keys and values."""
 
 import pytest
 
@@ -13,7 +13,7 @@ MIB = 2**20
 
 @pytest.fixture
 def machine(monkeypatch):
-    """With 8 GiB free."""
+    """A machine with 8 GiB of free memory."""
     monkeypatch.setattr(budget, "free_bytes", lambda device: 8192 * MIB)
 
 

@@ -1,4 +1,4 @@
-"""Engines of decoders behind an encoder, which reads the prompts of requests when these begin."""
+"""Engines of encoder-decoder models, whose encoders run when requests begin."""
 
 import threading
 
@@ -25,8 +25,8 @@ def model_of(architecture: str, **changes):
     return set_special_tokens(new_model(architecture, **changes), EOS)
 
 
-def behind_prompts(requests: list[Asked], seed: int = 0) -> list[Asked]:
-    """Every other one with a prompt of the decoder, too."""
+def with_decoder_prompts(requests: list[Asked], seed: int = 0) -> list[Asked]:
+    """Return the requests, every other one with a decoder prompt as well."""
     rng = np.random.default_rng(seed)
     for asked in requests[::2]:
         asked.settings["decoder_input_ids"] = torch.from_numpy(rng.integers(3, VOCAB_SIZE, (1, rng.integers(1, 9))))
@@ -36,7 +36,7 @@ def behind_prompts(requests: list[Asked], seed: int = 0) -> list[Asked]:
 @pytest.mark.parametrize("architecture", [*SHARING, ROWWISE])
 def test_many_requests_with_their_own_settings(architecture):
     model, spy = model_of(architecture), Spy(suffix())
-    requests = behind_prompts(random_requests(12, max_new_tokens=16))
+    requests = with_decoder_prompts(random_requests(12, max_new_tokens=16))
     requests[1].settings["encoder_repetition_penalty"] = 1.5
     requests[2].settings["encoder_no_repeat_ngram_size"] = 2
     with Engine(model, spy, max_batch_size=4, max_prefill_tokens=4) as engine:
@@ -91,7 +91,7 @@ def test_texts_stop_strings_and_criteria(architecture):
 
 @pytest.mark.parametrize("architecture", ["t5", ROWWISE])
 def test_encoders_run_when_requests_begin(architecture):
-    """In the engine's own thread: in a pause the model is somebody else's."""
+    """They run in the engine's thread, since the model may belong to another thread during a pause."""
     model, seen = model_of(architecture), []
     model.get_encoder().register_forward_hook(lambda *args: seen.append(threading.current_thread().name))
     engine = Engine(model, "none", max_batch_size=1)
@@ -125,7 +125,7 @@ def test_an_encoder_that_fails_ends_its_own_request_alone(architecture):
 
 @pytest.mark.parametrize("architecture", ["t5", ROWWISE])
 def test_weights_change_in_a_pause_while_requests_run_and_wait(architecture):
-    """What they have read is read anew, too."""
+    """Encoder outputs are computed anew, too."""
     model, other = model_of(architecture), model_of(architecture, seed=7)
     prompts = [[3, 4, 5, 6, 7, 8], [9, 10], list(range(3, 30))]
     with Engine(model, suffix(), max_batch_size=2) as engine:

@@ -54,7 +54,7 @@ def requests_of(lengths, seed: int = 0, max_new_tokens: int = 12) -> list[Asked]
 
 
 def test_a_long_request_does_not_shorten_the_others(model):
-    """In a rectangle, three of its length would have filled the memory."""
+    """Rows have slots of different sizes: in a rectangle, three rows of its length would fill the memory."""
     asked = requests_of([380, *[20] * 10])
     with Engine(model, "none", max_batch_size=16, max_kv_bytes=(512 + 10 * 64) * BYTES_PER_TOKEN) as engine:
         seen = watched(engine)
@@ -157,7 +157,7 @@ def test_texts_are_kept_however_few_requests_run(model, max_batch_size):
 
 
 def test_full_memory_rather_forgets_than_moves(model, laid_out):
-    """Of whatever size the slots are that come next."""
+    """This holds for new slots of any size."""
     asked = requests_of([20, 150, 60, 300, 40, 90] * 6, max_new_tokens=8)
     with Engine(model, "none", max_batch_size=2, max_kv_bytes=1500 * BYTES_PER_TOKEN) as engine:
         check_all(engine, model, asked[:12])

@@ -75,7 +75,7 @@ def begin(engine: Engine, asked: Asked) -> str:
 
 @contextmanager
 def all_at_once(engine: Engine) -> Iterator[None]:
-    """What is added within begins in one step, beside what runs."""
+    """Let the requests that are added within begin in one step, beside the running ones."""
     memory = engine._memory
     following, memory.next = memory.next, lambda *_: None
     yield
@@ -181,7 +181,7 @@ def test_what_is_shared_lies_in_memory_once(model, monkeypatch):
         with engine.pause():
             memory, rows = engine._memory, [call.requests[0].cache_row for call in engine._runner.loop.calls]
             assert len(rows) == 13 and [row.prefix_row for row in rows[1:]] == rows[:1] * 12
-            assert sum(copied) < 12 * 8, "what is behind the last multiple"
+            assert sum(copied) < 12 * 8, "the tokens after the last multiple"
             need = slot_size(len(base.prompt) + 400) + 12 * slot_size(3 + 2 + 30)
             assert memory.cache.num_taken == memory.scheduler.num_taken == need
             read = memory.forward.padded_context(rows)
@@ -228,7 +228,7 @@ def test_memory_that_is_full(model, together, max_tokens):
 
 @pytest.mark.parametrize("max_prefill_tokens", [20, 512])
 def test_what_requests_that_come_together_begin_with_is_read_once(model, together, max_prefill_tokens):
-    """By the first of them; the others wait that long, and no longer where it goes."""
+    """The first request reads it; the others wait for that, unless the first one is cancelled."""
     asked = alike(9, max_new_tokens=40, eos_token_id=None)
     with Engine(model, suffix(), max_prefill_tokens=max_prefill_tokens) as engine:
         for is_cancelled in (False, True):
@@ -324,7 +324,7 @@ def test_requests_that_are_cancelled(model, together):
 
 
 def test_prompts_that_share_much_and_little(model, together):
-    """Of one that goes on like another but not like the first, what is not shared is copied."""
+    """A prompt shares the first row's beginning in place, and copies what it has in common with another row only."""
     base, other = Asked(FIRST, LONG), alike(1, longest=3, max_new_tokens=100, eos_token_id=None)[0]
     other.prompt += np.random.default_rng(8).integers(3, VOCAB_SIZE, 60).tolist()
     with Engine(model, suffix()) as engine:
@@ -356,7 +356,7 @@ def test_namespaces_do_not_share(model, together):
 
 @pytest.mark.parametrize("base_runs", [True, False])
 def test_weights_that_change_while_rows_share(model, together, base_runs):
-    """What is shared is computed anew, before anything that sees it."""
+    """The shared beginning is computed anew, before the tokens that attend to it."""
     other = tiny_llama(seed=7)
     base = Asked(FIRST, {"max_new_tokens": 300 if base_runs else 30, "eos_token_id": None})
     others = [Asked(item.prompt, {"max_new_tokens": 300, "eos_token_id": None}) for item in alike(3)]

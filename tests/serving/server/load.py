@@ -25,7 +25,7 @@ class LoadReport:
 
 
 async def run_load(url: str, prompts: Sequence[str], max_tokens: int, leave_every: int = 0) -> LoadReport:
-    """All at once. Every `leave_every`th client leaves behind the first piece of its answer."""
+    """Send all requests at once. Every `leave_every`th client leaves after the first piece of its answer."""
     report = LoadReport()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits) as client:

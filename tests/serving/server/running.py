@@ -38,7 +38,7 @@ class Served:
         ]
 
     def alone(self, prompt: list[int] | str, seed: int | None = None, **settings) -> list[int]:
-        """What plain `generate` yields."""
+        """Return the tokens of plain `generate`."""
         ids = self.tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt
         return Asked(ids, settings, seed).alone(self.model)
 

@@ -126,7 +126,7 @@ def test_a_small_schema_takes_no_more_work_than_a_large_one(monkeypatch, number)
     "large", [{"enum": ["x"] * 2**14}, {f"key{n}": n for n in range(2**14)}, {"type": ["string"] * 2**14}]
 )
 def test_copies_of_large_parts_are_bounded(monkeypatch, large):
-    """Where many parameters refer to one."""
+    """Many parameters may refer to one large part."""
     targets, target = [], arguments._target
     monkeypatch.setattr(arguments, "_target", lambda *args: targets.append(1) or target(*args))
     schema = {"properties": {f"x{n}": {"$ref": "#/$defs/A"} for n in range(1000)}, "$defs": {"A": large}}

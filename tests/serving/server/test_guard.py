@@ -126,7 +126,7 @@ def test_what_cannot_be_served_is_told(server, path, body):
     ],
 )
 def test_errors_before_any_handler_are_openais_too(server, method, path, content, error, message):
-    """By `openai`'s own client, which makes its exceptions of them."""
+    """The `openai` client raises its own exceptions for them."""
     client = server.client().with_options(default_headers={"Content-Type": "application/json"})
     client.base_url = server.url
     with pytest.raises(error, match=message) as raised:
@@ -178,7 +178,7 @@ def test_large_bodies_are_read_beside_the_event_loop(server, monkeypatch):
 
 
 def test_lists_without_an_end_are_refused_before_they_are_checked(server):
-    """The last item is wrong, and nobody comes as far as that."""
+    """The last item is wrong, but the check never reaches it."""
     for path, name, item, count in [
         (CHAT, "messages", MESSAGES[0], 2**13),
         ("/v1/completions", "prompt", 5, 2**20),
@@ -213,7 +213,7 @@ def test_no_page_takes_scripts_from_elsewhere(server):
 
 
 def test_texts_that_no_context_holds_are_refused_before_they_are_read(server):
-    """Of as many characters as the longest tokens could make up, texts are read; of one more, they are not."""
+    """The bound is the number of characters that a context of longest tokens would have."""
     most = server.models["demo"].max_chars
     text = " " * (most + 1)
     assert server.post("/tokenize", {"prompt": text[1:]}).status_code == 200
@@ -371,7 +371,7 @@ def test_no_text_of_one_key_is_drafted_for_another_or_read_from_its_memory(demo)
 
 
 def test_what_nobody_asks_for_has_no_namespace(server):
-    """Texts whose owner is not known are nobody's, rather than everybody's."""
+    """A request without a caller is refused, rather than served in a namespace of all."""
     with pytest.raises(LookupError):
         asyncio.run(server.models["demo"].begin([[5]], Settings({"do_sample": False}, 1, [None])))
     assert is_idle(server)
@@ -393,7 +393,7 @@ def test_pages_of_browsers_do_not_get_in(demo):
 
 
 def test_namespaces_of_keys_are_salted():
-    """Who sees a namespace cannot try out keys; servers with one salt have the same namespaces."""
+    """Keys cannot be guessed from a namespace; servers with the same salt have the same namespaces."""
 
     def namespace(salt=None):
         return ApiKeys(["a key", "another"], salt).caller("Bearer a key").namespace

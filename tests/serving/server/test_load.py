@@ -1,4 +1,4 @@
-"""Many clients at once, and bodies that nobody has thought of."""
+"""Many clients at once, and random bodies."""
 
 import asyncio
 import json

@@ -137,7 +137,7 @@ def test_pieces_do_not_pile_up_for_a_slow_reader():
     ],
 )
 def test_a_body_of_wrong_items_makes_few_errors(kind, body):
-    """What is wrong is told once: a body holds millions of items."""
+    """A wrong list makes one error, since a body may have millions of items."""
     with pytest.raises(ValidationError) as caught:
         kind.model_validate(body)
     assert caught.value.error_count() < 6

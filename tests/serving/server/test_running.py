@@ -11,9 +11,8 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from hf_smartspec.serving.server.guard.caller import Caller
 from hf_smartspec.serving.server.guard.guard import Guard
-from hf_smartspec.serving.server.guard.keys import ApiKeys
+from hf_smartspec.serving.server.guard.keys import ApiKeys, Caller
 from hf_smartspec.serving.server.running import DrainingServer, listen
 
 from .running import TIMEOUT, wait_until
@@ -123,7 +122,7 @@ def opened(url, headers, piece, path="/v1/completions"):
 
 
 def status(client):
-    """Of the answer, after which the server closes the connection."""
+    """Return the status of an answer after which the server closes the connection."""
     answer = b""
     while piece := client.recv(4096):
         answer += piece

@@ -10,7 +10,7 @@ import pytest
 
 from hf_smartspec.serving import scheduler
 from hf_smartspec.serving.server.errors import ApiError
-from hf_smartspec.serving.server.guard.caller import CALLER, Caller
+from hf_smartspec.serving.server.guard.keys import CALLER, Caller
 from hf_smartspec.serving.server.guard.limits import Limits, OpenRequests
 
 from .running import TIMEOUT, running

@@ -37,7 +37,7 @@ PROMPTS = rows(INPUTS)
 
 
 def completions(model, config, **options):
-    """Those of one batch of `generate`, up to their ends."""
+    """Return the texts of one batch of `generate`, up to their ends."""
     texts = model.generate(**INPUTS, generation_config=config, **options)[:, INPUTS["input_ids"].shape[1] :].tolist()
     return [row[: row.index(EOS) + 1] if EOS in row else row for row in texts]
 

@@ -1,4 +1,4 @@
-"""What a manager does besides serving: as transformers' own, with each request's own settings."""
+"""The manager's methods: they work as transformers' own, with each request's own settings."""
 
 import asyncio
 import threading

@@ -9,9 +9,8 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..errors import ApiError
-from .caller import CALLER
 from .hosts import check_host
-from .keys import ApiKeys
+from .keys import CALLER, ApiKeys
 
 _OPEN = frozenset(["/health", "/ping"])  # health checks, which need no key
 _BODY_SECONDS = 30.0  # until a whole body must have arrived

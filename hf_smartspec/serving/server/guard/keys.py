@@ -4,11 +4,28 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Iterable
+from contextvars import ContextVar
 from pathlib import Path
-
-from .caller import Caller
+from typing import NamedTuple
 
 _BEARER = "bearer "
+
+
+class Caller(NamedTuple):
+    """
+    The tenant that sent a request.
+
+    Args:
+        namespace (`str`): Namespace of the tenant's texts: no other tenant's drafts or reused prefixes come from them.
+        is_admin (`bool`): Whether the caller may read metrics over all tenants.
+    """
+
+    namespace: str = ""
+    is_admin: bool = False
+
+
+# A context variable, since transformers' application does not pass such an argument on to handlers.
+CALLER: ContextVar[Caller] = ContextVar("caller")
 
 
 class ApiKeys:

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from ..chat_template.rendering import render, template_kwargs
 from ..errors import ApiError
-from ..guard.caller import CALLER
+from ..guard.keys import CALLER
 from ..metrics import ServerMetrics
 from ..models import EngineState, model_card
 from ..request.body import read
