@@ -17,8 +17,8 @@ class TokenLogprobs(NamedTuple):
 
 class LogprobsRecorder(LogitsProcessor):
     """
-    Records log-probabilities of one request's scores, as they are at its place among the processors, and returns the
-    scores unchanged. They may be read from another thread.
+    Processor that records log-probabilities of one request's scores, as they are at its place among the processors, and
+    returns the scores unchanged. Another thread may read them.
 
     Args:
         num_top (`int`): Likeliest tokens that are recorded at every place.

@@ -29,7 +29,7 @@ class Budget(NamedTuple):
 
     def bytes_for(self, model: PreTrainedModel, max_batch_size: int, bytes_per_token: int) -> int:
         """
-        The bound in bytes, the same for all processes that hold the model.
+        Return the bound in bytes, the same for all processes that hold the model.
 
         Args:
             max_batch_size (`int`): Requests that run at once.

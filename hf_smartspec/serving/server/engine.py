@@ -17,7 +17,7 @@ class EngineLoad(NamedTuple):
 
 
 class ServedEngine(Engine):
-    """`Engine` of a server."""
+    """Engine with numbers to watch, and with its assistant to be adapted to a request."""
 
     @property
     def max_kv_bytes(self) -> int:

@@ -80,8 +80,9 @@ def has_parser(served: ServedModel) -> bool:
 
 class MessageReader:
     """
-    Splits an answer into text, reasoning and tool calls, as its text comes. Items are `str`, `ReasoningText` and
-    `ToolCall` of transformers. Parts that its parser cannot read, such as a call with invalid JSON, are text.
+    Reader that splits an answer into text, reasoning and tool calls, as its text comes. Items are `str`, and
+    `ReasoningText` and `ToolCall` of transformers. Parts that its parser cannot read, such as a call with invalid JSON,
+    are text.
 
     Args:
         served (`ServedModel`): The model that answers.
