@@ -131,7 +131,7 @@ class Engine:
             self.model, self._memory, self._policy, max_prefill_tokens, self.results, ranks,
             max_requests_per_namespace,
         )  # fmt: skip
-        weakref.finalize(self, EngineRunner.end, self._runner)
+        weakref.finalize(self, EngineRunner.ask_to_end, self._runner)
         self._num_names = 0
         self._lock, self._offline = threading.Lock(), threading.Lock()
         self._num_offline = 0  # calls of `generate` for which the engine runs

@@ -132,19 +132,19 @@ class EngineRunner:
                 self._thread = threading.Thread(target=self._serve, name="hf-smartspec engine", daemon=True)
                 self._thread.start()
 
-    def end(self) -> None:
+    def ask_to_end(self) -> None:
         """Ask the thread to end, without waiting for it."""
         with self._changed:
             self._is_stopping = True
             self._changed.notify_all()
 
     def stop(self) -> None:
-        self.end()
+        self.ask_to_end()
         if self._thread is not None:
             self._thread.join()
         with self._changed:
             if not self.is_running:  # else another thread has started it again
-                self._take_in()
+                self._schedule_new()
                 self._fail_all("cancelled", "the engine was stopped")
 
     @contextmanager
@@ -170,17 +170,17 @@ class EngineRunner:
     def _serve(self) -> None:
         try:
             while (work := self._next_work()) is not None:
-                self._take_in(len(work.new))
+                self._schedule_new(len(work.new))
                 self._cancel(work.cancelled)
                 self._admit()
                 if self.loop.calls:
                     self._step()
-            self._take_in()
+            self._schedule_new()
             self._fail_all("cancelled", "the engine was stopped")
         except BaseException as error:
             logger.error(f"The engine failed: {error!r}", exc_info=True)
             self.fatal_error = error
-            self._take_in()
+            self._schedule_new()
             self._fail_all("error", repr(error))
         finally:
             with self._changed:
@@ -225,7 +225,7 @@ class EngineRunner:
                 self._changed.notify_all()
                 self._changed.wait()
 
-    def _take_in(self, number: int | None = None) -> None:
+    def _schedule_new(self, number: int | None = None) -> None:
         """Hand requests from the inbox to the scheduler: the first `number`, or all."""
         with self._changed:
             number = len(self._inbox) if number is None else number
@@ -331,7 +331,7 @@ class EngineRunner:
         return output
 
     def _finish(self, pending: PendingRequest) -> None:
-        self._leave(pending)
+        self._remove(pending)
         now, request = time.perf_counter(), pending.request
         pending.record_time(now)
         output = self._snapshot(pending, now)
@@ -349,10 +349,10 @@ class EngineRunner:
             self._fail(pending, reason, error)
 
     def _fail(self, pending: PendingRequest, reason: str, error: str) -> None:
-        self._leave(pending)
+        self._remove(pending)
         self._answer(pending, failed(self._snapshot(pending, time.perf_counter()), reason, error))
 
-    def _leave(self, pending: PendingRequest) -> None:
+    def _remove(self, pending: PendingRequest) -> None:
         """Remove a request that has ended from scheduler and loop."""
         del self._pending[pending.call]
         with self._changed:

@@ -174,7 +174,7 @@ def test_who_waited_in_vain_keeps_nobody_from_learning(target, end):
     assert streamer.halts.acquire(timeout=TIMEOUT)
     assert list(online._loads.values()) == [(1, 2)]
     if end == "stop":
-        engine._runner.end()
+        engine._runner.ask_to_end()
     else:
         for name in names:
             engine.cancel_request(name)
