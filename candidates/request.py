@@ -60,7 +60,7 @@ class SourceRequest:
         prompt (`np.ndarray` of shape `[prompt_len]`, int64): The prompt without padding; valid and unchanged until
             `stop`.
         tag (`str`, *optional*): The kind of text, where the caller names one.
-        namespace (`Hashable`): Whose outputs the request drafts from, and which its own output joins.
+        namespace (`Hashable`): Namespace whose outputs the request drafts from, and which its own output joins.
         reads (sequence of `Hashable`): Further namespaces that it drafts from.
         references (sequence of `np.ndarray`, int): Token ids of texts that the answer is likely to repeat, such as a
             file to be edited, a predicted output, retrieved passages, or the text that the target's encoder has read.
@@ -72,8 +72,7 @@ class SourceRequest:
         row (`CacheRow`, *optional*): The row of the target's cache that holds the request's keys and values. A source
             may write beyond the row's length, and must leave the row as it was. A suspended request goes on in another
             row, which is then set here.
-        encoder_inputs (`EncoderInputs`, *optional*): What the target's encoder has read for all rows of a call, and its
-            outputs.
+        encoder_inputs (`EncoderInputs`, *optional*): Inputs and outputs of the target's encoder for all rows of a call.
         encoder_row (`int`): The request's row among these.
         encoded_text (`np.ndarray` of shape `[length]`, int64, *optional*): The tokens that the encoder has read, if
             these are tokens.

@@ -50,7 +50,7 @@ class WrappedCandidates(TreeCandidateGenerator):
 
     Args:
         generator (`CandidateGenerator`): Drafts.
-        device (`torch.device`): Where the generator expects `input_ids`.
+        device (`torch.device`): Device on which the generator expects `input_ids`.
         num_layers (`int`, *optional*): Decoder layers of the target, for generators that ask for hidden states by their
             numbers.
 

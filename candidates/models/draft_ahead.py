@@ -35,13 +35,13 @@ class DraftLevel:
     A planned level.
 
     Args:
-        growths (list of `Growth`): Whose trees get it, in the order of their rows' lines.
-        planned (`PlannedForward`): Of the text, or of as many nodes as the level has.
-        num_nodes (`int`): Nodes of every tree that have children in it; 1 for the text.
-        noise (`NoiseKeys`, *optional*): Of its logits.
-        continuing (`torch.Tensor`, *optional*): Which of the growths have a further level; all, where not given.
-        trust (`torch.Tensor` of shape `[1]`, int64, *optional*): By how much its probabilities are corrected, as the
-            bits of two float32; not at all, where not given.
+        growths (list of `Growth`): The trees that get it, in the order of their rows' lines.
+        planned (`PlannedForward`): Forward of the text, or of as many nodes as the level has.
+        num_nodes (`int`): Number of nodes of every tree that have children in it; 1 for the text.
+        noise (`NoiseKeys`, *optional*): Noise of its logits.
+        continuing (`torch.Tensor`, *optional*): The growths that have a further level; by default, all.
+        trust (`torch.Tensor` of shape `[1]`, int64, *optional*): Factor on its probabilities, as the bits of two
+            float32; by default, 1.
     """
 
     growths: list[Growth]

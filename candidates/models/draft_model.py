@@ -33,7 +33,7 @@ class SharedVocabulary(NamedTuple):
     it does not have.
 
     Args:
-        draft_size, target_size (`int`): Of the vocabularies, padding included.
+        draft_size, target_size (`int`): Sizes of the vocabularies, padding included.
     """
 
     draft_size: int
@@ -64,7 +64,7 @@ class DraftModelCandidates(GrowingCandidates):
     Args:
         model (`PreTrainedModel`): A model whose tokenizer is the target's.
         num_nodes, width, confidence_threshold, samples: See `GrowingCandidates`.
-        vocabulary (`SharedVocabulary`, *optional*): Where the target's vocabulary is of another size; found out where
+        vocabulary (`SharedVocabulary`, *optional*): Set where the target's vocabulary has another size; found out where
             the source is an `assistant=`.
     """
 

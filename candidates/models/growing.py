@@ -50,7 +50,7 @@ class GrowingCandidates(TreeCandidateGenerator):
             distributions on, as verification by rejection needs them. Chains only.
         draws_trees (`bool`): Whether the forward runs trees.
         num_positions (`int`, *optional*): The longest text that it runs.
-        vocab_size (`int`, *optional*): Of the target, where the draft's scores are of fewer tokens.
+        vocab_size (`int`, *optional*): The target's, where the draft has scores of fewer tokens.
     """
 
     is_autoregressive = True

@@ -84,7 +84,7 @@ class Calibrations:
 
     Args:
         calibrator (`Calibrator`): Has each source under (namespace, name).
-        names (sequence of `str`): Of the sources.
+        names (sequence of `str`): Names of the sources.
     """
 
     def __init__(self, calibrator: Calibrator, names: Sequence[str]):

@@ -25,7 +25,7 @@ class FusedCandidates(CombinedCandidates):
     per namespace. Costlier sources, such as draft models, are further stages: see `StagedCandidates`.
 
     Args:
-        sources (sequence of `TreeCandidateGenerator`): What is merged.
+        sources (sequence of `TreeCandidateGenerator`): Sources whose trees are merged.
         discounts (sequence, *optional*): Per source, a factor on its nodes' probabilities, below 1 for a source that is
             too sure of itself: one `float`, or a pair, of which the first counts at depth 1 and the second at every
             further depth, or these and a third, which counts the more the shorter the match is that a node was found

@@ -29,12 +29,12 @@ class Outcome(NamedTuple):
     Result of a request.
 
     Args:
-        drafter (`str`): That served it.
-        kind (`str`): Of text, as far as it was known; "" where it was not.
+        drafter (`str`): The drafter that served it.
+        kind (`str`): Kind of its text; "" if unknown.
         tokens, steps (`int`): Tokens committed after the step that ran the prompt, and the number of their steps.
-        drafting, rest (`float`): Seconds of this drafter's calls for it, and of all else in these steps, other drafters
-            aside.
-        sketch (`np.ndarray` of shape `[1024]`, *optional*): Of its prompt, see `Neighbours`.
+        drafting, rest (`float`): Seconds of this drafter's calls for it, and of the rest of these steps, without other
+            drafters.
+        sketch (`np.ndarray` of shape `[1024]`, *optional*): Sketch of its prompt, see `Neighbours`.
     """
 
     drafter: str
@@ -95,9 +95,9 @@ class DrafterBandit:
     learn, or texts that change, are noticed.
 
     Args:
-        names (sequence of `str`): Of the drafters.
+        names (sequence of `str`): Names of the drafters.
         half_life (`float`): Requests of a kind after which one counts half.
-        seed (`int`): Of the draws.
+        seed (`int`): Seed of the draws.
     """
 
     def __init__(self, names: Sequence[str], half_life: float = 200.0, seed: int = 0):

@@ -23,8 +23,8 @@ class TextClassifier:
     Args:
         num_features (`int`): Counts per label, float32; a power of two.
         min_texts (`int`): Texts of a label before it is predicted.
-        min_probability (`float`): Of the likeliest label. Below, nothing is predicted.
-        half_life (`float`): Texts after which one counts half, so that what is seen follows the traffic.
+        min_probability (`float`): Least probability of a label that is predicted.
+        half_life (`float`): Texts after which one counts half, so that counts follow the traffic.
     """
 
     def __init__(

@@ -15,9 +15,9 @@ class DrafterMemory(NamedTuple):
     Bytes of one drafter.
 
     Args:
-        weights (`int`): Of parameters and buffers, without those that are the target's own.
-        state (`int`, *optional*): Of what it keeps of texts at present: keys and values, suffix trees, datastores; None
-            if unknown.
+        weights (`int`): Bytes of parameters and buffers, without those of the target.
+        state (`int`, *optional*): Bytes that it keeps of texts at present: keys and values, suffix trees, datastores;
+            None if unknown.
     """
 
     weights: int
@@ -29,9 +29,9 @@ class RoutedMemory(NamedTuple):
     Bytes of several drafters of one target.
 
     Args:
-        drafters (mapping of `str` to `DrafterMemory`): By name. What two of them share is counted in both.
-        weights, state (`int`): Of all together, every tensor and source once, as far as known.
-        router (`int`): Of what the router and the bandit have learnt.
+        drafters (mapping of `str` to `DrafterMemory`): By name. Tensors that two of them share are counted in both.
+        weights, state (`int`): Sums over all drafters, with every tensor and source counted once, as far as known.
+        router (`int`): Bytes that the router and the bandit have learnt.
     """
 
     drafters: Mapping[str, DrafterMemory]

@@ -16,8 +16,8 @@ class Neighbours:
     weight for rare ones. So unnamed kinds of text are told apart, too.
 
     Args:
-        num_kept (`int`): Outcomes, of 4 kB each.
-        num_nearest (`int`): Of these, those that a text is judged by.
+        num_kept (`int`): Number of outcomes that are kept, of 4 kB each.
+        num_nearest (`int`): Number of outcomes, on the most similar texts, that a text is judged by.
     """
 
     def __init__(self, num_kept: int = 1024, num_nearest: int = 48):
@@ -73,11 +73,11 @@ class Neighbours:
     def restore(self, state: Mapping[str, np.ndarray], arms: np.ndarray) -> None:
         """
         Args:
-            state: What `state` said of another one.
-            arms (`np.ndarray` of shape `[arms]`, int64): What its arms are here; -1 where they are none.
+            state: Result of `state` of another one.
+            arms (`np.ndarray` of shape `[arms]`, int64): Own numbers of its arms; -1 for arms that are not known here.
 
         Raises:
-            ValueError: if that does not fit together.
+            ValueError: if sizes differ.
         """
         sketches, old, values, weights = (state[name] for name in ("sketches", "arms", "values", "weights"))
         num = len(sketches)

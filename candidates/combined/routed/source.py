@@ -49,7 +49,7 @@ class RoutedCandidates(TreeCandidateGenerator):
         tokenizer (`PreTrainedTokenizerBase`, *optional*): The target's. With it, the `router` reads prompts as text,
             else as token ids (int64 `[length]`); of long prompts, the first and the last 512 tokens.
         half_life (`float`): See `DrafterBandit`.
-        seed (`int`): Of the bandit's draws. Outputs do not depend on them, speed does.
+        seed (`int`): Seed of the bandit's draws. Outputs do not depend on it, speed does.
         clock (`Callable`): Seconds, by which goodput is measured.
 
     Example:
@@ -96,8 +96,8 @@ class RoutedCandidates(TreeCandidateGenerator):
         Make sources of the drafters, once for a target.
 
         Args:
-            settings (`Hashable`): What they depend on beside it: if that changes, they are made anew.
-            make (`Callable`): Gets what was passed for a drafter.
+            settings (`Hashable`): Settings that the sources depend on; if these change, the sources are made anew.
+            make (`Callable`): Makes a source of a value of `drafters`.
 
         Raises:
             ValueError: for a drafter that cannot draft for the target, or while requests of another one run.

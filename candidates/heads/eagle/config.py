@@ -46,7 +46,7 @@ def flat_config(found: Mapping[str, Any]) -> dict[str, Any]:
 def check_kind(config: Mapping[str, Any], is_third: bool) -> None:
     """
     Args:
-        config (mapping): As `flat_config` returns it.
+        config (mapping): Result of `flat_config`.
 
     Raises:
         ValueError: for heads whose arithmetic is another one than that of EAGLE-1, 2 or 3.
@@ -68,7 +68,7 @@ def check_kind(config: Mapping[str, Any], is_third: bool) -> None:
 def layer_config(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> LlamaConfig:
     """
     Args:
-        config (mapping): As `flat_config` returns it.
+        config (mapping): Result of `flat_config`.
         tensors (mapping of `str` to `torch.Tensor`): Weights under the names of `files`.
 
     Raises:

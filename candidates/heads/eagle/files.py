@@ -116,7 +116,7 @@ def check_shapes(
     """
     Args:
         num_states (`int`): Hidden states of the target, side by side.
-        target (`PreTrainedConfig`): Of its decoder.
+        target (`PreTrainedConfig`): Config of its decoder.
 
     Raises:
         ValueError: naming tensors that are missing, or of other sizes than the config and the target have.

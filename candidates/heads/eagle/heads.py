@@ -78,8 +78,8 @@ class EagleHeads(FeatureDrafter):
         Read the published files of a folder or hub id, of EAGLE's authors, SpecForge or speculators.
 
         Args:
-            hidden_layers (sequence of `int`, *optional*): Whose hidden states EAGLE-3 looks at (2: what decoder layer 2
-                reads), where the config lacks them or has wrong ones.
+            hidden_layers (sequence of `int`, *optional*): Hidden states that EAGLE-3 reads (2: the input of decoder
+                layer 2), where the config lacks them or has wrong ones.
 
         Raises:
             ValueError: if the files hold no such heads, or such for another target.

@@ -42,10 +42,9 @@ class MedusaCandidates(TreeCandidateGenerator):
         heads (`MedusaHeads`): On the target's device. `MedusaHeads.from_pretrained(folder, target)` reads files.
         num_nodes (`int`, *optional*): Nodes of a tree where the caller names no number, at most: 32, or all of a fixed
             tree.
-        tree (sequence of sequences of `int`, *optional*): A fixed tree: of every node the ranks of the tokens on its
+        tree (sequence of sequences of `int`, *optional*): A fixed tree: for every node, the ranks of the tokens on its
             path, such as `[(0,), (1,), (0, 0)]`. Where fewer nodes are wanted, it keeps the first of the least depth.
-        calibrator (`Calibrator`, *optional*): What is learnt of the heads' probabilities; nothing, where not
-            given.
+        calibrator (`Calibrator`, *optional*): Calibrates the heads' probabilities; by default, they stay raw.
 
     Raises:
         ValueError: for a number of nodes below 1, or a tree that is none, or deeper than there are heads.

@@ -62,7 +62,7 @@ class FixedTree:
     A tree of the same shape for all rows.
 
     Args:
-        paths (sequence of sequences of `int`): Of every node the ranks of the tokens on its path, as Medusa's files
+        paths (sequence of sequences of `int`): For every node the ranks of the tokens on its path, as Medusa's files
             have them; parents stand before their children.
     """
 

@@ -35,10 +35,10 @@ class TranslatedText:
     ```
 
     Args:
-        tokens (list of `int`): The draft's.
+        tokens (list of `int`): The draft's tokens.
         num_fixed (`int`): How many of these stay.
-        ids (list of `int`): The target's, without those that stand for no text.
-        start (`int`): Where among them the window begins.
+        ids (list of `int`): The target's tokens, without those that are not text.
+        start (`int`): Index in `ids` at which the window begins.
         lead (`str`): The characters of the few tokens before it.
         is_complete (`bool`): Whether the text ends with a whole character.
     """

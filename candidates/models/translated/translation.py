@@ -28,8 +28,8 @@ class Translation:
     that they continue is the target's, decoded, and encoded anew for the draft model.
 
     Args:
-        tokenizer, assistant_tokenizer (`PreTrainedTokenizerBase`): Of the target, and of the draft.
-        target_size, draft_size (`int`): Of the models' vocabularies, padding included.
+        tokenizer, assistant_tokenizer (`PreTrainedTokenizerBase`): The target's and the draft's.
+        target_size, draft_size (`int`): Sizes of the models' vocabularies, padding included.
 
     Raises:
         ValueError: if no token is shared.

@@ -48,7 +48,7 @@ class Datastore:
         starts (`np.ndarray` of shape `[vocab_size + 1]`, int64): Suffixes in [starts[t], starts[t + 1]) begin with
             token t.
         sort_depth (`int`): Tokens that the order takes into account.
-        fingerprint (`str`): Of the tokenizer (see `tokenizer_fingerprint`); empty where it is unknown.
+        fingerprint (`str`): The tokenizer's (see `tokenizer_fingerprint`); empty if unknown.
     """
 
     tokens: np.ndarray = field(repr=False)

@@ -81,7 +81,7 @@ class EarlierOutputs:
         first.
 
         Args:
-            only_served (`bool`): What requests ended with here, without what was added or loaded.
+            only_served (`bool`): Leave out outputs that were added or loaded.
         """
         with self._lock:
             corpus, items = self._corpus, self._corpus.outputs  # in the order of their numbers

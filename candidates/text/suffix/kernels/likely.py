@@ -37,8 +37,8 @@ def lines_of(
 
     Args:
         before, tokens (`np.ndarray` of shape `[n]`, int64): The tokens, and those before them (-1: there is none).
-        following, shares (`np.ndarray` of shape `[n, k]`): What may follow them, best first, and how likely it is. Of
-            more than `NUM_LIKELY` the first ones are kept.
+        following, shares (`np.ndarray` of shape `[n, k]`): Likeliest next tokens, best first, and their shares. The
+            first `NUM_LIKELY` are kept.
 
     Returns:
         Their numbers, `[2 * n]`, and the lines, int32 `[2 * n, LINE]`.

@@ -31,11 +31,9 @@ _JOINT = 2 * _CONTEXT_CELLS  # order and share in both kinds
 _ROUGH = _JOINT + 6 * 6 * 5 * 5  # order, occurrences in the request, rank, recency
 _TOKENS = _ROUGH + 6 * 4 * 5 * 2 * 2  # the token, hashed: known apart by depth it gains less
 _HASH_BITS = 13
-_LIKELY = _TOKENS + (
-    1 << _HASH_BITS
-)  # what the target found likely after one token and two, for first nodes and others
+_LIKELY = _TOKENS + 2**_HASH_BITS  # the target's likeliest tokens after one token and two, for first nodes and others
 _THOUGHTS = NUM_BINS + 2
-_LIKELY_JOINT = _LIKELY + _THOUGHTS * _THOUGHTS * 2  # what it thought, and the order in both kinds
+_LIKELY_JOINT = _LIKELY + _THOUGHTS * _THOUGHTS * 2  # the shares of both, and the order in both kinds
 _POINTED = _LIKELY_JOINT + _THOUGHTS * 6 * 6  # for both pointers: how they fared, and whether they expect it
 NUM_CELLS = _POINTED + NUM_POINTERS * NUM_STATES * 2
 # Sets of weights. Three are added up: by which evidence there is and whether the candidate is the first of its node, by
