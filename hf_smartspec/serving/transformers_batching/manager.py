@@ -3,9 +3,11 @@
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +29,9 @@ from ..outputs import EngineOutput, failed
 from .settings import engine_options, request_arguments
 
 logger = get_logger(__name__)
+
+# Arguments of `add_request` for the HTTP request that transformers' server answers in this context.
+http_settings: ContextVar[Mapping[str, Any]] = ContextVar("http_settings", default=MappingProxyType({}))
 
 _POLL = 0.1  # seconds after which a waiting reader checks whether the engine still runs
 
@@ -128,7 +133,7 @@ class SpeculativeBatchingManager(ContinuousBatchingManager):
             ValueError: if the name is in use.
         """
         options = {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id, **kwargs}
-        options |= {"streaming": streaming, "record_timestamps": record_timestamps}
+        options |= {"streaming": streaming, "record_timestamps": record_timestamps, **http_settings.get()}
         return self._add([input_ids], request_id, **options)[0]
 
     def add_requests(

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from .manager import SpeculativeBatchingManager
+from .manager import http_settings
 
 _PLACE = "transformers.cli.serving.utils"
 
@@ -43,17 +43,19 @@ def own_settings() -> Iterator[None]:
         utils.CBGenerateManager, utils.set_torch_seed = before
 
 
-class _ManagerView:
-    """View of a manager for one HTTP request, with whose settings it adds requests."""
-
-    def __init__(self, manager: SpeculativeBatchingManager, settings: dict[str, Any]):
-        self._manager, self._settings = manager, settings
-
-    def add_request(self, *args: Any, **kwargs: Any) -> str | None:
-        return self._manager.add_request(*args, **{**kwargs, **self._settings})
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._manager, name)
+@contextmanager
+def _settings_of(processor: Any, gen_config: Any) -> Iterator[None]:
+    """Give the settings of an HTTP request to the requests that are added within."""
+    settings = {"generation_config": gen_config}
+    if gen_config.stop_strings:
+        settings["tokenizer"] = getattr(processor, "tokenizer", processor)
+    if (seed := _seed.get()) is not None:
+        settings["seed"] = seed
+    token = http_settings.set(settings)
+    try:
+        yield
+    finally:
+        http_settings.reset(token)
 
 
 def _requestwise(base: Any) -> Any:
@@ -67,27 +69,13 @@ def _requestwise(base: Any) -> Any:
             super().init_cb(model, gen_config)
 
         def generate_streaming(self, model: Any, processor: Any, inputs: Any, gen_config: Any, **kwargs: Any) -> Any:
-            return base.generate_streaming(
-                self._for(processor, gen_config), model, processor, inputs, gen_config, **kwargs
-            )
+            with _settings_of(processor, gen_config):
+                return super().generate_streaming(model, processor, inputs, gen_config, **kwargs)
 
         async def generate_non_streaming(
             self, model: Any, processor: Any, inputs: Any, gen_config: Any, **kwargs: Any
         ) -> Any:
-            return await base.generate_non_streaming(
-                self._for(processor, gen_config), model, processor, inputs, gen_config, **kwargs
-            )
-
-        def _for(self, processor: Any, gen_config: Any) -> Any:
-            if not isinstance(self._cb, SpeculativeBatchingManager):  # transformers' own
-                return self
-            settings = {"generation_config": gen_config}
-            if gen_config.stop_strings:
-                settings["tokenizer"] = getattr(processor, "tokenizer", processor)
-            if (seed := _seed.get()) is not None:
-                settings["seed"] = seed
-            view = copy.copy(self)
-            view._cb = _ManagerView(self._cb, settings)
-            return view
+            with _settings_of(processor, gen_config):
+                return await super().generate_non_streaming(model, processor, inputs, gen_config, **kwargs)
 
     return RequestwiseGenerateManager
