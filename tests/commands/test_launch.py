@@ -19,7 +19,7 @@ def calls(monkeypatch):
     seen = []
 
     def app(arguments, prog_name):
-        seen.append((arguments, generate._default_of(None), utils.CBGenerateManager.__name__))
+        seen.append((arguments, generate._default_of(None).assistant, utils.CBGenerateManager.__name__))
         raise SystemExit(3)
 
     monkeypatch.setattr(cli, "app", app)
@@ -42,4 +42,4 @@ def test_errors_are_one_line(calls, capsys):
     assert "a command of transformers is missing" in capsys.readouterr().err
     assert call("transformers", "--assistant", "nonsense", "serve") == 2
     assert "--assistant: " in capsys.readouterr().err
-    assert not calls and not generate._is_globally_enabled()
+    assert not calls and generate._default_of(None) is None
