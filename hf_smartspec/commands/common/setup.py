@@ -86,8 +86,8 @@ class Setup:
         return self._with(range(0, len(self.prompts), -(-len(self.prompts) // num_prompts)))
 
     def _with(self, places: Sequence[int]) -> "Setup":
-        prompts, responses = ([items[place] for place in places] for items in (self.prompts, self.responses or ()))
-        return replace(self, prompts=prompts, responses=responses if self.responses is not None else None)
+        responses = None if self.responses is None else [self.responses[place] for place in places]
+        return replace(self, prompts=[self.prompts[place] for place in places], responses=responses)
 
 
 def load_setups(args: argparse.Namespace) -> list[Setup]:

@@ -65,6 +65,7 @@ def test_shuffled_prompts_keep_their_responses():
         assert all(known[prompt.tobytes()] is response for prompt, response in zip(mixed.prompts, mixed.responses))
         assert orders >= {tuple(item.item() for item in replace(setup, seed=seed).shuffled().responses)}
     assert len(orders) > 2 and all(sorted(order) == [0, 1, 2, 3] for order in orders)
+    assert new_setup().shuffled().responses is None, "they are not known yet"
 
 
 def test_samples_and_merged_data_sets():
