@@ -9,6 +9,7 @@ from ..logprobs import LogprobsRecorder, TokenLogprobs
 from ..outputs import EngineOutput
 from .engine import ServedEngine
 from .errors import ApiError
+from .request.grammar import GrammarProcessor
 from .tokens import TextStream
 
 
@@ -56,6 +57,7 @@ class Answer:
         recorder (`LogprobsRecorder`, *optional*): Records log-probabilities.
         timeout (`float`, *optional*): Seconds after which the request is cancelled.
         namespace (`str`): The caller's namespace.
+        grammar (`GrammarProcessor`, *optional*): Keeps the answer to its form.
     """
 
     def __init__(
@@ -67,9 +69,10 @@ class Answer:
         recorder: LogprobsRecorder | None,
         timeout: float | None,
         namespace: str = "",
+        grammar: GrammarProcessor | None = None,
     ):
         self.request_id, self.prompt, self.namespace = request_id, prompt, namespace
-        self._served, self._text, self._recorder = served, text, recorder
+        self._served, self._text, self._recorder, self._grammar = served, text, recorder, grammar
         self._is_late = self._is_over = False
         loop = asyncio.get_running_loop()
         self._alarm = None if timeout is None else loop.call_later(timeout, self._time_out)
@@ -92,7 +95,8 @@ class Answer:
         dropped.
 
         Raises:
-            ApiError: 504 after the timeout, 503 if the server stops, 500 if the request failed.
+            ApiError: 504 after the timeout, 503 if the server stops, 500 if the request failed, 400 if its form was at
+                fault.
         """
         num_seen = 0
         async with aclosing(self._served.engine.request_id_aiter(self.request_id)) as outputs:
@@ -132,6 +136,8 @@ class Answer:
 
     def _check(self, output: EngineOutput) -> None:
         if output.finish_reason == "error":
+            if self._grammar is not None and self._grammar.error is not None:
+                raise ApiError(400, f"The answer's form takes too much work: {self._grammar.error}", "response_format")
             raise ApiError(500, f"The request failed: {output.error}")
         if output.finish_reason == "cancelled":
             if self._is_late:

@@ -194,8 +194,9 @@ class ServedModel:
         processors = LogitsProcessorList([] if recorder is None else [recorder])
         if settings.presence or settings.frequency:
             processors.append(Penalties(settings.presence, settings.frequency, len(ids)))
-        if prepared.grammar is not None:
-            processors.append(prepared.grammar(len(ids)))
+        grammar = None if prepared.grammar is None else prepared.grammar(len(ids))
+        if grammar is not None:
+            processors.append(grammar)
         if settings.known is not None:
             processors.append(ForcedText(settings.known, len(ids)))
         arguments = settings.arguments | {"max_new_tokens": limit, "assistant": prepared.assistant, "seed": seed}
@@ -214,7 +215,7 @@ class ServedModel:
             raise
         except (TypeError, ValueError, NotImplementedError) as error:
             raise ApiError(400, str(error)) from None
-        return Answer(self, request_id, ids, text, recorder, self.limits.timeout, CALLER.get().namespace)
+        return Answer(self, request_id, ids, text, recorder, self.limits.timeout, CALLER.get().namespace, grammar)
 
     def abort(self, request_id: str, namespace: str) -> None:
         """Drop a request whose client has left."""

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from hf_smartspec.serving.server.errors import ApiError
+from hf_smartspec.serving.server.request import grammar
 from hf_smartspec.serving.server.request.grammar import Grammars, form_of
 
 from .running import running
@@ -75,6 +76,44 @@ def test_a_form_that_is_too_long_is_refused_before_it_is_read(demo):
     grammars = Grammars(demo.tokenizer, demo.model.config.vocab_size, [3])
     with pytest.raises(ApiError, match="at most 262144 are accepted"):
         grammars.processor(form_of(None, {"regex": "a?" * 2**17}))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"regex": "(((a{100}){100}){100}){100}"},
+        {"regex": "a{1000000}"},
+        {"regex": "x[0-9]{3}(((a{100}){100}){100}){100}"},  # with its first tokens, nothing is wrong
+        {"grammar": 'start: L14\nL0: "a"?\n' + "\n".join(f"L{n + 1}: L{n} L{n}" for n in range(14))},
+    ],
+)
+def test_small_forms_that_unfold_to_millions_of_parts_are_refused(server, form):
+    told = server.post("/v1/completions", {"prompt": "a", "max_tokens": 40, "structured_outputs": form})
+    assert told.status_code == 400, told.text
+    assert "<state>" not in told.text and "Parser" not in told.text, "nothing of the library's state"
+    stream = {"prompt": "a", "max_tokens": 40, "structured_outputs": form, "stream": True}
+    assert '"code": 500' not in server.post("/v1/completions", stream).text
+
+
+def test_forms_of_thousands_of_choices_are_small_enough(demo):
+    grammars = Grammars(demo.tokenizer, demo.model.config.vocab_size, [3])
+    for form in (
+        {"choice": [f"choice number {n}" for n in range(5000)]},
+        {"json": {"enum": [f"choice number {n}" for n in range(5000)]}},
+        {"regex": r"[\p{L}\p{N} ]{1,500}"},
+        {"json": {"type": "object", "properties": {"text": {"type": "string", "maxLength": 20_000}}}},
+    ):
+        grammars.processor(form_of(None, form))
+
+
+def test_no_form_is_ready_because_another_tenant_has_used_it(demo, monkeypatch):
+    """Neither its lexer, which grows with every text, nor the time that it takes."""
+    made, limits = [], grammar._limits  # of every compilation
+    monkeypatch.setattr(grammar, "_limits", lambda form: made.append(form) or limits(form))
+    grammars = Grammars(demo.tokenizer, demo.model.config.vocab_size, [3])
+    for _ in range(2):
+        grammars.processor(form_of(None, {"regex": "a+"}))
+    assert len(made) == 2
 
 
 @pytest.mark.parametrize("temperature", [0, 1])

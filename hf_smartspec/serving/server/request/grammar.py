@@ -3,13 +3,12 @@
 import json
 import re
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from typing import Any
 
 import llguidance.hf
 import numpy as np
 import torch
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLParserLimits
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 from ..errors import ApiError
@@ -17,7 +16,11 @@ from ..errors import ApiError
 _ANY_OBJECT = {"type": "object"}
 _FORMS = "json, regex, choice or grammar"
 LAYOUT: Any = {"whitespace_pattern": r"[ \n]?"}  # without it, small models may write blanks without end
-_KEPT = 64  # grammars that are cached
+# A lexer's work while it is compiled: enough for thousands of choices (1 per character) and for classes of Unicode
+# (15,000), while `(((a{100}){100}){100}){100}` would use millions, at 150 MB each.
+_FUEL, _FUEL_PER_CHAR = 30_000, 2
+_STEP_FUEL = 50_000  # the same for one token, in the engine's thread: 20 ms
+_MOST_STATES = 50_000  # of a lexer: about two per character of a string whose length is counted
 MOST_CHARS = 2**18  # of a form, since other requests wait while it is compiled: seconds for a million
 
 
@@ -29,19 +32,25 @@ class GrammarProcessor(LogitsProcessor):
     Args:
         matcher (`LLMatcher`): State of the grammar at the answer's beginning.
         prompt_len (`int`): Tokens before the answer.
+
+    Attributes:
+        error (`str`, *optional*): Why the grammar has failed: following it any further takes too much work.
     """
 
     def __init__(self, matcher: LLMatcher, prompt_len: int):
         self._matcher, self._num_seen = matcher, prompt_len
+        self.error: str | None = None
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         for token in input_ids[0, self._num_seen :].tolist():
             if not self._matcher.is_stopped():
                 self._matcher.consume_token(token)
         self._num_seen = input_ids.shape[1]
+        bias = self._matcher.compute_logit_bias() if not self._matcher.is_error() else b""
         if self._matcher.is_error():
-            raise RuntimeError(f"The grammar failed: {self._matcher.get_error()}")
-        allowed = np.frombuffer(self._matcher.compute_logit_bias(), np.uint8).astype(bool)[: scores.shape[1]]
+            self.error = _reason(self._matcher)
+            raise RuntimeError(f"The grammar failed: {self.error}")
+        allowed = np.frombuffer(bias, np.uint8).astype(bool)[: scores.shape[1]]
         mask = torch.zeros(scores.shape[1], dtype=torch.bool)
         mask[: len(allowed)] = torch.from_numpy(allowed)
         mask = mask.to(scores.device)
@@ -52,7 +61,9 @@ class GrammarProcessor(LogitsProcessor):
 
 class Grammars:
     """
-    Cache of compiled grammars for a model's tokens. It is used from one thread; the first use may take a second.
+    Compiler of grammars for a model's tokens. It is used from one thread; the first use may take a second. Nothing is
+    cached: a lexer grows with the texts that follow it, and a grammar that is ready at once would show that another
+    tenant uses it.
 
     Args:
         tokenizer (`PreTrainedTokenizerBase`): The model's tokenizer.
@@ -64,16 +75,15 @@ class Grammars:
         self._tokenizer = tokenizer
         self._num_tokens, self._eos_token_ids = max(vocab_size, len(tokenizer)), eos_token_ids
         self._llguidance_tokenizer: Any = None
-        self._compiled = lru_cache(_KEPT)(self._compile)
 
     def processor(self, form: str) -> Callable[[int], GrammarProcessor]:
         """
         Return a function that makes a processor for a prompt's length, for a form of `form_of`.
 
         Raises:
-            ApiError: 400, for an invalid grammar.
+            ApiError: 400, for an invalid grammar, and for one that takes too much work.
         """
-        matcher = self._compiled(form)
+        matcher = self._compile(form)
         return lambda prompt_len: GrammarProcessor(matcher.deep_copy(), prompt_len)
 
     def _compile(self, form: str) -> LLMatcher:
@@ -89,12 +99,29 @@ class Grammars:
                 eos_token=self._eos_token_ids or None,
             )
         try:
-            matcher = LLMatcher(self._llguidance_tokenizer, _grammar(kind, value), log_level=0)
+            matcher = LLMatcher(self._llguidance_tokenizer, _grammar(kind, value), log_level=0, limits=_limits(form))
         except Exception as error:  # of several kinds, for invalid schemas
             raise ApiError(400, f"{field}: {error}", field) from None
-        if matcher.is_error():
-            raise ApiError(400, f"{field}: {matcher.get_error()}", field)
+        first = matcher.deep_copy()
+        if not first.is_error():
+            first.compute_logit_bias()  # most of a lexer's work, done here rather than in the engine's thread
+        if first.is_error():
+            raise ApiError(400, f"{field}: {_reason(first)}", field)
         return matcher
+
+
+def _limits(form: str) -> LLParserLimits:
+    return LLParserLimits(
+        initial_lexer_fuel=_FUEL + _FUEL_PER_CHAR * len(form),
+        step_lexer_fuel=_STEP_FUEL,
+        max_lexer_states=_MOST_STATES,
+        verbose_errors=False,
+    )
+
+
+def _reason(matcher: LLMatcher) -> str:
+    """Return llguidance's message without the state or backtrace after it."""
+    return matcher.get_error().partition("\n<")[0]
 
 
 def _grammar(kind: str, value: Any) -> str:
