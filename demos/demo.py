@@ -25,9 +25,9 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 import hf_smartspec
 from compare import Result, all_methods, compare
 from hf_smartspec.commands.common.arguments import DTYPES, UsageError
-from hf_smartspec.commands.common.console import make_console, table
+from hf_smartspec.commands.common.console import environment, make_console, table
 from hf_smartspec.commands.common.cost_matched import enlarge
-from hf_smartspec.commands.common.equality import find_differences
+from hf_smartspec.commands.common.exactness import find_differences
 from hf_smartspec.commands.common.models import (
     check_device,
     encode,
@@ -39,7 +39,6 @@ from hf_smartspec.commands.common.models import (
 )
 from hf_smartspec.commands.common.outputs import check_output
 from hf_smartspec.commands.common.runs import Decoding, decode_plainly, decode_speculatively
-from hf_smartspec.commands.common.timing import environment
 
 HERE = Path(__file__).resolve().parent
 _NUM_PARAMETERS = 200e6  # what the embedded target costs, so that its speed says something about real models
