@@ -14,10 +14,10 @@ Series = Mapping[str, Mapping[float, float]]  # by label: y by x
 class Panel(NamedTuple):
     """
     Args:
-        title, x, y (`str`): Its title, and the labels of its axes.
-        series (mapping): The y values by x of each label.
-        is_log (`bool`): Whether the x axis is logarithmic.
-        starred (mapping): The x of a label's point that gets a star.
+        title, x, y (`str`): Above, below and beside it.
+        series (mapping): By label, y by x.
+        is_log (`bool`): Whether x is.
+        starred (mapping): By label, an x whose point gets a star.
     """
 
     title: str
@@ -38,9 +38,7 @@ def plot_lines(path: Path, panels: Sequence[Panel], title: str = "", is_from_zer
                 if label in panel.starred:
                     x = panel.starred[label]
                     axis.plot(x, values[x], marker="*", markersize=12, color=line.get_color())
-            axis.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)
-            if panel.is_log:
-                axis.set_xscale("symlog", linthresh=10)  # which has a place for 0
+            axis.set(title=panel.title, xlabel=panel.x, ylabel=panel.y, xscale="log" if panel.is_log else "linear")
             axis.grid(alpha=0.3)
             if is_from_zero:
                 from_zero(axis)

@@ -4,12 +4,9 @@ import argparse
 import gc
 import json
 import math
-import signal
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +20,7 @@ from hf_smartspec.commands.common.console import environment, make_console, trac
 from hf_smartspec.commands.common.outputs import check_output, replace_json
 
 from .claims import Claim, exit_status, print_claims
+from .deadline import OutOfTimeError, stopping_after
 from .tables import Column, Row, Rows, lines_of, print_lines
 
 _GRACE = 10.0  # seconds that a measurement may take beyond its section's end
@@ -43,17 +41,17 @@ class Section:
     Measurements that belong together.
 
     Args:
-        name (`str`): Key of its results.
-        cases (`Callable`): Returns the measurements in order; models that they need are loaded when they are measured.
-        columns (sequence of `Column`): Columns of its table.
-        title, first (`str`): Title of the table, and heading of its column of names.
-        share (`float`): Its share of the time of all sections, in any unit; unused time passes to the next section.
-        may_overrun (`bool`): Whether a running measurement may end a little late.
+        name (`str`): Under which its results are kept.
+        cases (`Callable`): Makes them, in order; what they need is made when they are measured.
+        columns (sequence of `Column`): Of the table that shows them.
+        title, first (`str`): Of the table and of its column of names.
+        share (`float`): Of the time of all sections, in any unit; what one leaves is the next one's.
+        may_overrun (`bool`): Whether a measurement that has begun may end a little late.
         turns (`int`): How often each case is measured, in turns, so that a change of the machine's load meets all.
         summary (`Callable`): A case's row, from those of its turns.
-        claims (`Callable`): Returns claims about the rows.
+        claims (`Callable`): What is to hold in the rows.
         show (`Callable`): Prints the rows in place of the table.
-        note (`str`): Text below the table.
+        note (`str`): Below the table.
     """
 
     name: str
@@ -73,10 +71,10 @@ class Section:
 class Session:
     """
     Args:
-        report (`dict`): Earlier results, to which new ones are added: "results" by section and case, "skipped" and
+        report (`dict`): What is known already, and what will be: "results" by section and case, "skipped" and
             "failures" by "section: case".
         path (`Path`, *optional*): A JSON file that holds the report, written anew after every measurement.
-        seconds (`float`): Time limit of all sections.
+        seconds (`float`): For everything.
     """
 
     def __init__(self, report: dict[str, Any], path: Path | None = None, seconds: float = math.inf):
@@ -197,10 +195,10 @@ def new_session(
     Return the session of a command, which goes on with the file of --json where it is asked to.
 
     Args:
-        args (`Namespace`): The command's arguments, those of `add_session_arguments` among them.
-        about (mapping, *optional*): Further conditions of the figures: runs under others cannot be resumed.
-        free (sequence of `str`): Arguments that only choose measurements; a resumed run may have others.
-        known: Further entries of a new report.
+        args (`Namespace`): With what `add_session_arguments` has added.
+        about (mapping, *optional*): What the figures depend on besides.
+        free (sequence of `str`): Further arguments that only choose what is measured: a run may be resumed with others.
+        known: What else the report begins with.
     """
     check_output(args.json)
     command = json.loads(json.dumps(command_of(args), default=str))  # as the file will have it
@@ -248,27 +246,3 @@ def resumed(path: Path, report: dict[str, Any]) -> dict[str, Any]:
     if known != (report["environment"], report["is_smoke"]):
         raise UsageError(f"--resume: {str(path)!r} was measured on another machine, or with other versions or options")
     return found | {"command": report["command"]}
-
-
-class OutOfTimeError(BaseException):
-    """A measurement was stopped. No `Exception`: nothing on its way takes it for a failure of its own."""
-
-
-@contextmanager
-def stopping_after(seconds: float) -> Iterator[None]:
-    """Raise `OutOfTimeError` in the block as soon as Python runs again after that time; main threads only can."""
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or not hasattr(signal, "setitimer") or seconds == math.inf:
-        yield
-        return
-
-    def stop(*_: object) -> None:
-        raise OutOfTimeError
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.1))
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)

@@ -32,12 +32,15 @@ class SeenLines:
             run is up to `MOST_TOKENS` tokens that attend to lines of one row and are computed together.
         nodes (`np.ndarray` of shape `[2, N]`, int64, *optional*): Lines and bits: from its line on, each token attends
             only to lines with a set bit; to all, where the bits are -1.
+        prefixes (`np.ndarray` of shape `[2, N]`, int64, *optional*): First line and number of the lines that each token
+            attends to before these: a prefix that rows share. Tokens with one attend to all lines of their row.
     """
 
     firsts: np.ndarray
     counts: np.ndarray
     runs: np.ndarray
     nodes: np.ndarray | None = None
+    prefixes: np.ndarray | None = None
     # Computed once, not in every layer:
     addresses: list[int] = field(init=False)
     most_tokens: int = field(init=False)
@@ -46,13 +49,15 @@ class SeenLines:
 
     def __post_init__(self) -> None:
         nodes = (None, None) if self.nodes is None else self.nodes
-        arrays = self.runs, self.firsts, self.counts, *nodes
+        prefixes = (None, None) if self.prefixes is None else self.prefixes
+        arrays = self.runs, self.firsts, self.counts, *nodes, *prefixes
         own = vars(self)  # fields of a frozen class cannot be assigned
         own["addresses"] = [0 if array is None else array.ctypes.data for array in arrays]
         own["most_tokens"] = int(np.diff(self.runs).max())  # in a run
-        own["num_seen"] = int(self.counts.sum())
+        counts = self.counts if self.prefixes is None else self.counts + self.prefixes[1]
+        own["num_seen"] = int(counts.sum())
         # A run reads more lines than one token: windows of its tokens may begin at successive lines.
-        own["most_lines"] = int(self.counts.max()) + self.most_tokens
+        own["most_lines"] = int(counts.max()) + self.most_tokens
 
 
 def can_attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None = None) -> bool:
@@ -80,7 +85,6 @@ def few_token_attention(
     values: torch.Tensor,
     lines: SeenLines,
     scale: float | None = None,
-    lses: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
     Compute attention of tokens, each over neighbouring lines, for arguments that pass `can_attend`.
@@ -90,7 +94,6 @@ def few_token_attention(
         keys, values (`torch.Tensor` of shape `[lines, kv_heads, head_dim]`): Keys and values of all rows.
         lines (`SeenLines`): Lines that the tokens attend to.
         scale (`float`, *optional*): Factor of scores, above 0; `head_dim ** -0.5` where not given.
-        lses (`torch.Tensor` of shape `[N, heads]`, float32, *optional*): Filled with the log-sum-exps of scores.
 
     Returns:
         `torch.Tensor` of shape `[N, heads, head_dim]`. A token's result does not depend on the others.
@@ -101,11 +104,11 @@ def few_token_attention(
     num_threads = 1 if lines.num_seen * kv_heads * size <= _SMALL else torch.get_num_threads()
     parts, own = division(lines, heads, kv_heads, size, num_threads)
     scratch = queries.new_empty(num_threads * own, dtype=torch.float32)
-    runs, firsts, counts, nodes, bits = lines.addresses
+    runs, *others = lines.addresses
     run_operator(
-        queries.dtype, ATTEND, num_threads, num_runs, runs, parts, kv_heads, heads // kv_heads, size, firsts, counts,
-        nodes, bits, queries.data_ptr(), keys.data_ptr(), values.data_ptr(), outputs.data_ptr(),
-        0 if lses is None else lses.data_ptr(), scratch.data_ptr(), own, size**-0.5 if scale is None else scale,
+        queries.dtype, ATTEND, num_threads, num_runs, runs, parts, kv_heads, heads // kv_heads, size, *others,
+        queries.data_ptr(), keys.data_ptr(), values.data_ptr(), outputs.data_ptr(), scratch.data_ptr(), own,
+        size**-0.5 if scale is None else scale,
     )  # fmt: skip
     return outputs
 
@@ -116,6 +119,8 @@ def division(lines: SeenLines, heads: int, kv_heads: int, size: int, num_threads
     a thread needs.
     """
     parts = min(-(-2 * num_threads // (len(lines.runs) - 1)), kv_heads) if num_threads > 1 else 1
+    if lines.prefixes is not None:  # a prefix is read for one head of all rows, then for the next
+        parts = kv_heads
     return parts, lines.most_tokens * scratch_size(-(-kv_heads // parts) * (heads // kv_heads), size, lines.most_lines)
 
 

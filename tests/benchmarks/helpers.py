@@ -1,4 +1,4 @@
-"""Helpers of the tests of benches."""
+"""What tests of benches share."""
 
 from benchmarks import __main__ as benches
 

@@ -59,14 +59,33 @@ def test_results_are_those_of_torch(kv_heads, groups, size, dtype):
     keys, values = (numbers(5 * _STRIDE + shift, kv_heads, size).to(dtype)[shift:] for shift in (0, 1))
     queries = numbers(6, kv_heads * groups, size).to(dtype)
     for scale in (None, 0.3):
-        lses = torch.empty(6, kv_heads * groups)
-        found = few_token_attention(queries, keys, values, lines, scale, lses)
+        found = few_token_attention(queries, keys, values, lines, scale)
         assert found.dtype == dtype
         assert_close(found, by_masks(queries, keys, values, lines, scale), dtype)
-        for token, (first, count) in enumerate(zip(lines.firsts, counts)):
-            own = keys[first : first + count].double().repeat_interleave(groups, 1)
-            scores = torch.einsum("hd,lhd->hl", queries[token].double(), own) * (scale or size**-0.5)
-            assert_close(lses[token], scores.logsumexp(dim=1), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kv_heads", [1, 3])
+def test_rows_that_share_a_prefix_get_the_bits_of_rows_that_share_nothing(kv_heads, dtype):
+    """Wherever it lies, whatever its length; trees after it, too."""
+    keys, values = (numbers(6 * _STRIDE + shift, kv_heads, 32).to(dtype)[shift:] for shift in (0, 1))
+    queries, rows = numbers(9, 2 * kv_heads, 32).to(dtype), np.array([0, 1, 2, 2, 3, 3, 3, 3, 3])
+    counts, bits = np.array([1, 40, 3, 4, 10, 11, 12, 13, 14]), np.array([-1] * 5 + [1, 0b11, 0b101, 0b1011])
+    for length in (1, 31, 32, 33, 70, 0):
+        prefixes = np.array([5 * _STRIDE, length])[:, None] * (rows != 1)  # one row shares nothing
+        firsts = rows * _STRIDE
+        nodes = np.stack([firsts + 10, bits])
+        shared = SeenLines(firsts, counts, runs_of(rows), nodes, prefixes)
+        own_keys, own_values = (torch.zeros(4 * 2 * _STRIDE, kv_heads, 32, dtype=dtype) for _ in range(2))
+        for row, first in enumerate(range(0, 8 * _STRIDE, 2 * _STRIDE)):
+            num = length * (row != 1)
+            for own, memory in ((own_keys, keys), (own_values, values)):
+                own[first : first + num] = memory[5 * _STRIDE : 5 * _STRIDE + num]
+                own[first + num : first + num + _STRIDE] = memory[row * _STRIDE : (row + 1) * _STRIDE]
+        nodes = np.stack([2 * firsts + prefixes[1] + 10, bits])
+        alone = SeenLines(2 * firsts, counts + prefixes[1], runs_of(rows), nodes)
+        found = few_token_attention(queries, keys, values, shared)
+        assert torch.equal(found, few_token_attention(queries, own_keys, own_values, alone))
 
 
 @st.composite

@@ -24,7 +24,7 @@ _MAX_QUEUE = 4096  # has room for all of an attack
 class TenantServer(NamedTuple):
     """
     Args:
-        url (`str`): Its address, on loopback.
+        url (`str`): Where it listens, on loopback.
         keys (list of `str`): One for each tenant.
     """
 

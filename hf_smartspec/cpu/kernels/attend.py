@@ -1,7 +1,5 @@
 """Attention of a few tokens, each over neighbouring lines of keys and values."""
 
-from math import log
-
 import numpy as np
 
 from ...jit import inner
@@ -19,16 +17,17 @@ from .tiles import MOST_SUMS, add_weighted, tile
 #   from that one to its own.
 # nodes, bits: 0, or addresses of int64 `[tokens]`: from line `nodes` on, a token attends only to lines with a set bit.
 # queries, outputs, keys, values: addresses of `[tokens, heads, size]` twice and `[lines, kv_heads, size]` twice.
-# lses: 0, or the address of float32 `[tokens, heads]`, where log-sum-exps are stored.
+# prefixes, prefix_counts: 0, or addresses of int64 `[tokens]`: the first line, and the number of lines, that each token
+#   attends to before these; the same for all tokens of a run.
 # scratch: address of `scratch_size` float32 for each thread.
 ATTEND_FIELDS = tuple(
-    "next threads num_runs runs parts kv_heads groups size firsts counts nodes bits queries keys values outputs "
-    "lses scratch scratch_size scale".split()
+    "next threads num_runs runs parts kv_heads groups size firsts counts nodes bits prefixes prefix_counts queries "
+    "keys values outputs scratch scratch_size scale".split()
 )
 (
-    _NEXT, _THREADS, _NUM_RUNS, _RUNS, _PARTS, _KV_HEADS, _GROUPS, _SIZE, _FIRSTS, _COUNTS, _NODES, _BITS, _QUERIES,
-    _KEYS, _VALUES, _OUTPUTS, _LSES, _SCRATCH, _SCRATCH_SIZE, _SCALE,
-) = range(20)  # fmt: skip
+    _NEXT, _THREADS, _NUM_RUNS, _RUNS, _PARTS, _KV_HEADS, _GROUPS, _SIZE, _FIRSTS, _COUNTS, _NODES, _BITS, _PREFIXES,
+    _PREFIX_COUNTS, _QUERIES, _KEYS, _VALUES, _OUTPUTS, _SCRATCH, _SCRATCH_SIZE, _SCALE,
+) = range(21)  # fmt: skip
 MOST_TOKENS = 8  # tokens of a run
 _BLOCK = 32  # lines that are read for all heads and tokens before the next ones are
 
@@ -77,9 +76,12 @@ def _scratch(a):
 
 @inner
 def _share(a, number):
-    """Return a run, and the range of its key/value heads that work item `number` covers."""
-    part, parts = number % a[_PARTS], a[_PARTS]
-    return number // parts, a[_KV_HEADS] * part // parts, a[_KV_HEADS] * (part + 1) // parts
+    """
+    Return a run, and the range of its key/value heads that work item `number` covers. Runs with the same heads follow
+    one another, so that lines of a prefix that several rows share are still in the cache.
+    """
+    part, parts = number // a[_NUM_RUNS], a[_PARTS]
+    return number % a[_NUM_RUNS], a[_KV_HEADS] * part // parts, a[_KV_HEADS] * (part + 1) // parts
 
 
 @inner
@@ -100,37 +102,51 @@ def _attend(a, run, begin, end, scale, queries, keys, values, results):
     first, last = firsts[first_token], firsts[first_token] + counts[first_token]
     for token in range(first_token + 1, last_token):
         first, last = min(first, firsts[token]), max(last, firsts[token] + counts[token])
-    num, num_queries = last - first, (last_token - first_token) * (end - begin) * groups
+    prefix, shared = 0, 0
+    if a[_PREFIXES]:
+        prefix, shared = int64_at(a[_PREFIXES])[first_token], int64_at(a[_PREFIX_COUNTS])[first_token]
+    num, num_queries = shared + last - first, (last_token - first_token) * (end - begin) * groups
     scores = ahead(results, num_queries * size)
+    for block in range(prefix, prefix + shared, _BLOCK):
+        for token in range(first_token, last_token):
+            high, query = min(block + _BLOCK, prefix + shared), (token - first_token) * (end - begin) * groups
+            for head in range(begin, end):
+                own = ahead(scores, (query + (head - begin) * groups) * num - prefix)
+                _score(a, token, head, block, high, prefix + shared, num, queries, keys, own)
     for block in range(first, last, _BLOCK):
         for token in range(first_token, last_token):
             low, high = max(block, firsts[token]), min(block + _BLOCK, firsts[token] + counts[token])
             query = (token - first_token) * (end - begin) * groups
             for head in range(begin, end):
-                own = ahead(scores, (query + (head - begin) * groups) * num - first)
+                own = ahead(scores, (query + (head - begin) * groups) * num + shared - first)
                 _score(a, token, head, low, high, last, num, queries, keys, own)
     for token in range(first_token, last_token):
         start = (token - first_token) * (end - begin) * groups
         for query in range((end - begin) * groups):
+            # Rows with a prefix attend to all of their lines, so that these follow those of the prefix.
             own = ahead(scores, (start + query) * num + firsts[token] - first)
-            _hide(a, token, own, _UNLIKELY)
-            highest, total = _exponentiate(own, counts[token], scale)
+            _hide(a, token, ahead(own, shared), _UNLIKELY)
+            total = _exponentiate(own, shared + counts[token], scale)
             share = _ONE / np.float32(total)
-            for line in range(counts[token]):
+            for line in range(shared + counts[token]):
                 own[line] *= share
-            _hide(a, token, own, _ZERO)
-            if a[_LSES]:
-                place = (token * a[_KV_HEADS] + begin) * groups + query
-                float32_at(a[_LSES])[place] = np.float32(highest * scale + log(total))
+            _hide(a, token, ahead(own, shared), _ZERO)
     for index in range(num_queries * size):
         results[index] = _ZERO
+    for block in range(prefix, prefix + shared, _BLOCK):
+        for token in range(first_token, last_token):
+            high, query = min(block + _BLOCK, prefix + shared), (token - first_token) * (end - begin) * groups
+            for head in range(begin, end):
+                own = query + (head - begin) * groups
+                weights, sums = ahead(scores, own * num - prefix), ahead(results, own * size)
+                _add(a, head, block, high, num, weights, values, sums)
     for block in range(first, last, _BLOCK):
         for token in range(first_token, last_token):
             low, high = max(block, firsts[token]), min(block + _BLOCK, firsts[token] + counts[token])
             query = (token - first_token) * (end - begin) * groups
             for head in range(begin, end):
                 own = query + (head - begin) * groups
-                weights, sums = ahead(scores, own * num - first), ahead(results, own * size)
+                weights, sums = ahead(scores, own * num + shared - first), ahead(results, own * size)
                 _add(a, head, low, high, num, weights, values, sums)
 
 
@@ -177,9 +193,7 @@ def _add(a, head, low, high, num, weights, values, sums):
 
 @inner
 def _exponentiate(scores, num, scale):
-    """
-    Replace scores by exponentials of their scaled distance to the highest; return that score and the exponentials' sum.
-    """
+    """Replace scores by exponentials of their scaled distance to the highest; return the exponentials' sum."""
     highest = scores[0]
     for line in range(1, num):
         highest = max(highest, scores[line])
@@ -188,7 +202,7 @@ def _exponentiate(scores, num, scale):
     total = 0.0
     for line in range(num):
         total += scores[line]
-    return highest, total
+    return total
 
 
 @inner

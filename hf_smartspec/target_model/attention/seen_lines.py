@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from ...cpu.attention import MOST_WIDTH, SeenLines, runs_of
-from ..layout.shared_prefix import SharedPart
 from ..layout.step_layout import PaddedPart, StepLayout
 
 
@@ -36,14 +35,11 @@ def lines_of(layout: StepLayout, parts: Sequence[PaddedPart], window: int | None
                     nodes[:, part.tokens.start - first : part.tokens.stop - first] = part.seen_nodes
             nodes[0] += firsts
         assert counts.min() > 0, "every token attends to its own line"
-        layout.seen[key] = SeenLines(firsts + begins, counts - begins, runs_of(firsts), nodes)
+        prefixes = None
+        if layout.shared:
+            prefixes = np.zeros((2, len(layout.firsts)), np.int64)
+            for shared in layout.shared:
+                prefixes[:, shared.tokens.numpy()] = [[shared.first_line], [shared.num_columns]]
+            prefixes = prefixes[:, first:last].copy()
+        layout.seen[key] = SeenLines(firsts + begins, counts - begins, runs_of(firsts), nodes, prefixes)
     return layout.seen[key]
-
-
-def lines_of_shared(layout: StepLayout, shared: SharedPart) -> SeenLines:
-    """Return the lines of a shared prefix, all of which its tokens attend to."""
-    if shared not in layout.seen:
-        num = len(shared.tokens)
-        firsts, counts = np.full(num, shared.first_line), np.full(num, shared.num_columns)
-        layout.seen[shared] = SeenLines(firsts, counts, runs_of(np.zeros(num, np.int64)))
-    return layout.seen[shared]

@@ -1,6 +1,7 @@
 """
 Attention of rows that share a prefix, in two pieces: the queries of all these rows over the prefix, which is read once,
-and each row's queries over its own lines. The pieces are merged by their log-sum-exps.
+and each row's queries over its own lines. The pieces are merged by their log-sum-exps. Compiled attention of few tokens
+takes both in one pass, so that its sums are those of rows that share nothing.
 """
 
 import torch
@@ -9,7 +10,7 @@ from ...cpu.attention import can_attend, few_token_attention
 from ..layout.shared_prefix import SharedPart
 from ..layout.step_layout import PaddedPart, StepLayout
 from .folding import fold, unfold, unpad
-from .seen_lines import has_few_tokens, lines_of, lines_of_shared
+from .seen_lines import has_few_tokens, lines_of
 
 _flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -25,7 +26,7 @@ def shared_attention(
     """Compute `packed_attention` of a step with shared prefixes, for layers without window, soft cap or bias."""
     have_few = all([has_few_tokens(part, None) for part in layout.parts])
     if have_few and not dropout and can_attend(packed, key, value, scaling):
-        return _few_token_attention(packed, key, value, layout, scaling)
+        return few_token_attention(packed, key, value, lines_of(layout, layout.parts, None), scaling)
     outputs, lses = [], []
     for part in layout.parts:
         own = packed if len(layout.parts) == 1 else packed[part.tokens]
@@ -35,20 +36,6 @@ def shared_attention(
     output, lse = (outputs[0], lses[0]) if len(outputs) == 1 else (torch.cat(outputs), torch.cat(lses))
     for shared in layout.shared:
         _merge(output, lse, *_of_shared(packed, key, value, shared, scaling, dropout), shared.tokens)
-    return output
-
-
-def _few_token_attention(
-    packed: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: StepLayout, scaling: float | None
-) -> torch.Tensor:
-    """Compute the same in compiled code, for rows that have few tokens."""
-    lse = packed.new_empty(packed.shape[:2], dtype=torch.float32)
-    output = few_token_attention(packed, key, value, lines_of(layout, layout.parts, None), scaling, lse)
-    for shared in layout.shared:
-        own = packed if len(shared.tokens) == len(packed) else packed.index_select(0, shared.tokens)
-        own_lse = lse.new_empty(own.shape[:2])
-        other = few_token_attention(own, key, value, lines_of_shared(layout, shared), scaling, own_lse)
-        _merge(output, lse[..., None], other, own_lse[..., None], shared.tokens)
     return output
 
 

@@ -27,7 +27,7 @@ Tables = tuple[torch.Tensor, torch.Tensor]
 _LEAST = 16  # tokens for which programs have room
 # Fields that are set before every forward.
 _ROTATE = "keys values lines dim cos sin".split()
-_ATTEND = "keys values scratch num_runs parts scratch_size runs firsts counts nodes bits".split()
+_ATTEND = "keys values scratch num_runs parts scratch_size runs firsts counts nodes bits prefixes prefix_counts".split()
 
 
 @dataclass
@@ -58,8 +58,8 @@ class CompiledDecoder:
         return (
             is_plain(layout.tokens)
             and layout.tokens.shape[1] <= most_tokens(self.dtype)
-            and not layout.shared
             and layout.encoded is None
+            and not layout.is_padded  # as on GPUs
             and all(has_few_tokens(part, window) for window in self._windows for part in layout.parts)
         )
 

@@ -170,6 +170,8 @@ class Fused:
             return None
         parameters: dict[str, Any] = self._modules[0]()._parameters  # type: ignore[union-attr]
         weight: torch.Tensor = parameters["weight"]
+        if len(self._modules) == 1:
+            return weight, parameters["bias"]
         return weight.as_strided(self._shape, (self._shape[1], 1)), self._vector(parameters["bias"])
 
     def _product(self, x: torch.Tensor, module: Any, with_neighbours: bool) -> torch.Tensor:

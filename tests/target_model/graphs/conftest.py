@@ -4,7 +4,7 @@ import pytest
 
 from hf_smartspec.target_model.attention import tree_attention as attention
 from hf_smartspec.target_model.graphs import recorder
-from hf_smartspec.target_model.written import parts
+from hf_smartspec.target_model.written import decoder, parts
 
 from ...recorder import OperationRecorder
 
@@ -19,7 +19,8 @@ def recorders(monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(recorder, "_RECORDERS", {"cpu": make})
-    for name in ("can_multiply", "can_norm"):  # what torch does not dispatch is not recorded
+    for name in ("can_multiply", "can_norm", "can_gate"):  # what torch does not dispatch is not recorded
         monkeypatch.setattr(parts, name, lambda *args: False)
     monkeypatch.setattr(attention, "can_attend", lambda *args: False)
+    monkeypatch.setattr(decoder, "can_compile", lambda plan: False)
     return made

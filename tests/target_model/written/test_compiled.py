@@ -15,7 +15,7 @@ from hf_smartspec.target_model.written import compiled as compiled_module
 from hf_smartspec.target_model.written import packed_forward, written_decoder
 
 from ...models import new_model
-from .test_written import logits_of
+from .test_written import TREE, logits_of
 
 pytestmark = pytest.mark.skipif(not has_kernels(torch.float32), reason="there is no compiled code for this CPU")
 
@@ -126,6 +126,25 @@ def test_chains_in_windows(name, programs):
         found.append(torch.cat([*logits, item.forward([RowInput(row, np.arange(5, 6))])[0]]))
     assert programs == [22, 1]
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_share_a_prefix(dtype, programs):
+    """With the bits of rows that share nothing."""
+    model = model_of("llama", dtype)
+    forward, text = tried(model), np.arange(3, 43)
+    base, alone = forward.add(), forward.add()
+    forward.forward([RowInput(base, text), RowInput(alone, np.append(text, [9, 11]))])
+    sharers = [forward.add() for _ in range(2)]
+    for row in sharers:
+        row.prefix_row, row.prefix_len, row.length = base, len(text), len(text)
+    programs.clear()
+    forward.forward([RowInput(row, np.array([9, 11])) for row in sharers])
+    items = [RowInput(row, np.array([13]), TREE) for row in (*sharers, alone)]
+    logits, offsets = forward.forward(items)
+    assert programs == [4, 15]
+    first, second, expected = (logits[start : start + 5] for start in offsets)
+    assert torch.equal(first, expected) and torch.equal(second, expected)
 
 
 def test_several_callers_at_the_same_time():

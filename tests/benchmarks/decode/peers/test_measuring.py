@@ -1,4 +1,4 @@
-"""Comparisons of the peers' answers; `test_command.py` has them measured."""
+"""What is made of the peers' answers; `test_command.py` has them measured."""
 
 import pytest
 

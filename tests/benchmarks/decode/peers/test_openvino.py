@@ -1,4 +1,4 @@
-"""Files for OpenVINO: arrays, and the graph made of them, where OpenVINO is installed."""
+"""What OpenVINO reads: arrays, and the graph made of them, where OpenVINO is installed."""
 
 import json
 

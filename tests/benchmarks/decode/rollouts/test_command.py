@@ -10,7 +10,8 @@ pytest.importorskip("trl")
 
 import hf_smartspec
 from benchmarks.decode.rollouts import command, runs
-from benchmarks.decode.rollouts.runs import PairedRollouts, Run, arithmetic
+from benchmarks.decode.rollouts.rewards import arithmetic
+from benchmarks.decode.rollouts.runs import PairedRollouts, Run
 from hf_smartspec.commands.common.cost_matched import copy_weights, enlarge
 from tests.covering import exhaustive
 
@@ -55,7 +56,7 @@ def test_training_is_the_same_with_every_assistant(folder, problems, tmp_path, c
 
 
 def test_what_changes_training_is_found(folder, problems, monkeypatch, capsys):
-    """Weights that are changed without the trainer, in one of the runs."""
+    """Weights that are moved behind the trainer's back, in one of the runs."""
     end = PairedRollouts.end
 
     def disturbed(rollouts):
