@@ -27,6 +27,9 @@ from .request.sampling import Settings, eos_ids
 from .tokens import KNOWN_NODES, ForcedText, KnownText, Penalties, StopTexts, TextStream
 
 Result = TypeVar("Result")
+_MOST_CHARS = 2**21  # of a text for a model without a maximum context length
+_CHARS_PER_TOKEN = 8  # more than texts have on average
+_SPARE_TOKENS = 64  # by which the beginning of a text may have more tokens than the same part within the whole text
 
 
 class _Prepared(NamedTuple):
@@ -62,7 +65,7 @@ class ServedModel:
         given = [value for value in (limits.max_model_len, own.num_positions) if value is not None]
         self.max_model_len = min(given, default=None)
         longest = max(map(len, self.tokenizer.get_vocab()))
-        self.max_chars = None if self.max_model_len is None else self.max_model_len * longest
+        self.max_chars = _MOST_CHARS if self.max_model_len is None else self.max_model_len * longest
         self.open = OpenRequests(limits, max_batch_size)
         self._vocab_size = own.vocab_size
         self._grammars = Grammars(self.tokenizer, own.vocab_size, eos_ids(self.model.generation_config))
@@ -99,18 +102,30 @@ class ServedModel:
         Return the token ids of a text.
 
         Raises:
-            ApiError: 400, for a text with more characters than the context's number of longest tokens has. Encoding it
-                would only keep other requests waiting.
+            ApiError: 400, for a text with more characters than the context's number of longest tokens has, or whose
+                beginning has more tokens than the context. Encoding it would only keep other requests waiting.
         """
         self._check_chars(len(text), field)
+        if self.max_model_len is not None and len(text) > _CHARS_PER_TOKEN * self.max_model_len:
+            first = self.tokenizer(text[: _CHARS_PER_TOKEN * self.max_model_len], add_special_tokens=False).input_ids
+            if len(first) > self.max_model_len + _SPARE_TOKENS:
+                raise ApiError(
+                    400,
+                    f"{field}: its {len(text)} characters have more tokens than the maximum context length of "
+                    f"{self.max_model_len}",
+                    param=field,
+                    code="context_length_exceeded",
+                )
         return list(self.tokenizer(text, add_special_tokens=add_special_tokens).input_ids)
 
     def _check_chars(self, num_chars: int, field: str) -> None:
-        if self.max_chars is not None and num_chars > self.max_chars:
+        if num_chars > self.max_chars:
+            most = (
+                "" if self.max_model_len is None else f" for the maximum context length of {self.max_model_len} tokens"
+            )
             raise ApiError(
                 400,
-                f"{field}: {num_chars} characters are too many for the maximum context length of {self.max_model_len} "
-                f"tokens: at most {self.max_chars} are accepted",
+                f"{field}: {num_chars} characters are too many{most}: at most {self.max_chars} are accepted",
                 param=field,
                 code="context_length_exceeded",
             )

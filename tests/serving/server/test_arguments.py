@@ -111,6 +111,19 @@ def test_schemas_that_unfold_without_an_end_are_left_as_they_are():
     assert with_types(None) is None
 
 
+@pytest.mark.parametrize(
+    ("types", "expected"),
+    [
+        (["integer"] * 70_000, {"type": ["integer"]}),
+        (["number", "integer"] * 70_000, {"type": ["number", "integer"]}),
+        ([f"type {n}" for n in range(70_000)], {"$ref": "#"}),
+    ],
+)
+def test_types_are_counted_where_nothing_is_unfolded(types, expected):
+    (typed,) = with_types(tools_of({"type": types}))
+    assert typed["function"]["parameters"]["properties"] == {"x": expected}
+
+
 @pytest.mark.parametrize("number", [10, 1000])
 def test_a_small_schema_takes_no_more_work_than_a_large_one(monkeypatch, number):
     """It refers to itself in every part of a union, however many there are."""

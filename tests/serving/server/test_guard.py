@@ -233,6 +233,24 @@ def test_texts_that_no_context_holds_are_refused_before_they_are_read(server):
     assert is_idle(server)
 
 
+def test_of_texts_with_too_many_tokens_the_beginning_is_encoded_alone(server, monkeypatch):
+    served, encoded = server.models["demo"], []
+    encode = type(served.tokenizer).__call__
+
+    def counted(tokenizer, text, *args, **kwargs):
+        encoded.append(len(text))
+        return encode(tokenizer, text, *args, **kwargs)
+
+    monkeypatch.setattr(type(served.tokenizer), "__call__", counted)
+    refused = server.post("/v1/completions", {"prompt": "1, 2; " * (served.max_chars // 6)})
+    assert refused.status_code == 400 and refused.json()["error"]["code"] == "context_length_exceeded"
+    assert encoded == [8 * served.max_model_len] and encoded[0] < served.max_chars
+    monkeypatch.setattr(served, "max_model_len", None)
+    assert server.post("/tokenize", {"prompt": "a" * (served.max_chars + 1)}).status_code == 400, (
+        "without positions too"
+    )
+
+
 def test_nonsense_harms_nobody(server, demo):
     headers = {"Content-Type": "application/json"}
     for content in (b"", b"{", b"\xff\xfe", b"null", b'{"messages": NaN}', b"[" * 100_000, b'{"a": 1e999}'):

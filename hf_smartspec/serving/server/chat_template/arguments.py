@@ -18,6 +18,7 @@ _FREE = frozenset(["type", "title", "description", "default", "examples", "nulla
 _NOT_READ = ("$ref", "allOf", "not", "if", "enum", "const", *_UNIONS)  # keys that restrict values without a type
 _DEEPEST, _MOST = 32, 2**16  # levels of a schema, and keys and items of all schemas of a request, that are unfolded
 _LONGEST_REFERENCE = 2**10  # characters
+_MOST_TYPES = 32  # different ones of a schema
 _UNRESOLVED = {"$ref": "#"}  # in place of a schema that unfolds to more: declares no type, and cannot be forced
 
 
@@ -88,7 +89,11 @@ def _declared(value: Any, schema: Mapping[str, Any], budget: _Budget, depth: int
         budget.charge(parts[0])
         del value["allOf"]
         return _declared(parts[0] | value, schema, budget, depth + 1)
-    has_type = bool(_own_types(value))
+    has_type = bool(own := _own_types(value))
+    if isinstance(value.get("type"), list):  # the parser reads it at every call, in the event loop
+        value["type"] = list(dict.fromkeys(own))
+        if len(value["type"]) > _MOST_TYPES:
+            raise _TooLargeError
     for name in _UNIONS:
         if parts := _parts(value, name):
             declared = [_declared(part, schema, budget, depth + 1) for part in parts]
