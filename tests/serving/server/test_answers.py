@@ -3,14 +3,17 @@
 import asyncio
 import copy
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
 import torch
 
 from hf_smartspec.sampling.noise import row_seed
+from hf_smartspec.serving.server.handlers import streaming
 
-from .running import Running, Served, running
+from .running import TIMEOUT, Running, Served, running
 
 QUESTION = "Write a Python function that adds two numbers."
 MESSAGES = [{"role": "user", "content": QUESTION}]
@@ -317,3 +320,38 @@ def test_models_tokens_and_versions(server, client, demo):
     assert server.post("/detokenize", {"tokens": ids}).json() == {"prompt": "def add"}
     assert server.get("/tokenizer_info").json()["eos_token"] == demo.tokenizer.eos_token
     assert server.get("/version").json()["version"] and server.get("/ping").status_code == 200
+
+
+@pytest.mark.parametrize("path, form", [
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 5}),
+    ("/v1/completions", {"prompt": "x", "logprobs": 5}),
+])  # fmt: skip
+def test_whole_answers_are_written_beside_the_event_loop(server, monkeypatch, path, form):
+    """Other requests are answered while a choice is written, and each token is decoded once."""
+    begun, gate, decoded, write = threading.Event(), threading.Event(), [], streaming._json
+
+    def slow(value):
+        if "index" in value:
+            begun.set()
+            assert gate.wait(TIMEOUT)
+        return write(value)
+
+    monkeypatch.setattr(streaming, "_json", slow)
+    decoder, decode = type(server.models["demo"].tokenizer), type(server.models["demo"].tokenizer).decode
+
+    def counted(tokenizer, tokens, *args, **kwargs):
+        if isinstance(tokens, int):
+            decoded.append(tokens)
+        return decode(tokenizer, tokens, *args, **kwargs)
+
+    monkeypatch.setattr(decoder, "decode", counted)
+    with ThreadPoolExecutor() as pool:
+        body = form | {"n": 2, "temperature": 0, "max_tokens": 8, "ignore_eos": True}
+        asking = pool.submit(server.post, path, body)
+        try:
+            assert begun.wait(TIMEOUT)
+            assert server.get("/health").status_code == 200 and not asking.done()
+        finally:
+            gate.set()
+        first, second = asking.result(TIMEOUT).json()["choices"]
+    assert first["logprobs"] == second["logprobs"] and len(decoded) == len(set(decoded)) > 5

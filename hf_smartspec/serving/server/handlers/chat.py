@@ -1,17 +1,17 @@
 """`/v1/chat/completions`."""
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from functools import cache
 from typing import Any
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionTokenLogprob
 from openai.types.chat.chat_completion import Choice, ChoiceLogprobs
 from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
 from openai.types.chat.chat_completion_token_logprob import TopLogprob
-from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.utils import ReasoningText, ToolCall
 
@@ -25,7 +25,7 @@ from ..request.body import read
 from ..request.fields import ChatFields
 from ..request.sampling import read_settings
 from ..served import ServedModel
-from .streaming import AnswerStream, event, events
+from .streaming import AnswerStream, event, events, whole_response
 from .usage import speculation_of, usage_of
 
 LEAST_LOGPROB = -9999.0  # JSON knows no infinity
@@ -52,7 +52,10 @@ class EngineChatHandler(ChatCompletionHandler):
         exchange = _Exchange(served, fields, prompt, f"chatcmpl-{request.state.request_id}", typed, prediction)
         if fields.stream:
             return AnswerStream(events(exchange.chunks(answers)), answers)
-        return JSONResponse(exchange.completion(await collect_all(answers)))
+        pieces = await collect_all(answers)
+        return await whole_response(
+            exchange.head(pieces), len(pieces), lambda index: exchange.choice(index, pieces[index])
+        )
 
 
 class _Exchange:
@@ -70,20 +73,18 @@ class _Exchange:
         self._served, self._fields, self._prompt, self._tools = served, fields, prompt, tools
         self._head: dict[str, Any] = {"id": name, "created": int(time.time()), "model": served.name}
         self._prediction = prediction
+        self._decode = cache(served.tokenizer.decode)
 
     # Whole
 
-    def completion(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def head(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """Return the response without its choices."""
         outputs = [piece.output for piece in pieces]
-        result = ChatCompletion(
-            **self._head,
-            object="chat.completion",
-            choices=[self._choice(index, piece) for index, piece in enumerate(pieces)],
-            usage=usage_of([len(self._prompt)], outputs, self._prediction),
-        )
-        return result.model_dump(exclude_none=True) | {"metrics": speculation_of(outputs)}
+        usage = usage_of([len(self._prompt)], outputs, self._prediction)
+        result = ChatCompletion(**self._head, object="chat.completion", choices=[], usage=usage)
+        return result.model_dump(exclude_none=True, exclude={"choices"}) | {"metrics": speculation_of(outputs)}
 
-    def _choice(self, index: int, piece: Piece) -> Choice:
+    def choice(self, index: int, piece: Piece) -> dict[str, Any]:
         items = MessageReader(self._served, self._prompt, self._tools).feed(piece.text, piece.finish_reason)
         calls = [_tool_call(piece, number, item) for number, item in enumerate(_of_kind(items, ToolCall))]
         reasoning = "".join(_of_kind(items, ReasoningText)) or None
@@ -91,8 +92,8 @@ class _Exchange:
         message = {"role": "assistant", "content": content, "reasoning_content": reasoning, "tool_calls": calls or None}
         return Choice.model_validate(
             {"index": index, "message": message, "finish_reason": "tool_calls" if calls else piece.finish_reason,
-             "stop_reason": piece.stop_reason, "logprobs": chat_logprobs(piece, self._served.tokenizer)}
-        )  # fmt: skip
+             "stop_reason": piece.stop_reason, "logprobs": chat_logprobs(piece, self._decode)}
+        ).model_dump(exclude_none=True)  # fmt: skip
 
     # In chunks
 
@@ -143,7 +144,7 @@ class _Exchange:
             choice["finish_reason"] = "tool_calls" if has_calls else piece.finish_reason
             choice["stop_reason"] = piece.stop_reason
         if piece is not None and is_first and piece.logprobs is not None:
-            choice["logprobs"] = chat_logprobs(piece, self._served.tokenizer)
+            choice["logprobs"] = chat_logprobs(piece, self._decode)
         chunk = ChatCompletionChunk(
             **self._head, object="chat.completion.chunk", choices=[ChunkChoice.model_validate(choice)]
         )
@@ -160,18 +161,18 @@ def _tool_call(piece: Piece, number: int, call: ToolCall) -> dict[str, Any]:
     return {"id": name, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def chat_logprobs(piece: Piece, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
+def chat_logprobs(piece: Piece, decode: Callable[[int], Any]) -> dict[str, Any] | None:
     if piece.logprobs is None:
         return None
     content = []
     for token, known in zip(piece.tokens, piece.logprobs):
-        top = [TopLogprob(**_shown(other, value, tokenizer)) for other, value in known.top]
-        content.append(ChatCompletionTokenLogprob(**_shown(token, known.logprob, tokenizer), top_logprobs=top))
+        top = [TopLogprob(**_shown(other, value, decode)) for other, value in known.top]
+        content.append(ChatCompletionTokenLogprob(**_shown(token, known.logprob, decode), top_logprobs=top))
     return ChoiceLogprobs(content=content).model_dump()  # chunks have a type of their own
 
 
-def _shown(token: int, logprob: float, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    text = str(tokenizer.decode([token]))
+def _shown(token: int, logprob: float, decode: Callable[[int], Any]) -> dict[str, Any]:
+    text = str(decode(token))
     return {"token": text, "bytes": list(text.encode()), "logprob": max(logprob, LEAST_LOGPROB)}
 
 

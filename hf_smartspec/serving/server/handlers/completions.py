@@ -1,16 +1,16 @@
 """`/v1/completions`."""
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from functools import cache
 from typing import Any
 
 import numpy as np
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from openai.types import Completion, CompletionChoice
 from openai.types.completion_choice import Logprobs
-from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving.completion import CompletionHandler
 
 from ...logprobs import TokenLogprobs
@@ -22,7 +22,7 @@ from ..request.fields import CompletionFields
 from ..request.sampling import Settings, read_settings
 from ..served import ServedModel
 from .chat import plain_logprob
-from .streaming import AnswerStream, event, events
+from .streaming import AnswerStream, event, events, whole_response
 from .usage import speculation_of, usage_of
 
 _USUAL_TOKENS = 16  # of an answer whose request sets no limit, as in OpenAI's interface
@@ -54,11 +54,11 @@ class EngineCompletionHandler(CompletionHandler):
         if fields.max_tokens == 0:
             if not fields.echo or fields.stream:
                 raise ApiError(400, "max_tokens must be at least 1, but with echo and without stream", "max_tokens")
-            return JSONResponse(exchange.completion([]))
+            return await exchange.whole([])
         answers = await served.begin(prompts, settings, _USUAL_TOKENS, prediction=prediction)
         if fields.stream:
             return AnswerStream(events(exchange.chunks(answers)), answers)
-        return JSONResponse(exchange.completion(await collect_all(answers)))
+        return await exchange.whole(await collect_all(answers))
 
 
 class _Exchange:
@@ -77,6 +77,7 @@ class _Exchange:
         self._per_prompt = len(settings.seeds)
         self._head: dict[str, Any] = {"id": name, "created": int(time.time()), "model": served.name}
         self._prediction = prediction
+        self._decode = cache(served.tokenizer.decode)
         self._echoes = [""] * len(prompts)
         self._scores: list[list[TokenLogprobs | None]] = [[] for _ in prompts]
 
@@ -90,32 +91,22 @@ class _Exchange:
 
     # Whole
 
-    def completion(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+    async def whole(self, pieces: Sequence[Piece]) -> Response:
         """Return the response; without pieces, it consists of the echoed prompts."""
         outputs = [piece.output for piece in pieces]
-        if pieces:
-            choices = [self._choice(index, piece) for index, piece in enumerate(pieces)]
-        else:
-            numbers = range(len(self._prompts) * self._per_prompt)
-            choices = [
-                CompletionChoice(
-                    index=index, text=self._echo(index), finish_reason="length", logprobs=self._logprobs(index)
-                )
-                for index in numbers
-            ]
-        lengths = list(map(len, self._prompts))
-        usage = usage_of(lengths, outputs, self._prediction)
-        result = Completion(**self._head, object="text_completion", choices=choices, usage=usage)
-        shown = result.model_dump(exclude_none=True)
-        for choice in shown["choices"]:
-            choice.setdefault("logprobs", None)
-        return shown | {"metrics": speculation_of(outputs)}
+        usage = usage_of(list(map(len, self._prompts)), outputs, self._prediction)
+        result = Completion(**self._head, object="text_completion", choices=[], usage=usage)
+        head = result.model_dump(exclude_none=True, exclude={"choices"}) | {"metrics": speculation_of(outputs)}
+        count = len(pieces) or len(self._prompts) * self._per_prompt
+        return await whole_response(head, count, lambda index: self._choice(index, pieces[index] if pieces else None))
 
-    def _choice(self, index: int, piece: Piece) -> CompletionChoice:
-        return CompletionChoice.model_validate(
-            {"index": index, "text": self._echo(index) + piece.text, "finish_reason": piece.finish_reason,
-             "stop_reason": piece.stop_reason, "logprobs": self._logprobs(index, piece)}
-        )  # fmt: skip
+    def _choice(self, index: int, piece: Piece | None) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": index, "text": self._echo(index), "finish_reason": "length"}
+        if piece is not None:
+            choice["text"] += piece.text
+            choice |= {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
+        choice["logprobs"] = self._logprobs(index, piece)
+        return {"logprobs": None} | CompletionChoice.model_validate(choice).model_dump(exclude_none=True)
 
     def _echo(self, index: int) -> str:
         return self._echoes[index // self._per_prompt]
@@ -131,7 +122,7 @@ class _Exchange:
         tokens = self._prompts[at][: len(scores)]
         if piece is not None:
             tokens, scores = [*tokens, *piece.tokens], [*scores, *(piece.logprobs or ())]
-        return completion_logprobs(tokens, scores, self._served.tokenizer, offset)
+        return completion_logprobs(tokens, scores, self._decode, offset)
 
     # In chunks
 
@@ -184,11 +175,11 @@ async def prompt_logprobs(served: ServedModel, ids: Sequence[int], num_top: int)
 def completion_logprobs(
     tokens: Sequence[int],
     scores: Sequence[TokenLogprobs | None],
-    tokenizer: PreTrainedTokenizerBase,
+    decode: Callable[[int], Any],
     offset: int = 0,
 ) -> Logprobs:
     """Return log-probabilities in the format of completions; `offset` characters come before the first token."""
-    texts = [str(tokenizer.decode([token])) for token in tokens]
+    texts = [str(decode(token)) for token in tokens]
     offsets = [offset]
     for text in texts[:-1]:
         offsets.append(offsets[-1] + len(text))
@@ -197,10 +188,8 @@ def completion_logprobs(
         if known is None:
             tops.append(None)
         else:
-            chosen = {str(tokenizer.decode([token])): plain_logprob(known)}
-            others = {
-                str(tokenizer.decode([other])): plain_logprob(TokenLogprobs(value, [])) for other, value in known.top
-            }
+            chosen = {str(decode(token)): plain_logprob(known)}
+            others = {str(decode(other)): plain_logprob(TokenLogprobs(value, [])) for other, value in known.top}
             tops.append(others | chosen)
     values: Any = [plain_logprob(known) for known in scores]
     return Logprobs.model_construct(

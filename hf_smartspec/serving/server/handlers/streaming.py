@@ -1,11 +1,12 @@
-"""Server-sent events, in vLLM's format."""
+"""Responses: whole ones, and server-sent events in vLLM's format."""
 
+import asyncio
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from fastapi.responses import StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from openai.types import CompletionUsage
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
@@ -23,6 +24,24 @@ def event(chunk: BaseModel, usage: CompletionUsage | None = None, **extra: Any) 
     if usage is not None:
         body["usage"] = usage.model_dump(exclude_none=True)
     return f"data: {json.dumps(body | extra, ensure_ascii=False)}\n\n"
+
+
+async def whole_response(head: dict[str, Any], count: int, choice: Callable[[int], dict[str, Any]]) -> Response:
+    """
+    Return a response with choices, which are made and written as JSON beside the event loop, one by one: those with
+    log-probabilities take megabytes.
+    """
+
+    def written(index: int) -> str:
+        return _json(choice(index))
+
+    parts = [await asyncio.to_thread(written, index) for index in range(count)]
+    body = f'{_json(head)[:-1]},"choices":[{",".join(parts)}]}}'
+    return Response(body.encode(), media_type="application/json")
+
+
+def _json(value: dict[str, Any]) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 async def events(chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
