@@ -10,11 +10,11 @@ from statistics import median
 from typing import Any
 
 import torch
-from hf_smartspec.commands.common.timing import synchronize
 from transformers import PreTrainedModel
 
 from hf_smartspec import SmartSpecConfig, enabled
 from hf_smartspec.commands.common.models import left_padded
+from hf_smartspec.commands.common.runs import synchronize
 from hf_smartspec.prepare.presets import suffix_trees
 
 

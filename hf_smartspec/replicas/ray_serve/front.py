@@ -115,7 +115,7 @@ def guarded(
     turns: KeyTurns | None = None,
 ) -> Guard:
     """Return a front of these replicas within the guard of a single server, whose arguments the others are."""
-    return Guard(Front(replicas, turns), keys, max_body_bytes, hosts, keeps_bodies=True)
+    return Guard(Front(replicas, turns), keys, max_body_bytes, hosts)
 
 
 class Ingress:

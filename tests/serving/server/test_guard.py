@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 
 import httpx
 import openai
@@ -15,9 +16,10 @@ from fastapi import FastAPI, HTTPException
 
 from hf_smartspec import Engine
 from hf_smartspec.serving.server.errors import add_error_handlers
-from hf_smartspec.serving.server.guard.keys import ApiKeys, read_keys
+from hf_smartspec.serving.server.guard.keys import CALLER, ApiKeys, Caller, read_keys
 from hf_smartspec.serving.server.guard.limits import Limits
 from hf_smartspec.serving.server.request import body
+from hf_smartspec.serving.server.request.fields import ChatFields, CompletionFields
 from hf_smartspec.serving.server.request.sampling import Settings
 
 from .running import TIMEOUT, running, wait_until
@@ -175,6 +177,70 @@ def test_large_bodies_are_read_beside_the_event_loop(server, monkeypatch):
         finally:
             gate.set()
         assert asking.result(TIMEOUT).status_code == 200
+
+
+def test_bodies_of_too_many_parts_are_refused_before_they_are_read(server, monkeypatch):
+    """Garbage is not searched meanwhile, and brackets within texts are none."""
+    collected, parse = [], body.from_json
+    monkeypatch.setattr(body, "from_json", lambda *args, **kw: collected.append(gc.isenabled()) or parse(*args, **kw))
+    for part in ([], {}, [[{}]]):
+        told = server.post("/v1/completions", {"prompt": "x", "max_tokens": 1, "metadata": [part] * 2**17})
+        assert told.status_code == 400 and "131072 lists and objects" in told.text
+    assert not collected and gc.isenabled()
+    text = 'a\\\\ "[' * 2**17
+    assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 1, "user": text}).status_code == 200
+    assert collected == [False] and gc.isenabled()
+
+
+def test_a_key_whose_body_is_large_waits_for_one_of_each_other_key(monkeypatch):
+    order, gate, begun = [], threading.Event(), threading.Event()
+
+    def slow(text, **options):
+        begun.set()
+        assert gate.wait(TIMEOUT)
+        order.append(text[:3])
+        return {"prompt": "x"}
+
+    monkeypatch.setattr(body, "from_json", slow)
+
+    class Asked:
+        headers = MappingProxyType({"content-type": "application/json"})
+
+        def __init__(self, key):
+            self.key = key
+
+        async def body(self):
+            return self.key + b" " * 2**17
+
+    async def ask(key):
+        CALLER.set(Caller(key.decode()))
+        await body.read(CompletionFields, Asked(key))
+
+    async def main():
+        asking = [asyncio.create_task(ask(b"one")) for _ in range(20)]
+        while not begun.is_set():
+            await asyncio.sleep(0)
+        asking.append(asyncio.create_task(ask(b"two")))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        gate.set()
+        await asyncio.gather(*asking)
+
+    asyncio.run(main())
+    assert order.index(b"two") <= 2 and len(order) == 21
+
+
+def test_unknown_fields_are_not_kept():
+    """Those of messages are: templates may read them."""
+
+    class Asked:
+        headers = MappingProxyType({"content-type": "application/json"})
+
+        async def body(self):
+            return b'{"metadata": [[]], "x": 1, "messages": [{"role": "user", "content": "x", "name": "me"}]}'
+
+    fields = asyncio.run(body.read(ChatFields, Asked()))
+    assert not fields.model_extra and fields.messages[0].model_extra == {"name": "me"}
 
 
 def test_lists_without_an_end_are_refused_before_they_are_checked(server):

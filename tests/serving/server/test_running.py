@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
+from hf_smartspec.serving.server.guard import guard as guard_module
 from hf_smartspec.serving.server.guard.guard import Guard
 from hf_smartspec.serving.server.guard.keys import ApiKeys, Caller
 from hf_smartspec.serving.server.running import DrainingServer, listen
@@ -212,7 +213,9 @@ def test_without_a_key_nothing_of_a_body_is_held(guarded):
         client.close()
 
 
-def test_bodies_that_are_kept_count_until_they_are_answered():
+def test_bodies_count_until_they_are_answered(monkeypatch):
+    """Whole ones too: of seven, the application gets as many as the bound on one key admits."""
+    monkeypatch.setattr(guard_module, "_SMALL", 500)
     release, held = asyncio.Event(), []
 
     async def app(scope, receive, send):
@@ -220,19 +223,30 @@ def test_bodies_that_are_kept_count_until_they_are_answered():
         held.append(guard._held["key"])
         await release.wait()
 
-    guard = Guard(app, ApiKeys(), 1000, keeps_bodies=True)
+    guard = Guard(app, ApiKeys(["a", "b"]), 1000)
     guard.keys.caller = lambda _: Caller("key")
+    statuses = []
 
-    async def main():
+    async def ask():
         async def receive():
             return messages.pop() if messages else await asyncio.Event().wait()
 
+        async def send(message):
+            statuses.append(message.get("status"))
+
         messages = [{"type": "http.request", "body": b"x" * 700, "more_body": False}]
-        asked = asyncio.create_task(guard({"type": "http", "path": "/v1/models", "headers": []}, receive, None))
-        while not held:
-            await asyncio.sleep(0)
+        await guard({"type": "http", "path": "/v1/models", "headers": []}, receive, send)
+
+    async def main():
+        asked = []
+        for number in range(7):
+            asked.append(asyncio.create_task(ask()))
+            while len(held) <= number and not any(statuses):
+                await asyncio.sleep(0)
+            statuses.append(None)
         release.set()
-        await asked
+        await asyncio.gather(*asked)
 
     asyncio.run(main())
-    assert held == [700] and not guard._held.total()
+    assert held == [700, 1400, 2100, 2800, 3500] and not guard._held.total()
+    assert statuses.count(503) == 2

@@ -14,20 +14,20 @@ from .keys import CALLER, ApiKeys
 
 _OPEN = frozenset(["/health", "/ping"])  # health checks, which need no key
 _BODY_SECONDS = 30.0  # until a whole body must have arrived
-_LARGEST_HELD = 16  # bound on all incomplete bodies, in bodies of the largest size; a quarter per key
+_LARGEST_HELD = 16  # bound on all bodies, in bodies of the largest size; a quarter per key
+_SMALL = 2**16  # bytes of a whole body that is never refused: the number of open requests bounds these
 
 
 class Guard:
     """
     Middleware that checks key and host before it reads a body, passes only whole bodies on, and cancels the handling of
-    a request whose client has left. The bytes of all incomplete bodies are bounded.
+    a request whose client has left. The bytes of all bodies are bounded, from their first piece to their answer's end.
 
     Args:
         app: The application.
         keys (`ApiKeys`): API keys of clients.
         max_body_bytes (`int`): Largest body of a request.
         hosts (collection of `str`, *optional*): Host names that requests may name; any, if omitted.
-        keeps_bodies (`bool`): Whether the application keeps bodies until it has answered; they then count until that.
     """
 
     def __init__(
@@ -36,11 +36,9 @@ class Guard:
         keys: ApiKeys,
         max_body_bytes: int,
         hosts: Collection[str] | None = None,
-        keeps_bodies: bool = False,
     ):
         self.app, self.keys, self.max_body_bytes, self.hosts = app, keys, max_body_bytes, hosts
-        self.keeps_bodies = keeps_bodies
-        self._held: Counter[str] = Counter()  # bytes of incomplete or kept bodies, by namespace
+        self._held: Counter[str] = Counter()  # bytes of open requests' bodies, by namespace
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -56,7 +54,7 @@ class Guard:
             return
         if not body:
             return
-        size = len(body[0]) if self.keeps_bodies else 0
+        size = len(body[0])  # what the request holds until its answer ends is about as large
         self._held[namespace] += size
         try:
             await _run(self.app, scope, body, receive, closing_connection(send) if is_open else send)
@@ -93,9 +91,11 @@ class Guard:
                 self._held[namespace] += len(piece)
                 if len(body) > self.max_body_bytes:
                     raise self._too_large()
-                if not message.get("more_body", False):
+                has_more = message.get("more_body", False)
+                if has_more or len(body) > _SMALL:
+                    self._check_held(namespace)
+                if not has_more:
                     return bytes(body)
-                self._check_held(namespace)
         finally:
             self._held[namespace] -= len(body)
 
