@@ -250,3 +250,24 @@ def test_bodies_count_until_they_are_answered(monkeypatch):
     asyncio.run(main())
     assert held == [700, 1400, 2100, 2800, 3500] and not guard._held.total()
     assert statuses.count(503) == 2
+
+
+@pytest.mark.parametrize("key, num_dropped", [("a", 5), ("wrong", 0)])
+def test_what_is_too_large_is_dropped_before_the_connection_is_closed(key, num_dropped):
+    """Else the client gets a reset connection in place of 413. Without a key, nothing is read."""
+    guard, order = Guard(None, ApiKeys(["a"]), 1000), []
+    pieces = [{"type": "http.request", "body": b"x" * 500, "more_body": number < 7} for number in range(8)]
+
+    async def receive():
+        order.append("piece")
+        return pieces.pop(0)
+
+    async def send(message):
+        order.append(message.get("status") or ("more" if message.get("more_body") else "end"))
+
+    scope = {"type": "http", "path": "/v1/models", "headers": [(b"authorization", f"Bearer {key}".encode())]}
+    asyncio.run(guard(scope, receive, send))
+    if num_dropped:
+        assert order == [*["piece"] * 3, 413, "more", *["piece"] * num_dropped, "end"]
+    else:
+        assert order == [401, "end"]

@@ -14,6 +14,7 @@ from .keys import CALLER, ApiKeys
 
 _OPEN = frozenset(["/health", "/ping"])  # health checks, which need no key
 _BODY_SECONDS = 30.0  # until a whole body must have arrived
+_DROP_SECONDS = 1.0  # in which the rest of a refused body is dropped
 _LARGEST_HELD = 16  # bound on all bodies, in bodies of the largest size; a quarter per key
 _SMALL = 2**16  # bytes of a whole body that is never refused: the number of open requests bounds these
 
@@ -50,7 +51,10 @@ class Guard:
             body = [b""] if is_open else await self._body_in_time(scope, receive, namespace)
         except (ApiError, TimeoutError) as error:
             refusal = error if isinstance(error, ApiError) else ApiError(408, "The body did not arrive in time")
-            await refusal.response()(scope, receive, closing_connection(send))  # the rest of the body is not read
+            last = closing_connection(send)
+            if refusal.status in (413, 503):  # refused for their size; without a key, nothing is read
+                last = _dropping_body(receive, last)
+            await refusal.response()(scope, receive, last)
             return
         if not body:
             return
@@ -122,6 +126,27 @@ def closing_connection(send: Send) -> Send:
     async def send_last(message: Message) -> None:
         if message["type"] == "http.response.start":
             message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
+        await send(message)
+
+    return send_last
+
+
+def _dropping_body(receive: Receive, send: Send) -> Send:
+    """
+    Return `send` for an answer to a body that is still arriving: if the connection were closed at once, the client
+    would get a reset connection in place of the answer.
+    """
+
+    async def drop() -> None:
+        while (message := await receive())["type"] != "http.disconnect" and message.get("more_body", False):
+            pass
+
+    async def send_last(message: Message) -> None:
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            await send({**message, "more_body": True})
+            with suppress(TimeoutError):
+                await asyncio.wait_for(drop(), _DROP_SECONDS)
+            message = {"type": "http.response.body", "body": b"", "more_body": False}
         await send(message)
 
     return send_last
