@@ -138,7 +138,7 @@ class SmartSpecConfig:
         """Arguments of `SourceRequest`; empty where the config has no namespaces or references."""
         if not (self.namespace or self.reads or self.references):
             return {}
-        references = [np.array(text, np.int64) for text in self.references]
+        references = [np.asarray(text, np.int64) for text in self.references]  # arrays stay the same objects
         return {"namespace": self.namespace, "reads": tuple(self.reads), "references": references}
 
     def max_nodes_for(self, source: TreeCandidateGenerator) -> int:

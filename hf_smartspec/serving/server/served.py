@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 
 from ...prepare.call import model_limits
@@ -190,9 +191,12 @@ class ServedModel:
             return _Prepared(SmartSpecConfig(KnownText(settings.known), num_nodes=KNOWN_NODES, namespace=namespace))
         if settings.assistant is not None:
             return _Prepared(SmartSpecConfig(settings.assistant, namespace=namespace), grammar)
-        self._check_chars(sum(map(len, settings.references)), "speculation.references")
-        known = [*(self.tokens_of(text, "speculation.references") for text in settings.references), prediction]
-        references = [ids for ids in known if ids]
+        field = "speculation.references"
+        self._check_chars(sum(map(len, settings.references)), field)
+        texts = [self.tokens_of(text, field) for text in settings.references]
+        self.check_length([token for ids in texts for token in ids], field)
+        # All choices get the same arrays, so that sources may index them once.
+        references = [np.array(ids, np.int64) for ids in [*texts, prediction] if ids]
         own = self.engine.own_assistant(settings.num_nodes, namespace=namespace, references=references)
         return _Prepared(own, grammar)
 

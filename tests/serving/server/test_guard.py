@@ -15,6 +15,7 @@ import pytest
 from fastapi import FastAPI, HTTPException
 
 from hf_smartspec import Engine
+from hf_smartspec.candidates.text import prompt_lookup
 from hf_smartspec.serving.server.errors import add_error_handlers
 from hf_smartspec.serving.server.guard.keys import CALLER, ApiKeys, Caller, read_keys
 from hf_smartspec.serving.server.guard.limits import Limits
@@ -315,6 +316,25 @@ def test_of_texts_with_too_many_tokens_the_beginning_is_encoded_alone(server, mo
     assert server.post("/tokenize", {"prompt": "a" * (served.max_chars + 1)}).status_code == 400, (
         "without positions too"
     )
+
+
+def test_references_are_bounded_in_tokens_and_indexed_once_for_all_choices(demo, monkeypatch):
+    indexed, extend = [], prompt_lookup._References.__init__
+
+    def counting(self, max_ngram, texts):
+        indexed.append(sum(map(len, texts)))
+        extend(self, max_ngram, texts)
+
+    monkeypatch.setattr(prompt_lookup._References, "__init__", counting)
+    with running(demo, assistant="prompt_lookup") as server:
+        digits = "1" * (server.get("/v1/models/demo").json()["max_model_len"] // 2 + 1)
+        assert len(demo.tokenizer(digits, add_special_tokens=False).input_ids) == len(digits)
+        body = {"prompt": "1, 2,", "n": 8, "temperature": 1.0, "max_tokens": 4, "ignore_eos": True}
+        refused = server.post("/v1/completions", body | {"speculation": {"references": [digits, digits]}})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "speculation.references"
+        assert not indexed
+        assert server.post("/v1/completions", body | {"speculation": {"references": [digits]}}).status_code == 200
+        assert indexed == [len(digits)]
 
 
 def test_nonsense_harms_nobody(server, demo):
