@@ -24,7 +24,7 @@ from .statistics import GenerationStatistics
 from .text import RequestText
 from .trace import RequestTrace
 
-DRAFT_ROOM = 16  # tokens after a request's last one that memory is reserved for; see `DecodingCall.most_nodes`
+DRAFT_ROOM = 16  # tokens after a request's last one that memory is reserved for; see `DecodingCall.cap`
 
 
 class ModelForward(Protocol):
@@ -164,7 +164,7 @@ class DecodingCall:
         picker (`TokenPicker`): The target's logits processors.
         pick (`Callable`): One of `verify.METHODS`: returns tokens `[places]` for places and processed scores.
         source (`TreeCandidateGenerator`): Proposes draft trees.
-        max_nodes (`int`): Draft nodes per row and step, at most.
+        max_nodes (`int`): The largest cap, that is, number of draft nodes of a row in a step.
         keeps_cache (`bool`): Whether rows keep their keys and values after the call's end, for the caller.
         assignment (`dict`): `namespace`, `reads` and `references` of the rows' `SourceRequest`.
         encoder_inputs (`EncoderInputs`, *optional*): Inputs and outputs of the target's encoder, where it has one.
@@ -275,8 +275,8 @@ class DecodingCall:
         """Number of draft nodes after a request's last token that memory is reserved for."""
         return min(self.max_nodes, DRAFT_ROOM)
 
-    def most_nodes(self, num_remaining: int | None) -> int:
-        """Return the largest draft of a row that needs so many further tokens: few nodes where few are needed."""
+    def cap(self, num_remaining: int | None) -> int:
+        """Return the cap of a row that needs so many further tokens: few nodes where few are needed."""
         if num_remaining is None or num_remaining >= self.max_nodes:
             return self.max_nodes
         return min(self.max_nodes, num_remaining + self.draft_room)

@@ -85,16 +85,16 @@ class Drafting:
         with self._timed("seconds_select"):
             step = self._step_rows(rows, feeds, num_waiting)
         if self.ranks is None:
-            proposed, selected = self._select(step, rows)
+            proposed, selected = self._propose_and_select(step, rows)
         else:
-            proposed, selected = self.ranks.trees(lambda: self._select(step, rows), len(rows))
+            proposed, selected = self.ranks.trees(lambda: self._propose_and_select(step, rows), len(rows))
         drafts = StepDrafts(step, rows, proposed, selected, start)
         if self.is_traced:
             _begin_traces(drafts, self.sources)
         return drafts
 
-    def _select(self, step: StepRows, rows: list[Request]) -> tuple[list[DraftTree], list[DraftTree]]:
-        """Return the proposed trees, and the selected ones."""
+    def _propose_and_select(self, step: StepRows, rows: list[Request]) -> tuple[list[DraftTree], list[DraftTree]]:
+        """Ask the sources stage by stage, then the policy. Return the proposed trees, and the selected ones."""
         trees = [_EMPTY] * len(rows)
         for stage in step.stages:
             trees = self._with_stage(step, stage, rows, trees)
@@ -117,17 +117,17 @@ class Drafting:
     def _with_stage(self, step: StepRows, stage: Stage, rows: list[Request], trees: list[DraftTree]) -> list[DraftTree]:
         """Return the trees with the drafts of one more stage."""
         with self._timed("seconds_select"):
-            limits = self.policy.max_nodes(step, stage, trees)
-            _check_number(self.policy, "gave", len(limits), "limits", len(rows))
-            stage.asked = np.maximum(np.minimum(limits, stage.caps), 0).astype(np.int64, copy=False)
-            wanted = {request: number for request, number in zip(rows, stage.asked.tolist()) if number > 0}
-            price = self.policy.price(step, stage) if wanted else None
-        if not wanted:
+            max_nodes = self.policy.max_nodes(step, stage, trees)
+            _check_number(self.policy, "gave", len(max_nodes), "limits", len(rows))
+            stage.asked = np.maximum(np.minimum(max_nodes, stage.caps), 0).astype(np.int64, copy=False)
+            asked = {request: number for request, number in zip(rows, stage.asked.tolist()) if number > 0}
+            price = self.policy.price(step, stage) if asked else None
+        if not asked:
             return trees
         with self._timed("seconds_draft"):
             before = self.clock()
-            padding, wanted = _split_padding(wanted, stage.position)
-            proposals = padding | self.sources.propose(stage.position, wanted, price)
+            padding, asked = _split_padding(asked, stage.position)
+            proposals = padding | self.sources.propose(stage.position, asked, price)
             stage.seconds = self.clock() - before
         with self._timed("seconds_select"):
             stage.proposed = [proposals.get(request, _EMPTY) for request in rows]
@@ -223,7 +223,7 @@ class Drafting:
 
     def _shared_caps(self, step: StepRows) -> np.ndarray:
         """
-        Return the node limits of rows in a step that several namespaces share, `[rows]` int64, with which drafts of
+        Return the caps of rows in a step that several namespaces share, `[rows]` int64, with which drafts of
         one namespace make the step at most `_LONGEST` times as long for the others.
         """
         cost = getattr(self.policy, "cost", None)
@@ -285,7 +285,7 @@ class Drafting:
 def _own_caps(
     cost: DraftCost, rows: Sequence[Request], caps: np.ndarray, feeds: dict[Request, np.ndarray]
 ) -> np.ndarray:
-    """Return node limits per row; 0 during prefill for sources that need the target's hidden states or cache."""
+    """Return a stage's caps, `[rows]`; 0 during prefill for sources that need the target's hidden states or cache."""
     if not cost.follows_target:
         return caps
     return np.where([_is_prefilling(request, feeds[request]) for request in rows], 0, caps)
@@ -301,20 +301,20 @@ def _cap(request: Request) -> int:
     if not request.is_drafting:
         return 0
     left = request.num_remaining
-    return request.call.most_nodes(left) if left != 1 else 0
+    return request.call.cap(left) if left != 1 else 0
 
 
-def _split_padding(wanted: dict[Request, int], position: int) -> tuple[dict[Request, DraftTree], dict[Request, int]]:
+def _split_padding(asked: dict[Request, int], position: int) -> tuple[dict[Request, DraftTree], dict[Request, int]]:
     """Split rows: finished ones, which keep running on padding, get drafts of padding, the others go to the source."""
     padding = {
         request: limit
-        for request, limit in wanted.items()
+        for request, limit in asked.items()
         if request.stopped_at is not None and request.call.batch.is_padding(request)
     }
     if not padding:
-        return {}, wanted
+        return {}, asked
     drafts = {request: DraftTree.chain([request.call.batch.pad_token_id] * limit) for request, limit in padding.items()}
-    return {} if position else drafts, {request: limit for request, limit in wanted.items() if request not in padding}
+    return {} if position else drafts, {request: limit for request, limit in asked.items() if request not in padding}
 
 
 def _check_number(policy: LengthPolicy, verb: str, number: int, noun: str, expected: int) -> None:

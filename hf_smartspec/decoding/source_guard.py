@@ -133,41 +133,41 @@ class GuardedSources:
             if source.needs:
                 self._guarded(request, position, _show, request, source, step)
 
-    def propose(self, position: int, wanted: dict[Request, int], price: LevelPrice | None) -> dict[Request, DraftTree]:
+    def propose(self, position: int, asked: dict[Request, int], price: LevelPrice | None) -> dict[Request, DraftTree]:
         """Call `propose` once per source that any row has at this position, with the `price` where it is heeded."""
         proposals: dict[Request, DraftTree] = {}
         by_source: dict[TreeCandidateGenerator, dict[Request, int]] = {}
-        for request, limit in wanted.items():
+        for request, limit in asked.items():
             by_source.setdefault(request.chain.sources[position], {})[request] = limit
-        for source, limits in by_source.items():
+        for source, own in by_source.items():
             if position:  # sources after the first one add nodes to other drafts, at a price per node
                 most = source.default_num_nodes if price is None else most_nodes_of(source)
-                limits = {request: min(limit, most) for request, limit in limits.items()}
-            proposals |= self._propose(source, position, limits, price)
+                own = {request: min(limit, most) for request, limit in own.items()}
+            proposals |= self._propose(source, position, own, price)
         return proposals
 
     def _propose(
         self,
         source: TreeCandidateGenerator,
         position: int,
-        wanted: dict[Request, int],
+        asked: dict[Request, int],
         price: LevelPrice | None,
         first_error: Exception | None = None,
     ) -> dict[Request, DraftTree]:
         """Return checked proposals. A source that fails is called row by row, and dropped for rows that fail again."""
         try:
-            trees = proposals_of(source, [request.request_id for request in wanted], list(wanted.values()), price)
-            if len(trees) != len(wanted):
-                raise ValueError(f"{type(source).__name__} returned {len(trees)} trees for {len(wanted)} requests.")
+            trees = proposals_of(source, [request.request_id for request in asked], list(asked.values()), price)
+            if len(trees) != len(asked):
+                raise ValueError(f"{type(source).__name__} returned {len(trees)} trees for {len(asked)} requests.")
             check_trees(trees, self.vocab_size)
-            return {request: _fitting(tree, limit) for (request, limit), tree in zip(wanted.items(), trees)}
+            return {request: _fitting(tree, limit) for (request, limit), tree in zip(asked.items(), trees)}
         except Exception as error:
             first_error = first_error or error
-            if len(wanted) == 1:
-                self._drop(next(iter(wanted)), position, first_error)
+            if len(asked) == 1:
+                self._drop(next(iter(asked)), position, first_error)
                 return {}
         proposals: dict[Request, DraftTree] = {}
-        for request, limit in wanted.items():
+        for request, limit in asked.items():
             proposals |= self._propose(source, position, {request: limit}, price, first_error)
         return proposals
 

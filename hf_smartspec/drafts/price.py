@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-_LEAST_PROBABILITY = 0.005  # least path probability of a node, even where nodes cost less
+_LEAST_PROBABILITY = 0.005  # least path probability of a node of drafts from texts, even where nodes cost less
 
 
 class LevelPrice(NamedTuple):
@@ -21,7 +21,10 @@ class LevelPrice(NamedTuple):
     deeper: tuple[tuple[float, float], ...] = ()  # (call, row)
 
     def beyond(self, depth: int) -> "LevelPrice":
-        """Return the price of the level after `depth` levels; for the first level, the price of the second."""
+        """
+        Return the price of the level after `depth` levels. The first level has no price of its own, since the policy
+        decides whether to ask for it: `beyond(0)` is `beyond(1)`, the price of the second.
+        """
         if not self.deeper:
             return self
         call, row = self.deeper[min(max(depth, 1), len(self.deeper)) - 1]

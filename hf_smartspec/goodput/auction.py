@@ -133,8 +133,8 @@ class GoodputAuction(LengthPolicy):
         forest = self._plan.forest_of(trees)
         if not forest.num_nodes:
             return Before(forest, np.zeros(0), np.zeros(len(rows)))
-        bids = np.maximum(forest.along_paths(forest.probs) - self._plan.node_price, 0.0)
-        return Before(forest, bids, np.bincount(forest.row, bids, minlength=len(rows)))
+        profits = np.maximum(forest.along_paths(forest.probs) - self._plan.node_price, 0.0)
+        return Before(forest, profits, np.bincount(forest.row, profits, minlength=len(rows)))
 
     def _levels(self, rows: StepRows, stage: Stage, caps: np.ndarray, before: Before) -> np.ndarray:
         """Return `max_nodes` of a source that is asked by level: as many levels as pay, and probes."""

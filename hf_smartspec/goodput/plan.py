@@ -17,18 +17,18 @@ class Before(NamedTuple):
     """Drafts of earlier stages when a stage was asked."""
 
     forest: Forest
-    bids: np.ndarray  # [n] float64: expected tokens of each node, less the cost of verifying it; at least 0
-    promises: np.ndarray  # [rows] float64: sums of bids, in tokens
+    profits: np.ndarray  # [n] float64: expected tokens of each node, less the cost of verifying it; at least 0
+    promises: np.ndarray  # [rows] float64: sums of profits, in tokens
 
     @property
     def num_nodes(self) -> int:
         """Number of nodes that are worth verifying."""
-        return int(np.count_nonzero(self.bids))
+        return int(np.count_nonzero(self.profits))
 
     @property
     def width(self) -> int:
         """Number of such nodes in the row that has most."""
-        return int(np.bincount(self.forest.row, self.bids > 0).max(initial=0)) if len(self.bids) else 0
+        return int(np.bincount(self.forest.row, self.profits > 0).max(initial=0)) if len(self.profits) else 0
 
 
 @dataclass

@@ -35,11 +35,12 @@ class StepRows:
     Args:
         request_ids (sequence of `Hashable`): One per row.
         context_lens (`np.ndarray` of shape `[rows]`, int): Committed tokens whose keys and values the step reads.
-        caps (`np.ndarray` of shape `[rows]`, int): The largest number of nodes of each row.
+        caps (`np.ndarray` of shape `[rows]`, int): The largest number of nodes of each row, before the policy
+            decides.
         num_prefill_tokens (`int`): Prompt tokens in the same forward.
         prefill_context, prefill_pairs (`int`): Columns that these tokens attend to, and their queries times columns.
             Attention runs long prompts apart: they do not widen the other rows.
-        num_waiting (`int`): Requests in the queue.
+        num_waiting (`int`): Requests in an engine's queue, for users' policies: those of this package ignore it.
         stages (list of `Stage`): The sources that may be asked, in this order. By default, one that costs no time.
         padded_context (`int`, *optional*): Columns that attention reads for the rows, without prompts. By default, as
             many for every row as for the longest.

@@ -17,20 +17,21 @@ def best_prefix(order, row, gains, widths, num_narrow, costs, seconds, factors, 
         widths (int64): The bounds, ascending. Bounds of at least the largest row's nodes are skipped; that number is
             tried last. After the first `num_narrow` bounds, the scan ends at one with less profit than a lower one.
         costs (float64 `[7]`): Tokens of the step without drafts; the least profit; the price of time; seconds of the
-            forward: without tokens, per token of the widest row, and at least; and seconds that are left out.
+            forward: without tokens, per token of the widest row, and the host's, the least that a forward takes;
+            and seconds that are left out.
         seconds, factors (float64 `[n + 1]`): Seconds of 0, 1, ... further tokens, and the factors of whole forwards.
         counts (int64 `[rows]`): Buffer, which is overwritten.
 
     Returns:
         Number of nodes, expected tokens of the step, and its seconds; no nodes if none have the profit.
     """
-    tokens_before, best_profit, price, fixed, per_width, least, left_out = costs
+    tokens_before, least_profit, price, fixed, per_width, host, left_out = costs
     counts[:] = 0
     most = 0
     for node in order:
         counts[row[node]] += 1
         most = max(most, counts[row[node]])
-    num_best, best_width, best_tokens, best_seconds = 0, 0, 0.0, 0.0
+    best_profit, num_best, best_width, best_tokens, best_seconds = least_profit, 0, 0, 0.0, 0.0
     highest = -np.inf
     for number in range(len(widths) + 1):
         width = most
@@ -46,7 +47,7 @@ def best_prefix(order, row, gains, widths, num_narrow, costs, seconds, factors, 
             counts[row[node]] += 1
             num += 1
             tokens += gains[node]
-            spent = max(seconds[num] + fixed + per_width * (1 + min(num, width)), least) * factors[num] - left_out
+            spent = max(seconds[num] + fixed + per_width * (1 + min(num, width)), host) * factors[num] - left_out
             if tokens - price * spent > profit_there:
                 profit_there, reached, tokens_there, seconds_there = tokens - price * spent, num, tokens, spent
         if profit_there > best_profit:
