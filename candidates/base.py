@@ -74,8 +74,10 @@ class TreeCandidateGenerator(AssistedDecodingSource):
     request. Sources cannot make the output wrong: the target decides about every token.
 
     Attributes:
-        default_num_nodes (`int`): Most nodes per row where the caller sets no number.
-        most_nodes (`int`, *optional*): Most nodes per row where goodput decides; by default, `default_num_nodes`.
+        default_num_nodes (`int`): Usual size of a draft, in nodes per row, where no price ends it: in models that run
+            row by row, in rejection sampling, as a later source without prices, and in transformers' own loop.
+        most_nodes (`int`, *optional*): Largest draft, in nodes per row, where a `GoodputAuction` decides; by default,
+            `default_num_nodes`. For a first source, the `num_nodes` of a call takes the place of both.
         is_autoregressive (`bool`): Whether every level of a draft costs a forward of its own; then fewer levels are
             asked for where these do not pay.
         width (`int`): Nodes that an autoregressive source drafts per level.
@@ -206,7 +208,7 @@ def label_of(source: TreeCandidateGenerator) -> str:
 
 
 def most_nodes_of(source: TreeCandidateGenerator) -> int:
-    """Return the most nodes per row where goodput decides."""
+    """Return `most_nodes` of a source, or its default."""
     return source.default_num_nodes if source.most_nodes is None else source.most_nodes
 
 

@@ -23,7 +23,7 @@ from .stage_record import StageRecord
 _SPEEDUP_DECAY = 0.98  # decay per step of the tokens that the speed-up is the ratio of
 _SPEEDUP_STRENGTH = 10.0  # weight of the prior that there is no speed-up, in tokens
 _PROBE_SHARE = 0.01  # share of the time for drafts that are not expected to pay
-_BASELINE_INTERVAL = 200  # steps with speculation before one without, so that the cost of plain steps stays known
+_BASELINE_INTERVAL = 200  # steps with speculation in a row before one without: the cost of plain steps stays known
 _UNKNOWN = 0.16  # doubt (log standard deviation of cost ratios) above which a step runs without speculation
 _OPTIMISM = 2.0  # standard deviations by which sizes may be cheaper, if no draft pays otherwise
 _TRIAL_STEPS = 8  # drafts before the first judgement on whether drafting pays
@@ -74,8 +74,9 @@ class GoodputAuction(LengthPolicy):
     (SmartSpec, algorithm 2 with Eq. 5). An autoregressive drafter gets each row's depth; one that heeds prices
     (`price`) gets the least worth of a further level, and ends drafts by its own confidence (algorithm 3, whose
     threshold is then where drafting breaks even). A first source that drafts all levels in one call is asked for as
-    many nodes as it may propose, unless this call costs more than it brings; if it heeds prices, for those nodes whose
-    paths are worth verifying. Rows and sources that do not pay are tried again within 1 % of the time.
+    many nodes as it may propose, or for none if its calls cost more than they bring; if it heeds prices, for those
+    nodes whose paths are worth verifying. `select` cuts its draft. Rows and sources that do not pay are tried again
+    within 1 % of the time.
 
     Args:
         cost (`CostModel`): Cost of the target's forward, corrected by measured steps.

@@ -27,7 +27,9 @@ class SmartSpecConfig:
             (loaded once for each target), a candidate source, or a list of these, which are fused. "tuned:PATH" is the
             result of `smartspec tune`; each model keeps suffix trees of its own for each such file.
         num_nodes (`int`, *optional*): Draft nodes per row at every step. By default, a `GoodputAuction` decides at
-            every step how many of the nodes that the source drafts by default are worth verifying.
+            every step how many are drafted, up to the source's `most_nodes` (63 for suffix trees), and which of these
+            are verified; models that run row by row get the source's usual size, `default_num_nodes` (16 for suffix
+            trees).
         width (`int`, *optional*): For draft models: 1 drafts chains, more drafts trees. By default chains, or, where a
             `GoodputAuction` decides, trees where these pay (see `DraftModelCandidates`).
         verification (`str`): "coupled" (the same tokens for the same seed, whatever is drafted), "rejection" (the
@@ -37,13 +39,13 @@ class SmartSpecConfig:
         tokenizer, assistant_tokenizer (`PreTrainedTokenizerBase`, *optional*): Tokenizers of the target and of the
             draft model, where these differ: drafts are translated (see `TranslatedDraftCandidates`). By default, where
             the sizes of the vocabularies differ, the tokenizers that are stored beside the models.
-        namespace (`str`): For suffix trees: the group of requests whose outputs are drafted from, and which this call's
-            outputs join; in an engine, also the group that shares keys and values. Give tenants that must not see one
-            another's text in drafts different namespaces.
-        reads (sequence of `str`): For suffix trees: up to two further namespaces that are drafted from.
-        references (sequence of sequences of `int`): For suffix trees and prompt lookup: token ids of texts that the
-            answers are likely to repeat (a file to be edited, a predicted output, retrieved passages), for drafts of
-            this call only.
+        namespace (`str`): The group of requests whose outputs suffix trees draft from, and which this call's outputs
+            join; in an engine, also the group that shares keys and values. Sources of your own get it as
+            `SourceRequest.namespace`. Give tenants that must not see one another's text in drafts different namespaces.
+        reads (sequence of `str`): Up to two further namespaces that suffix trees draft from (`SourceRequest.reads`).
+        references (sequence of sequences of `int`): Token ids of texts that the answers are likely to repeat (a file to
+            be edited, a predicted output, retrieved passages), for drafts of this call only: from suffix trees, prompt
+            lookup, and sources of your own that use `SourceRequest.references`.
         tag (`str` or sequence of `str`, *optional*): For `RoutedCandidates`: the kind of text of the prompts (a
             drafter's name, a language, a topic, ...), one for all or one for each; None in a sequence: unknown.
         online (`OnlineDistillation`, *optional*): Trains draft models and heads on the call's tokens.
@@ -142,7 +144,7 @@ class SmartSpecConfig:
         return {"namespace": self.namespace, "reads": tuple(self.reads), "references": references}
 
     def max_nodes_for(self, source: TreeCandidateGenerator) -> int:
-        """Return the largest number of draft nodes per row and step."""
+        """Return the largest number of draft nodes per row and step: `DecodingCall.max_nodes`."""
         policy = self.policy_for(source)
         most = most_nodes_of(source)
         return most if policy is None else policy.most_nodes(source.default_num_nodes, most)
