@@ -1,9 +1,26 @@
 """Arguments that benches have in common. Nothing heavy is imported."""
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from hf_smartspec.commands.common.arguments import positive_number
+
+Option = tuple[str, Callable[[str], Any], Any, str, str]
+
+
+def add_options(parser: argparse.ArgumentParser, *options: Option) -> None:
+    """
+    Add options, each with its type, its default (of options with several values, a list), its metavar, and its help,
+    which gets the default appended.
+    """
+    for name, kind, default, metavar, about in options:
+        values = default if isinstance(default, list) else [default]
+        shown = " ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
+        text = about if default is None else f"{about}{' ' * bool(about)}(default: {shown})"
+        nargs = "+" if isinstance(default, list) else None
+        parser.add_argument(name, type=kind, default=default, nargs=nargs, metavar=metavar, help=text)
 
 
 def add_session_arguments(

@@ -38,7 +38,9 @@ def plot_lines(path: Path, panels: Sequence[Panel], title: str = "", is_from_zer
                 if label in panel.starred:
                     x = panel.starred[label]
                     axis.plot(x, values[x], marker="*", markersize=12, color=line.get_color())
-            axis.set(title=panel.title, xlabel=panel.x, ylabel=panel.y, xscale="log" if panel.is_log else "linear")
+            axis.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)
+            if panel.is_log:
+                axis.set_xscale("symlog", linthresh=10)  # which has a place for 0
             axis.grid(alpha=0.3)
             if is_from_zero:
                 from_zero(axis)

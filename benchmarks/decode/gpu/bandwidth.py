@@ -1,7 +1,9 @@
-"""Bandwidth of the device's memory, and the bytes that a step must read at least."""
+"""The device's memory: its bandwidth, the bytes that a step must read at least, and the most that was in use."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
@@ -94,3 +96,24 @@ def cache_bytes(model: PreTrainedModel) -> int:
     config = model.config
     width: int = 2 * config.num_key_value_heads * config.head_dim * config.num_hidden_layers
     return width * model.dtype.itemsize
+
+
+PEAK = Column("peak GB", "peak_bytes", "{:.1f}", 1e-9)
+
+
+@dataclass
+class Peak:
+    """Bytes that torch had allocated at most, weights included; 0 on devices without such a count."""
+
+    value: int = 0
+
+
+@contextmanager
+def peak_bytes(device: torch.device) -> Iterator[Peak]:
+    """Yield an object whose `value` is the block's peak memory, once the block has ended."""
+    peak = Peak()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    yield peak
+    if device.type == "cuda":
+        peak.value = torch.cuda.max_memory_allocated(device)

@@ -15,9 +15,9 @@ from hf_smartspec.commands.common.replaying import RecordedText, ReplayEngine
 from hf_smartspec.commands.common.runs import synchronize
 from hf_smartspec.prepare.config import SmartSpecConfig
 
-from ...kit.continuous import continuous_config, serve_lengths
 from ...kit.tables import Row
-from .memory import peak_bytes
+from ...kit.ways import continuous_config, serve_lengths
+from .bandwidth import peak_bytes
 from .shapes import Workload, World
 
 _WARM_UP = 8  # new tokens

@@ -2,23 +2,19 @@
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
-from hf_smartspec.drafts.tree import DraftTree
-from hf_smartspec.target_model.compat import cache_name
 from hf_smartspec.target_model.graphs import RUNS_UNTIL_RECORDED, records
-from hf_smartspec.target_model.layout.rows import RowInput
-from hf_smartspec.target_model.written import packed_forward, written_decoder
+from hf_smartspec.target_model.written import written_decoder
 
+from ...kit.forwards import Forward, packed, plain_forward
 from ...kit.session import Case, Section
 from ...kit.tables import Column, Row
 from .arguments import VERIFICATION
-from .bandwidth import best_rate, cache_bytes, seconds_of, weight_bytes
-from .memory import PEAK, peak_bytes
+from .bandwidth import PEAK, best_rate, cache_bytes, peak_bytes, seconds_of, weight_bytes
 from .shapes import World
 
 _PLAIN, _CALL_BY_CALL = "plain forward", "launched call by call"
@@ -56,7 +52,7 @@ def _measured(world: World, shape: str, batch_size: int, width: int, way: str, b
     tokens = np.random.default_rng(0).integers(4, model.config.vocab_size, size)
     with torch.inference_mode(), peak_bytes(world.device) as peak:
         if way == _PLAIN:
-            forward = _plain_forward(model, tokens)
+            forward = plain_forward(model, tokens, tokens.shape[1] - 1, picks=True)
         else:
             forward = _own_forward(model, tokens, context, is_recorded=way != _CALL_BY_CALL)
         seconds = seconds_of(forward, world.device, world.plan.repeats)
@@ -73,36 +69,10 @@ def _measured(world: World, shape: str, batch_size: int, width: int, way: str, b
     }
 
 
-def _own_forward(model: PreTrainedModel, tokens: np.ndarray, context: int, is_recorded: bool):
-    packed = packed_forward(model, len(tokens), tokens.shape[1])
+def _own_forward(model: PreTrainedModel, tokens: np.ndarray, context: int, is_recorded: bool) -> Forward:
+    forward, made = packed(model, tokens, context, picks=True)
     if not is_recorded:
-        packed.recordings = None
-    rows = [packed.add() for _ in tokens]
-    packed.forward([RowInput(row, line[:context]) for row, line in zip(rows, tokens)])
-    trees = [DraftTree.chain(line[context + 1 :]) for line in tokens]
-    feeds = [line[context : context + 1] for line in tokens]
-
-    def forward():
-        logits, _ = packed.forward([RowInput(row, feed, tree) for row, feed, tree in zip(rows, feeds, trees)])
-        packed.argmax(logits)
-        for row in rows:
-            packed.cut(row, context)
-
+        made.recordings = None
     for _ in range(RUNS_UNTIL_RECORDED if is_recorded else 0):
         forward()
-    return forward
-
-
-def _plain_forward(model: PreTrainedModel, tokens: np.ndarray):
-    """Return a forward over one more token per row."""
-    ids = torch.from_numpy(tokens).to(model.device)
-    cache = DynamicCache(config=model.config)
-    given: dict[str, Any] = {cache_name(model.forward): cache}
-    model(input_ids=ids[:, :-1], **given, logits_to_keep=1)
-
-    def forward():
-        output = model(input_ids=ids[:, -1:], **given)
-        output.logits.argmax(dim=-1).tolist()
-        cache.crop(-1)
-
     return forward

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hf_smartspec.commands.common.arguments import number, positive, positive_number
 
-from ...kit.arguments import add_session_arguments
+from ...kit.arguments import add_options, add_session_arguments
 from .known import KINDS, PEERS
 
 
@@ -20,34 +20,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kinds", nargs="+", default=list(KINDS), choices=KINDS, metavar="KIND",
         help="of weights: float32, bfloat16, and int8, which is Q8_0 for those that read GGUF (default: all)",
     )  # fmt: skip
-    parser.add_argument("--model", metavar="MODEL", help="a Llama, folder or hub id (default: the embedded target)")
-    parser.add_argument("--draft", metavar="MODEL", help="its draft model (default: the embedded one)")
-    parser.add_argument(
-        "--parameters", type=number, metavar="N",
-        help="of the target, enlarged without a change of its output; 0 leaves it as it is (default: 2e+08 for the "
-        "embedded target, 0 for others)",
+    for name, kind, metavar, about in (
+        ("--prompts", Path, "FILE", ".jsonl with prompts and their category, or lines of text"),
+        ("--texts", str, "CATEGORY", "of the prompts (default: sql chat)"),
+        ("--batch-sizes", positive, "B", "rows at once, different prompts (default: 1 16)"),
+    ):
+        parser.add_argument(name, nargs="+", type=kind, metavar=metavar, help=about)
+    add_options(
+        parser,
+        ("--model", str, None, "MODEL", "a Llama, folder or hub id (default: the embedded target)"),
+        ("--draft", str, None, "MODEL", "its draft model (default: the embedded one)"),
+        ("--parameters", number, None, "N", "of the target, enlarged without a change of its output; 0 leaves it as it "
+         "is (default: 2e+08 for the embedded target, 0 for others)"),
+        ("--num-prompts", positive, None, "N", "of each category, decoded one by one (default: 4)"),
+        ("--max-new-tokens", positive, None, "N", "of each (default: 64)"),
+        ("--repeats", positive, None, "N", "turns, of which the median (default: 3)"),
+        ("--threads", positive, 2, "N", "of each engine"),
+        ("--timeout", positive_number, 900.0, "S", "for one answer of a peer"),
+        ("--cache", Path, None, "FOLDER", "for environments (default: ~/.cache/hf-smartspec/peers)"),
     )  # fmt: skip
-    parser.add_argument(
-        "--prompts",
-        nargs="+",
-        type=Path,
-        metavar="FILE",
-        help=".jsonl with prompts and their category, or lines of text",
-    )
-    parser.add_argument("--texts", nargs="+", metavar="CATEGORY", help="of the prompts (default: sql chat)")
-    parser.add_argument("--num-prompts", type=positive, metavar="N", help="of each, decoded one by one (default: 4)")
-    parser.add_argument(
-        "--batch-sizes", type=positive, nargs="+", metavar="B", help="rows at once, different prompts (default: 1 16)"
-    )
-    parser.add_argument("--max-new-tokens", type=positive, metavar="N", help="of each (default: 64)")
-    parser.add_argument("--repeats", type=positive, metavar="N", help="turns, of which the median (default: 3)")
-    parser.add_argument("--threads", type=positive, default=2, metavar="N", help="of each engine (default: 2)")
-    parser.add_argument(
-        "--timeout", type=positive_number, default=900.0, metavar="S", help="for one answer of a peer (default: 900)"
-    )
-    parser.add_argument(
-        "--cache", type=Path, metavar="FOLDER", help="for environments (default: ~/.cache/hf-smartspec/peers)"
-    )
     parser.add_argument(
         "--python", action="append", default=[], type=_interpreter, metavar="NAME=FILE",
         help="an interpreter that has the peer already, for example built for this CPU, in place of an environment",

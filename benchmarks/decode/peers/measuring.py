@@ -20,9 +20,8 @@ from hf_smartspec.commands.common.models import left_padded
 
 from ...kit.session import Case, Section, Session
 from ...kit.tables import Column, Row, Rows
-from .environments import cache_folder
 from .files import write_files
-from .known import BASELINES, PEERS
+from .known import BASELINES, PEERS, cache_folder
 from .processes import PeerError, PeerProcess
 from .texts import Group, Prompts
 

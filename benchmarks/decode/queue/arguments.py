@@ -5,7 +5,7 @@ import argparse
 from hf_smartspec.commands.common.arguments import add_model_arguments, add_text_arguments, positive
 from hf_smartspec.commands.common.names import SOURCES
 
-from ...kit.arguments import add_resume_arguments
+from ...kit.arguments import add_options, add_resume_arguments
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,9 +15,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(limit=200, max_new_tokens=64)
     parser.add_argument(
         "--assistant", nargs="+", default=["none", "auto"], choices=["none", *SOURCES],
-        help="what drafts in the engine (default: none auto)",
+        help="sources of the engine (default: none auto)",
     )  # fmt: skip
     parser.add_argument(
         "--skip", nargs="+", default=[], choices=["static", "continuous"], help="leave out transformers' own"
     )
-    parser.add_argument("--repetitions", type=positive, default=1, metavar="N", help="timed rounds (default: 1)")
+    add_options(parser, ("--repetitions", positive, 1, "N", "timed rounds"))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hf_smartspec.commands.common.arguments import add_target_arguments, not_negative, positive, positive_number
 
-from ...kit.arguments import add_session_arguments
+from ...kit.arguments import add_options, add_session_arguments
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,18 +17,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_target_arguments(parser)
     parser.add_argument(
         "--assistants", nargs="+", metavar="MODEL_OR_PRESET",
-        help="folders, hub ids or presets, lists joined by plus signs (suffix+FOLDER); with online: before, draft "
-        "models are distilled as the policy moves (default: suffix trees, the demo's draft, both, both online)",
+        help="folders, hub ids or presets, lists joined by plus signs (suffix+FOLDER); after online:, draft models are "
+        "distilled as the policy moves (default: suffix trees, the demo's draft, both, both online)",
     )  # fmt: skip
-    parser.add_argument("--num-prompts", type=positive, default=3, metavar="N", help="of each epoch (default: 3)")
-    parser.add_argument("--prompts-per-step", type=positive, default=1, metavar="N", help="default: 1")
-    parser.add_argument(
-        "--generations", type=positive, default=4, metavar="N", help="of each prompt, 2 or more (default: 4)"
+    add_options(
+        parser,
+        ("--num-prompts", positive, 3, "N", "of each epoch"),
+        ("--prompts-per-step", positive, 1, "N", "of the trainer"),
+        ("--generations", positive, 4, "N", "of each prompt, 2 or more"),
+        ("--epochs", positive, 2, "N", "of the training"),
+        ("--max-new-tokens", positive, 64, "N", "of each completion"),
+        ("--temperature", positive_number, 1.0, "T", "as TRL's"),
+        ("--learning-rate", positive_number, 5e-5, "LR", "of the policy"),
+        ("--seed", not_negative, 0, "N", "of the training"),
     )
-    parser.add_argument("--epochs", type=positive, default=2, metavar="N", help="default: 2")
-    parser.add_argument("--max-new-tokens", type=positive, default=64, metavar="N", help="default: 64")
-    parser.add_argument("--temperature", type=positive_number, default=1.0, metavar="T", help="default: 1, as TRL's")
-    parser.add_argument("--learning-rate", type=positive_number, default=5e-5, metavar="LR", help="default: 5e-5")
-    parser.add_argument("--seed", type=not_negative, default=0, metavar="N", help="default: 0")
     add_session_arguments(parser)
     parser.set_defaults(dtype="float32")

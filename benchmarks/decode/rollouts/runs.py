@@ -3,6 +3,8 @@
 import hashlib
 import importlib
 import importlib.util
+import operator
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,8 +20,6 @@ from hf_smartspec.commands.common.cost_matched import copy_weights
 from hf_smartspec.commands.common.runs import eos_ids, synchronize
 from hf_smartspec.decoding.statistics import GenerationStatistics
 from hf_smartspec.generate import disable, enable
-
-from .rewards import arithmetic
 
 PLAIN = "none"
 _WARM_UP = 4  # tokens
@@ -224,3 +224,24 @@ def check_libraries() -> None:
     """Raise `UsageError` where TRL is not installed."""
     if importlib.util.find_spec("trl") is None:
         raise UsageError('rollouts are those of TRL: pip install "hf-smartspec[rl]"')
+
+
+# Rewards of completions of arithmetic problems, by rules: GSM8K's calculator notes, and the form of the answer.
+
+_NOTE = re.compile(r"<<(\d+)([-+*])(\d+)=(\d+)>>")
+_ANSWER = re.compile(r"#### -?\d+\s*$")
+_OPERATORS = {"-": operator.sub, "+": operator.add, "*": operator.mul}
+
+
+def arithmetic(completions: list[Any], **_: Any) -> list[float]:
+    """
+    Return for each completion the share of its notes like <<3*4=12>> that are right, and a half more if it ends in ####
+    and a number.
+    """
+    return [_reward(item if isinstance(item, str) else item[-1]["content"]) for item in completions]
+
+
+def _reward(text: str) -> float:
+    notes = _NOTE.findall(text)
+    right = sum(_OPERATORS[sign](int(a), int(b)) == int(result) for a, sign, b, result in notes)
+    return right / max(len(notes), 1) + 0.5 * bool(_ANSWER.search(text))

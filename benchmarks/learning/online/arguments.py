@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hf_smartspec.commands.common.arguments import add_target_arguments, positive, positive_number
 
-from ...kit.arguments import add_session_arguments
+from ...kit.arguments import add_options, add_session_arguments
 
 SPEED, LIVE, LOAD = LIVE_PARTS = ("speed", "live", "load")
 TABLE, ONLINE, SHIFT, SEVERAL = PARTS = ("table", "online", "shift", "several")
@@ -19,29 +19,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="prompts, .jsonl or .jsonl.gz; one is one task. With a FIELD, such as language, each of its values is one",
     )  # fmt: skip
     add_target_arguments(parser)
-    parser.add_argument("--draft", metavar="MODEL", help="the drafter that learns (default: the demo's draft model)")
-    parser.add_argument(
-        "--base", type=Path, metavar="FILE",
-        help="begin with random weights instead, which are first distilled on answers to these prompts, other than the "
-        "tasks'",
-    )  # fmt: skip
     parser.add_argument(
         "--parts", nargs="+", choices=[*PARTS, *LIVE_PARTS], default=list(PARTS), help="default: all replayed ones"
     )
-    parser.add_argument("--requests", type=positive, default=500, metavar="N", help="of each task (default: 500)")
-    parser.add_argument("--test", type=positive, default=50, metavar="N", help="further ones, held out (default: 50)")
     parser.add_argument(
-        "--interval", type=positive, default=8, metavar="I", help="requests up to an update (default: 8)"
+        "--random", choices=RANDOM, default="draft", help="drafter of random weights in part live (default: draft)"
     )
-    parser.add_argument("--learning-rate", type=positive_number, default=1e-3, metavar="RATE", help="default: 1e-3")
-    parser.add_argument("--max-new-tokens", type=positive, default=48, metavar="N", help="default: 48")
-    parser.add_argument("--max-prompt", type=positive, default=256, metavar="N", help="its last tokens (default: 256)")
-    parser.add_argument(
-        "--random", choices=RANDOM, default="draft", help="what begins at random in part 'live' (default: draft)"
-    )
-    parser.add_argument("--live-seconds", type=positive, default=600, metavar="S", help="of part 'live' (default: 600)")
-    parser.add_argument("--load-requests", type=positive, default=64, metavar="N", help="of part 'load' (default: 64)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables for a page")
-    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="also draw the figures into this folder")
+    add_options(
+        parser,
+        ("--draft", str, None, "MODEL", "the drafter that learns (default: the demo's draft model)"),
+        ("--base", Path, None, "FILE", "begin with random weights instead, which are first distilled on answers to "
+         "these prompts, other than the tasks'"),
+        ("--requests", positive, 500, "N", "of each task"),
+        ("--test", positive, 50, "N", "further ones, held out"),
+        ("--interval", positive, 8, "I", "requests up to an update"),
+        ("--learning-rate", positive_number, 1e-3, "RATE", "of the drafter"),
+        ("--max-new-tokens", positive, 48, "N", "of each request"),
+        ("--max-prompt", positive, 256, "N", "tokens of a prompt, its end"),
+        ("--live-seconds", positive, 600, "S", "of part live"),
+        ("--load-requests", positive, 64, "N", "of part load"),
+        ("--seed", int, 0, "N", "of orders and random weights"),
+        ("--markdown", Path, None, "FILE", "also write the tables for a page"),
+        ("--plots", Path, None, "FOLDER", "also draw the figures into this folder"),
+    )  # fmt: skip
     add_session_arguments(parser)

@@ -23,10 +23,8 @@ from ...kit.claims import Claim
 from ...kit.models import described
 from ...kit.session import Case, Section, new_session, print_head
 from ...kit.tables import Row, Rows, as_markdown, print_lines
-from .answers import Answers
 from .arguments import LIVE, LIVE_PARTS, LOAD, SPEED
-from .live import live, random_drafter, speed
-from .load import load
+from .live import live, load, random_drafter, speed
 from .parts import Experiments
 from .report import plot, tables
 from .streams import Task, answer, distilled, options_of
@@ -127,16 +125,10 @@ class OnlineBench:
         return Experiments(self.small, self._drafter, tasks, args).run(part)
 
     @cached_property
-    def _answers(self) -> Answers:
-        """Answers are kept in results.answers.json beside results.json."""
-        path = self.args.json
-        return Answers(self.small, path and path.with_suffix(".answers.json"), self.args.resume)
-
-    @cached_property
     def _tasks(self) -> list[Task]:
         layers = (LAST,) if SPEED in self.args.parts else ()
         args = self.args
-        return [answer(self._answers, item, args.test, args.max_new_tokens, layers) for item in self.data]
+        return [answer(self.small, item, args.test, args.max_new_tokens, layers) for item in self.data]
 
     @cached_property
     def _draft(self) -> PreTrainedModel:
@@ -151,7 +143,7 @@ class OnlineBench:
             return self._draft
         requests = read_requests(args.base, Fields(turns="none"), None, False)
         sizes = (args.requests + 1, 0, args.max_prompt, args.max_new_tokens)
-        base = answer(self._answers, DataSet.of("base", requests, self.tokenizer, *sizes), 1, args.max_new_tokens)
+        base = answer(self.small, DataSet.of("base", requests, self.tokenizer, *sizes), 1, args.max_new_tokens)
         drafter = random_drafter("draft", self.small, self._draft, args.seed)
         return distilled(drafter, base.stream, options_of(args), _BASE_EPOCHS, f"distilling {args.base}")
 

@@ -8,19 +8,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from hf_smartspec.commands.common.arguments import UsageError
 from hf_smartspec.commands.common.console import track
-from hf_smartspec.commands.common.recordings import DataSet, Recording
+from hf_smartspec.commands.common.recordings import DataSet, Recording, answered
 from hf_smartspec.online.learner import Learner
 from hf_smartspec.online.options import LearningOptions
 from hf_smartspec.online.samples import Batch, Sample, in_batches
 from hf_smartspec.online.sampling import taught
 from hf_smartspec.online.students import Student, student_of
 
-from .answers import Answers
-
-_AT_ONCE = 16  # texts that are scored together
+_AT_ONCE = 16  # texts that are answered, or scored, together
 TOP_K = 64
 
 
@@ -32,18 +31,20 @@ class Task(NamedTuple):
     test: list[Sample]
 
 
-def answer(answers: Answers, data: DataSet, num_test: int, max_new_tokens: int, layers: Sequence[int] = ()) -> Task:
+def answer(
+    target: PreTrainedModel, data: DataSet, num_test: int, max_new_tokens: int, layers: Sequence[int] = ()
+) -> Task:
     """Return the target's greedy answers to prompts, with its distribution of each token."""
     if len(data.prompts) <= num_test:
         raise UsageError(f"{data.name!r} has {len(data.prompts)} different prompts, and {num_test} are for judging")
     asked = [Recording(np.array(prompt, np.int64), np.empty(0, np.int64)) for prompt in data.prompts]
-    texts = answers.of(asked, max_new_tokens, f"answering {data.name}")
+    texts = answered(asked, target, _AT_ONCE, max_new_tokens, f"answering {data.name}")
     samples: list[Sample] = []
     ordered = sorted(range(len(texts)), key=lambda index: len(texts[index].prompt) + len(texts[index].response))
     with track(total=len(ordered), desc=f"scoring answers of {data.name}") as progress:
         for first in range(0, len(ordered), _AT_ONCE):
             part = [texts[index] for index in ordered[first : first + _AT_ONCE]]
-            samples += taught(answers.target, [(item.prompt, item.response) for item in part], TOP_K, layers)
+            samples += taught(target, [(item.prompt, item.response) for item in part], TOP_K, layers)
             progress.update(len(part))
     in_order = [samples[ordered.index(index)] for index in range(len(texts))]
     return Task(data.name, in_order[num_test:], in_order[:num_test])

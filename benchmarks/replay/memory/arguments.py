@@ -6,32 +6,23 @@ from pathlib import Path
 
 from hf_smartspec.commands.common.arguments import add_output_arguments, not_negative
 
-from ...kit.arguments import add_resume_arguments, add_tokenizer_argument
+from ...kit.arguments import add_options, add_resume_arguments, add_tokenizer_argument
 
 LEAST_TOKENS = 4  # of a tree, a quarter of which is timed
-
 LEAST_BYTES = 64  # of the tree that has to forget: one token is added for so many
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "files",
-        nargs="*",
-        type=Path,
-        metavar="FILE",
-        help=".jsonl or .jsonl.gz with responses (default: the demo's)",
+        "files", nargs="*", type=Path, metavar="FILE", help=".jsonl or .jsonl.gz with responses (default: the demo's)"
     )
-    parser.add_argument(
-        "--tokens", type=partial(_at_least, LEAST_TOKENS), nargs="+", metavar="N",
-        default=[100_000, 1_000_000],
-        help="sizes of the tree at which to measure (default: 100000 1000000)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--datastore-tokens", type=not_negative, default=2_000_000, metavar="N",
-        help="size of the datastore to build; 0: none (default: 2000000)",
-    )  # fmt: skip
-    parser.add_argument("--max-bytes", type=partial(_at_least, LEAST_BYTES), default=2**24, metavar="N",
-                        help="bound on the tree that has to forget (default: 16777216)")  # fmt: skip
+    tokens, num_bytes = (partial(_at_least, least) for least in (LEAST_TOKENS, LEAST_BYTES))
+    add_options(
+        parser,
+        ("--tokens", tokens, [100_000, 1_000_000], "N", "sizes of the tree at which to measure"),
+        ("--datastore-tokens", not_negative, 2_000_000, "N", "size of the datastore to build; 0: none"),
+        ("--max-bytes", num_bytes, 2**24, "N", "bound on the tree that has to forget"),
+    )
     add_tokenizer_argument(parser)
     add_output_arguments(parser)
     add_resume_arguments(parser)

@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from hf_smartspec.commands.common.outputs import draw, from_zero, shared_legend
+from hf_smartspec.commands.common.outputs import draw, shared_legend
 
+from ...kit.plots import Panel, plot_lines
 from .claims import Figures, Settings
-
-_SIZE = (5.0, 3.4)  # inches of one panel
 
 
 def plot_bars(figures: Figures, path: Path, series: str, keys: dict[str, str], legend: str | None = None) -> None:
@@ -57,25 +56,17 @@ def plot_lengths(figures: Figures, path: Path) -> None:
         "fixed": "fixed number of nodes",
         "learned": "learnt path probability",
     }
-
-    def paint(figure: Any, axes: list[Any]) -> None:
-        for axis, (name, groups) in zip(axes, figures.items()):
-            for series, label in labels.items():
-                axis.plot(*_points(groups[series]), marker="o", markersize=4, label=label)
-            axis.set_title(name)
-            axis.set_xlabel("drafted tokens per step")
-            axis.set_ylabel("accepted tokens per step")
-            axis.grid(alpha=0.3)
-        shared_legend(figure, axes)
-
-    draw(path, len(figures), paint)
+    drafted, accepted = "drafted tokens per step", "accepted tokens per step"
+    panels = [
+        Panel(name, drafted, accepted, {label: _points(groups[series]) for series, label in labels.items()})
+        for name, groups in figures.items()
+    ]
+    plot_lines(path, panels, is_from_zero=False)
 
 
-def _points(settings: Settings) -> tuple[list[float], list[float]]:
-    drafted, accepted = zip(
-        *sorted((item["drafted_per_step"] or 0.0, item["accepted_per_step"] or 0.0) for item in settings.values())
-    )
-    return list(drafted), list(accepted)
+def _points(settings: Settings) -> dict[float, float]:
+    pairs = ((item["drafted_per_step"] or 0.0, item["accepted_per_step"] or 0.0) for item in settings.values())
+    return dict(sorted(pairs))
 
 
 def plot_sizes(figures: Figures, path: Path) -> None:
@@ -84,24 +75,18 @@ def plot_sizes(figures: Figures, path: Path) -> None:
         "acceptance_rate": "acceptance rate",
         "us_per_node": "µs per drafted token",
     }
+    panels = [
+        Panel("", "earlier outputs in the global tree", label, {
+            name: {int(size): _number(numbers[key]) for size, numbers in groups["size"].items()}
+            for name, groups in figures.items()
+        }, is_log=True)
+        for key, label in keys.items()
+    ]  # fmt: skip
+    plot_lines(path, panels)
 
-    def paint(figure: Any, axes: list[Any]) -> None:
-        for axis, (key, label) in zip(axes, keys.items()):
-            for name, groups in figures.items():
-                values = [math.nan if numbers[key] is None else numbers[key] for numbers in groups["size"].values()]
-                axis.plot([int(size) for size in groups["size"]], values, marker="o", label=name)
-            axis.set_xscale("symlog", linthresh=10, linscale=0.5)
-            axis.set_xlim(left=-1)
-            from_zero(axis)
-            ticks = sorted({int(size) for groups in figures.values() for size in groups["size"]})
-            axis.set_xticks(ticks, [str(tick) for tick in ticks])
-            axis.minorticks_off()
-            axis.set_xlabel("earlier outputs in the global tree")
-            axis.set_ylabel(label)
-            axis.grid(alpha=0.3)
-        shared_legend(figure, axes)
 
-    draw(path, len(keys), paint)
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
 
 
 def plot_shifts(figures: Figures, path: Path) -> None:

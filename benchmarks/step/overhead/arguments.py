@@ -5,52 +5,34 @@ from pathlib import Path
 
 from hf_smartspec.commands.common.arguments import DTYPES, add_device_argument, number, positive
 
-from ...kit.arguments import add_session_arguments
+from ...kit.arguments import add_options, add_session_arguments
 
 PARTS = ("host", "forward", "step", "none")
-QUANTIZED = "quantized"  # takes minutes, and is measured where it is asked for
+QUANTIZED = "quantized"  # takes minutes, and is measured only on request
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model", metavar="MODEL",
-        help="folder, hub id or .gguf file (default: SmolLM2, where it is in the cache, else random weights; "
-        "quantized: the demo's target)",
-    )  # fmt: skip
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="default: bfloat16")
     add_device_argument(parser)
-    parser.add_argument("--threads", type=positive, default=2, metavar="N", help="CPU threads (default: 2)")
     parser.add_argument(
-        "--batch-sizes", type=positive, nargs="+", default=[1, 4, 8], metavar="B", help="default: 1 4 8"
-    )
-    parser.add_argument(
-        "--widths", type=positive, nargs="+", default=[1, 4], metavar="N", help="tokens per row (default: 1 4)"
-    )
-    parser.add_argument(
-        "--repeats", type=positive, metavar="N", help="measurements per setting (default: 7; 3 of what is quantized)"
-    )
-    parser.add_argument(
-        "--layers", type=positive, metavar="N", help="random weights of N layers; 15 make 205 M parameters"
-    )
-    parser.add_argument(
-        "--parts",
-        nargs="+",
-        default=PARTS,
-        choices=(*PARTS, QUANTIZED),
+        "--parts", nargs="+", default=PARTS, choices=(*PARTS, QUANTIZED),
         help="host: the host time of steps without a forward; forward: packed against plain forwards; step: the share "
         "of steps outside the forwards; none: decoding without speculation (default: all these); quantized: the "
         "embedded target, cost-matched, in --dtype and in int8",
-    )
-    parser.add_argument(
-        "--parameters", type=number, nargs="+", default=[205e6, 1e9], metavar="N",
-        help="of the targets that are quantized (default: 205e6 1e9)",
     )  # fmt: skip
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="which these decode (default: the demo's)")
-    parser.add_argument("--num-prompts", type=positive, default=2, metavar="N", help="of these (default: 2)")
-    parser.add_argument(
-        "--max-new-tokens", type=positive, default=32, metavar="N", help="for each of these (default: 32)"
-    )
-    parser.add_argument(
-        "--host-steps", type=positive, default=100, metavar="N", help="measured steps without a forward (default: 100)"
-    )
+    add_options(
+        parser,
+        ("--model", str, None, "MODEL", "folder, hub id or .gguf file (default: SmolLM2, if in the cache, else random "
+         "weights; quantized: the demo's target)"),
+        ("--threads", positive, 2, "N", "CPU threads"),
+        ("--batch-sizes", positive, [1, 4, 8], "B", "rows"),
+        ("--widths", positive, [1, 4], "N", "tokens per row"),
+        ("--repeats", positive, None, "N", "measurements per setting (default: 7; quantized: 3)"),
+        ("--layers", positive, None, "N", "random weights of N layers; 15 make 205 M parameters"),
+        ("--parameters", number, [205e6, 1e9], "N", "of the targets that are quantized"),
+        ("--prompts", Path, None, "FILE", "for these (default: the demo's)"),
+        ("--num-prompts", positive, 2, "N", "for these"),
+        ("--max-new-tokens", positive, 32, "N", "for each prompt of these"),
+        ("--host-steps", positive, 100, "N", "measured steps without a forward"),
+    )  # fmt: skip
     add_session_arguments(parser)

@@ -8,18 +8,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from benchmarks.kit.timing import Stopwatch, side_by_side
 from hf_smartspec.commands.common.models import load_model, use_machine
 from hf_smartspec.commands.common.setup import Setup
-from hf_smartspec.drafts.tree import DraftTree
 from hf_smartspec.generate import enabled
 from hf_smartspec.prepare.config import SmartSpecConfig
-from hf_smartspec.target_model.compat import cache_name
-from hf_smartspec.target_model.layout.rows import RowInput
-from hf_smartspec.target_model.written import packed_forward
 
+from ...kit.forwards import packed, plain_forward
 from ...kit.models import choose_model
 from ...kit.session import Case, Section, new_session, print_head
 from ...kit.sources import sources_by_name
@@ -99,40 +96,12 @@ def _forward_section(
 @torch.no_grad()
 def forward_overhead(model: PreTrainedModel, batch_size: int, width: int, repeats: int) -> Row:
     """Time the plain forward over `[batch, width]` tokens and the packed forward over the same tokens."""
-    ids = torch.randint(3, model.config.vocab_size, (batch_size, CONTEXT + width), device=model.device)
-    functions = {"plain": _plain_forward(model, ids, width), "packed": _packed_forward(model, ids, width)}
+    tokens = np.random.default_rng(0).integers(3, model.config.vocab_size, (batch_size, CONTEXT + width))
+    functions = {"plain": plain_forward(model, tokens, CONTEXT), "packed": packed(model, tokens, CONTEXT)[0]}
     seconds = side_by_side(functions, repeats, model.device)
     ratio = seconds["packed"] / seconds["plain"]
     sizes = {"batch_size": batch_size, "width": width, "parameters": model.num_parameters()}
     return {**sizes, **seconds, "ratio": ratio}
-
-
-def _plain_forward(model, ids, width):
-    cache = DynamicCache(config=model.config)
-    given = {cache_name(model.forward): cache}
-    model(input_ids=ids[:, :CONTEXT], **given, logits_to_keep=1)
-
-    def forward():
-        model(input_ids=ids[:, CONTEXT:], **given)
-        cache.crop(-width)
-
-    return forward
-
-
-def _packed_forward(model, ids, width):
-    tokens = ids.cpu().numpy()
-    packed = packed_forward(model, len(tokens), CONTEXT + width)
-    rows = [packed.add() for _ in tokens]
-    packed.forward([RowInput(row, line[:CONTEXT]) for row, line in zip(rows, tokens)])
-    trees = [DraftTree.chain(line[CONTEXT + 1 :]) for line in tokens]
-
-    def forward():
-        feeds = [line[CONTEXT : CONTEXT + 1] for line in tokens]
-        packed.forward([RowInput(row, feed, tree) for row, feed, tree in zip(rows, feeds, trees)])
-        for row in rows:
-            row.length = CONTEXT
-
-    return forward
 
 
 def _step_section(new_model: Callable[[], PreTrainedModel], batch_size: int, repeats: int) -> Section:

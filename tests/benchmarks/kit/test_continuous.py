@@ -5,13 +5,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks.kit import continuous
+from benchmarks.kit.ways import continuous_config, serve_lengths
 
 
 def test_there_are_pages_for_the_longest_text_of_every_row():
-    config = continuous.continuous_config(3, 65, use_cuda_graph=True)
+    config = continuous_config(3, 65, use_cuda_graph=True)
     assert config.page_size == 32 and config.num_blocks == 9 and config.use_cuda_graph
-    assert continuous.continuous_config(3, 257, page=256, use_cuda_graph=False).num_blocks == 6
+    assert continuous_config(3, 257, page=256, use_cuda_graph=False).num_blocks == 6
 
 
 class Manager:
@@ -38,5 +38,5 @@ class Manager:
 
 @pytest.mark.parametrize(("num", "lengths"), [(3, [1, 2, 3]), (2, [1, 2]), (0, [])])
 def test_answers_come_in_the_order_of_the_requests_and_may_be_missing(num, lengths):
-    found = continuous.serve_lengths(Manager(num), [np.arange(4)] * 3, [1, 2, 3])
+    found = serve_lengths(Manager(num), [np.arange(4)] * 3, [1, 2, 3])
     assert [len(output.generated_tokens) for output in found.values()] == lengths

@@ -10,8 +10,7 @@ from rich.console import Console
 
 from benchmarks.kit.arguments import add_session_arguments
 from benchmarks.kit.claims import Claim
-from benchmarks.kit.deadline import OutOfTimeError
-from benchmarks.kit.session import Case, Section, Session, new_session
+from benchmarks.kit.session import Case, OutOfTimeError, Section, Session, new_session
 from benchmarks.kit.tables import Column
 from hf_smartspec.commands.common.arguments import UsageError
 

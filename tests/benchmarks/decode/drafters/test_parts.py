@@ -8,8 +8,7 @@ import torch
 
 import hf_smartspec
 from benchmarks.decode.drafters.report import at_equal_time
-from benchmarks.decode.drafters.runs import mixed
-from benchmarks.decode.drafters.trees import accuracies, best_fixed_tree
+from benchmarks.decode.drafters.runs import accuracies, best_fixed_tree, mixed
 from hf_smartspec import SmartSpecConfig
 from hf_smartspec.candidates.heads.kinds import source_of
 from hf_smartspec.commands.common.cost_matched import enlarge

@@ -10,7 +10,7 @@ from torch.autograd import DeviceType
 
 from benchmarks.decode.gpu import waits
 from benchmarks.decode.gpu.bandwidth import cache_bytes, weight_bytes
-from benchmarks.decode.gpu.known import FixedAcceptance
+from benchmarks.decode.gpu.speed import FixedAcceptance
 from benchmarks.decode.gpu.targets import targets
 from tests.models import new_model
 

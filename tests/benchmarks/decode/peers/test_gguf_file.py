@@ -5,7 +5,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from benchmarks.decode.peers.gguf_file import converted, interleaved, write_gguf
+from benchmarks.decode.peers.files import converted, interleaved, write_gguf
 
 gguf = pytest.importorskip("gguf")
 

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.decode.peers import environments
-from benchmarks.decode.peers.environments import python_of
-from benchmarks.decode.peers.known import PEERS
+from benchmarks.decode.peers import known
+from benchmarks.decode.peers.known import PEERS, python_of
 from benchmarks.decode.peers.processes import RUNNERS, PeerError, PeerProcess
 
 JOB = {"prompts": [[1, 2], [3], [4]], "num_tokens": 3, "threads": 1, "settings": {}}
@@ -136,8 +135,8 @@ def test_every_peer_has_a_runner():
 
 def test_an_environment_is_made_once_and_never_gets_torch(tmp_path, monkeypatch):
     calls = []
-    monkeypatch.setattr(environments.venv, "create", lambda place, **_: place.mkdir())
-    monkeypatch.setattr(environments, "_run", lambda command, log: calls.append(command))
+    monkeypatch.setattr(known.venv, "create", lambda place, **_: place.mkdir())
+    monkeypatch.setattr(known, "_run", lambda command, log: calls.append(command))
     python = python_of(tmp_path, "some", ("engine==1",))
     assert python_of(tmp_path, "some", ("engine==1",)) == python == tmp_path / "some" / "bin" / "python"
     assert len(calls) == 1 and calls[0][-1] == "engine==1"
@@ -158,9 +157,9 @@ def test_what_cannot_be_installed_is_told_with_the_reason(tmp_path, monkeypatch)
         place.mkdir(exist_ok=True)
         (place / "pyvenv.cfg").touch()
 
-    monkeypatch.setattr(environments.venv, "create", create)
+    monkeypatch.setattr(known.venv, "create", create)
     script = "print('ERROR: no compiler'); print('more'); raise SystemExit(1)"
-    monkeypatch.setattr(environments.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(known.sys, "executable", str(tmp_path / "python"))
     (tmp_path / "python").write_text(f"#!{sys.prefix}/bin/python\n{script}\n")
     (tmp_path / "python").chmod(0o755)
     for _ in range(2):  # it is tried again

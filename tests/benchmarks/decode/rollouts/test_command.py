@@ -10,8 +10,7 @@ pytest.importorskip("trl")
 
 import hf_smartspec
 from benchmarks.decode.rollouts import command, runs
-from benchmarks.decode.rollouts.rewards import arithmetic
-from benchmarks.decode.rollouts.runs import PairedRollouts, Run
+from benchmarks.decode.rollouts.runs import PairedRollouts, Run, arithmetic
 from hf_smartspec.commands.common.cost_matched import copy_weights, enlarge
 from tests.covering import exhaustive
 

@@ -2,15 +2,11 @@
 
 import json
 
-import numpy as np
 import pytest
 from huggingface_hub.errors import StrictDataclassError
 
-from benchmarks.learning.online import answers
-from hf_smartspec.commands.common.recordings import Recording
 from tests.covering import exhaustive
 from tests.folders import save_tiny_models
-from tests.models import new_model
 
 from ... import helpers
 
@@ -66,15 +62,6 @@ def test_replayed_parts(folder, tmp_path, capsys, monkeypatch):
     before = out.read_text()
     assert call(folder, "--base", folder / "base.jsonl", "--json", out, "--resume") == 0
     assert parts_of(out.read_text()) == parts_of(before)
-    # Nor is anybody asked again for what is missing.
-    found = json.loads(before)
-    wanted = found["results"].pop("several")["several"]
-    out.write_text(json.dumps(found))
-    monkeypatch.setattr("benchmarks.learning.online.answers.answered", None)
-    assert call(folder, "--base", folder / "base.jsonl", "--json", out, "--resume") == 0
-    again = parts_of(out.read_text())["several"]
-    assert again["rows"] == wanted["rows"]
-    assert out.with_suffix(".answers.json").exists()
 
 
 def test_a_file_of_several_languages_is_several_tasks(folder, tmp_path):
@@ -124,24 +111,3 @@ def test_heads_that_cannot_be_made_are_refused(folder, capsys, monkeypatch):
     monkeypatch.setattr("benchmarks.learning.online.live.new_heads", refuse)
     assert call(folder, "--parts", "live", "--random", "eagle3", "--parameters", "0") == 2
     assert "--random eagle3: heads of this target cannot be made" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("change", ["prompts", "length", "target", "file", "not resumed"])
-def test_answers_are_asked_again_where_anything_differs(tmp_path, monkeypatch, change):
-    asked = [Recording(np.array(prompt), np.empty(0, np.int64)) for prompt in ([5, 6, 7], [8, 9])]
-    calls, target, path = [], new_model("llama"), tmp_path / "results.answers.json"
-    monkeypatch.setattr(
-        answers, "answered", lambda asked, *args: calls.append(1) or [Recording(x.prompt, x.prompt) for x in asked]
-    )
-    first = answers.Answers(target, path).of(asked, 8, "")
-    again = answers.Answers(target, path, resumes=True).of(asked, 8, "")
-    assert len(calls) == 1
-    assert (
-        [item.response.tolist() for item in again] == [item.response.tolist() for item in first] == [[5, 6, 7], [8, 9]]
-    )
-    if change == "file":
-        path.write_text("{")
-    other = new_model("llama", seed=3) if change == "target" else target
-    prompts = asked[:1] if change == "prompts" else asked
-    answers.Answers(other, path, change != "not resumed").of(prompts, 9 if change == "length" else 8, "")
-    assert len(calls) == 2
