@@ -14,10 +14,10 @@ Series = Mapping[str, Mapping[float, float]]  # by label: y by x
 class Panel(NamedTuple):
     """
     Args:
-        title, x, y (`str`): Above, below and beside it.
-        series (mapping): By label, y by x.
-        is_log (`bool`): Whether x is.
-        starred (mapping): By label, an x whose point gets a star.
+        title, x, y (`str`): Its title, and the labels of its axes.
+        series (mapping): The y values by x of each label.
+        is_log (`bool`): Whether the x axis is logarithmic.
+        starred (mapping): The x of a label's point that gets a star.
     """
 
     title: str

@@ -43,17 +43,17 @@ class Section:
     Measurements that belong together.
 
     Args:
-        name (`str`): Under which its results are kept.
-        cases (`Callable`): Makes them, in order; what they need is made when they are measured.
-        columns (sequence of `Column`): Of the table that shows them.
-        title, first (`str`): Of the table and of its column of names.
-        share (`float`): Of the time of all sections, in any unit; what one leaves is the next one's.
-        may_overrun (`bool`): Whether a measurement that has begun may end a little late.
+        name (`str`): Key of its results.
+        cases (`Callable`): Returns the measurements in order; models that they need are loaded when they are measured.
+        columns (sequence of `Column`): Columns of its table.
+        title, first (`str`): Title of the table, and heading of its column of names.
+        share (`float`): Its share of the time of all sections, in any unit; unused time passes to the next section.
+        may_overrun (`bool`): Whether a running measurement may end a little late.
         turns (`int`): How often each case is measured, in turns, so that a change of the machine's load meets all.
         summary (`Callable`): A case's row, from those of its turns.
-        claims (`Callable`): What is to hold in the rows.
+        claims (`Callable`): Returns claims about the rows.
         show (`Callable`): Prints the rows in place of the table.
-        note (`str`): Below the table.
+        note (`str`): Text below the table.
     """
 
     name: str
@@ -73,10 +73,10 @@ class Section:
 class Session:
     """
     Args:
-        report (`dict`): What is known already, and what will be: "results" by section and case, "skipped" and
+        report (`dict`): Earlier results, to which new ones are added: "results" by section and case, "skipped" and
             "failures" by "section: case".
         path (`Path`, *optional*): A JSON file that holds the report, written anew after every measurement.
-        seconds (`float`): For everything.
+        seconds (`float`): Time limit of all sections.
     """
 
     def __init__(self, report: dict[str, Any], path: Path | None = None, seconds: float = math.inf):
@@ -197,10 +197,10 @@ def new_session(
     Return the session of a command, which goes on with the file of --json where it is asked to.
 
     Args:
-        args (`Namespace`): With what `add_session_arguments` has added.
-        about (mapping, *optional*): What the figures depend on besides.
-        free (sequence of `str`): Further arguments that only choose what is measured: a run may be resumed with others.
-        known: What else the report begins with.
+        args (`Namespace`): The command's arguments, those of `add_session_arguments` among them.
+        about (mapping, *optional*): Further conditions of the figures: runs under others cannot be resumed.
+        free (sequence of `str`): Arguments that only choose measurements; a resumed run may have others.
+        known: Further entries of a new report.
     """
     check_output(args.json)
     command = json.loads(json.dumps(command_of(args), default=str))  # as the file will have it

@@ -15,10 +15,10 @@ Rows = Mapping[str, Row]  # by the name of what was measured
 class Column(NamedTuple):
     """
     Args:
-        title (`str`): At the top of the column.
+        title (`str`): Heading of the column.
         value (`str` or `Callable`): Key of the row's value, or a function of the row and all rows of the table.
-        form (`str`): Of `str.format`, such as "{:.2f}"; nothing is shown of None.
-        scale (`float`): By which numbers are multiplied first.
+        form (`str`): Format of the value, such as "{:.2f}"; None leaves the cell empty.
+        scale (`float`): Factor of the value.
     """
 
     title: str

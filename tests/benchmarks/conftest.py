@@ -1,4 +1,4 @@
-"""What holds for all tests of benches: what holds for those of commands, and the embedded target as the default."""
+"""Fixtures of all tests of benches: those of commands, and the embedded target as the default."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What tests of benches share."""
+"""Helpers of the tests of benches."""
 
 from benchmarks import __main__ as benches
 

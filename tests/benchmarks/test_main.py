@@ -30,7 +30,7 @@ def test_a_misspelt_name_gets_one_line(capsys):
 
 
 def test_help_and_refusals_import_neither_torch_nor_transformers():
-    """In a process of its own, where nothing has been imported yet."""
+    """A new process has imported nothing yet."""
     script = """
 import sys
 from benchmarks.__main__ import BENCHES, main
@@ -49,7 +49,7 @@ for words in [[], ["--help"], ["typo"], *([name, word] for name in BENCHES for w
 
 
 def test_arguments_offer_what_benches_know():
-    """What benches know is built of what takes seconds to import; what their arguments offer is written out."""
+    """The choices of arguments are written out, since importing their definitions takes seconds."""
     from benchmarks.decode.gpu.shapes import Plan
     from benchmarks.load.simulate.figures import FIGURES
     from benchmarks.replay.sources.command import ABLATIONS

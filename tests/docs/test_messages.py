@@ -10,7 +10,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 PAGE = (REPOSITORY / "docs/troubleshooting.md").read_text()
 _SAYING = ("warning", "warning_once", "error", "warn_once")
-_SKIPPED = ("commands", "training")  # commands talk to whoever has called them
+_SKIPPED = ("commands", "training")  # their messages are for the user who called them
 
 
 @cache
@@ -53,4 +53,4 @@ def test_every_message_on_the_page_is_the_librarys(said):
     for message in quoted:
         for part in message.split("..."):
             words = part.strip(" ,.:();")
-            assert words in said, f"nobody says {words!r}"
+            assert words in said, f"no message of the library has {words!r}"

@@ -24,7 +24,7 @@ PAGES = sorted(DOCS.rglob("*.md"))
 
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch):
-    """Theme and plugins have words of their own to say; mkdocs leaves its handlers behind."""
+    """Theme and plugins log messages of their own, and mkdocs does not remove its handlers."""
     monkeypatch.setenv("NO_MKDOCS_2_WARNING", "1")
     handlers = logging.getLogger("mkdocs").handlers[:]
     yield

@@ -27,7 +27,7 @@ class Plan:
 
     Args:
         shapes (`dict`): Parameters of the cost-matched targets, by name.
-        dtype (`str`): Of theirs.
+        dtype (`str`): Their dtype.
         batch_sizes (sequence of `int`): Those that matter most first.
         widths (dict): Tokens per row of a verification, by batch size.
         context, new_tokens (`int`): Tokens of the prompts, and of the answers, where the text does not matter.

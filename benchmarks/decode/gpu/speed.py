@@ -137,10 +137,10 @@ class FixedAcceptance(TreeCandidateGenerator):
     that they claim. Drafting costs nothing: the target is what is measured.
 
     Args:
-        texts (dict): What will be said, int64 `[n]`, by the prompt's bytes.
+        texts (dict): The text after each prompt, int64 `[n]`, by the prompt's bytes.
         rate (`float`): Probability of a right token.
         vocab_size (`int`): Wrong tokens are others below it.
-        seed (`int`): Of the errors.
+        seed (`int`): Seed of the errors.
     """
 
     default_num_nodes = 16

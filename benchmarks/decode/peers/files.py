@@ -20,8 +20,8 @@ def write_files(
     bfloat16.
 
     Args:
-        needed (iterable of `str`): Of "model" and "draft" (torch's pickles), "gguf" and "draft_gguf", and "arrays" and
-            "draft_arrays" (numpy's, in float32).
+        needed (iterable of `str`): Some of "model" and "draft" (torch's pickles), "gguf" and "draft_gguf", "arrays"
+            and "draft_arrays" (numpy's, in float32).
 
     Raises:
         ValueError: for models that a format cannot hold.
@@ -68,7 +68,7 @@ def write_gguf(model: PreTrainedModel, path: Path, kind: str) -> None:
     Write a Llama. Its vocabulary consists of placeholders, whose texts are the tokens' numbers: prompts are token ids.
 
     Args:
-        model (`PreTrainedModel`): Of Llama's architecture, with default rotary embeddings and without biases.
+        model (`PreTrainedModel`): A Llama with default rotary embeddings and without biases.
         path (`Path`): The file.
         kind (`str`): Type of its matrices: "float32", "bfloat16" or "int8" (Q8_0). Vectors stay in float32.
 

@@ -16,10 +16,10 @@ class Peer(NamedTuple):
     """
     Args:
         runner (`str`): Module in `runners`.
-        files (tuple of `str`): Of the models, as `write_files` names them.
-        kinds (tuple of `str`): What it runs weights in.
-        requirements (tuple of `str`): Of its environment; none: it runs in this one.
-        settings (dict): For its runner.
+        files (tuple of `str`): Files of the models, as `write_files` names them.
+        kinds (tuple of `str`): Types of weights that it runs.
+        requirements (tuple of `str`): Packages of its environment; without any, it runs in this one.
+        settings (dict): Options of its runner.
     """
 
     runner: str

@@ -29,9 +29,9 @@ class PeerProcess:
 
     Args:
         python (`Path`): Interpreter of the peer's environment.
-        module (`str`): What it runs, such as "runners.llama_cpp".
+        module (`str`): The module to run, such as "runners.llama_cpp".
         job (dict): See `runners/protocol.py`.
-        folder (`Path`): For its job and what it writes to stderr.
+        folder (`Path`): Folder for its job and its stderr.
         timeout (`float`): Seconds up to an answer; then the process is ended.
 
     Raises:

@@ -16,8 +16,8 @@ class Group(NamedTuple):
     Prompts that are decoded in one turn.
 
     Args:
-        text (`str`): Of what kind the prompts are.
-        batch_size (`int`): Rows at once.
+        text (`str`): Kind of the prompts.
+        batch_size (`int`): Rows of a call.
         calls (list of lists of `int`): The prompts of every call, by number.
     """
 
@@ -30,7 +30,7 @@ class Prompts(NamedTuple):
     """
     Args:
         ids (list of lists of `int`): Token ids of each prompt; no two are the same.
-        texts (list of `str`): Of what kind each is.
+        texts (list of `str`): Kind of each prompt.
     """
 
     ids: list[list[int]]

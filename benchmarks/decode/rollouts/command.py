@@ -45,7 +45,7 @@ class RolloutBench:
         args (`Namespace`): The command's.
 
     Attributes:
-        session (`Session`): What is kept of the runs.
+        session (`Session`): Keeps the results of the runs.
     """
 
     def __init__(self, args: argparse.Namespace):

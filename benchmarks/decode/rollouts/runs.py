@@ -59,12 +59,12 @@ class Run:
     Results of a run.
 
     Args:
-        rollouts (list of `Rollout`): In order.
-        losses (list of `float`): Of each step of the optimizer.
-        entropies (list of `float`): Of the policy's distributions at each step, in nats.
-        rewards (list of `float`): Means of each step.
+        rollouts (list of `Rollout`): The rollouts in order.
+        losses (list of `float`): Loss of each step of the optimizer.
+        entropies (list of `float`): Entropy of the policy's distributions at each step, in nats.
+        rewards (list of `float`): Mean reward of each step.
         texts (list of `torch.Tensor`): All completions, rollout by rollout.
-        weights (list of `torch.Tensor`): Of the policy, at the end.
+        weights (list of `torch.Tensor`): The policy's weights after training.
     """
 
     rollouts: list[Rollout] = field(default_factory=list)

@@ -36,8 +36,8 @@ _OFFLINE_SHARE = 0.1  # of the requests, from which the static drafter is distil
 class Experiments:
     """
     Args:
-        target (`PreTrainedModel`): That answered.
-        drafter (`nn.Module`): What all experiments begin with.
+        target (`PreTrainedModel`): The model that answered.
+        drafter (`nn.Module`): The drafter with which all experiments begin.
         tasks (sequence of `Task`): Answered requests.
         args: The command's arguments.
     """

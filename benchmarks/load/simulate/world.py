@@ -36,10 +36,10 @@ HEADS = 3
 class Figure:
     """
     Args:
-        name, title (`str`): Which figure of which paper, and what it shows.
-        x, y (`str`): What the axes are.
-        panels (`dict`): By panel, series and x: y.
-        claims (list of `Claim`): What the paper says its figure shows, and whether this one does.
+        name, title (`str`): The paper's figure, and its subject.
+        x, y (`str`): Labels of the axes.
+        panels (`dict`): The y values by panel, series and x.
+        claims (list of `Claim`): The paper's claims about its figure, and whether they hold here.
     """
 
     name: str
@@ -69,9 +69,9 @@ class World:
 
     Args:
         target (`CostModel`): A 7 B model on an A100, by default, as in the papers.
-        draft (`DraftCost`): Of a 160 M draft model.
-        heads (`DraftCost`): Of Medusa's heads.
-        lookup (`DraftCost`): Of prompt lookup.
+        draft (`DraftCost`): Cost of a draft model of 160 M parameters.
+        heads (`DraftCost`): Cost of Medusa's heads.
+        lookup (`DraftCost`): Cost of prompt lookup.
         num_requests (`int`): Per load.
         recordings (by name, lists of `Recording`): Real text to replay.
     """

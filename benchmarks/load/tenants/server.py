@@ -24,7 +24,7 @@ _MAX_QUEUE = 4096  # has room for all of an attack
 class TenantServer(NamedTuple):
     """
     Args:
-        url (`str`): Where it listens, on loopback.
+        url (`str`): Its address, on loopback.
         keys (list of `str`): One for each tenant.
     """
 

@@ -95,7 +95,7 @@ class GlobalTreeOnly(TreeCandidateGenerator):
     tokens that are looked up. A repetition within these is all that is left of its own text.
 
     Args:
-        outputs (iterable of `np.ndarray`, int): What the global tree knows from the beginning.
+        outputs (iterable of `np.ndarray`, int): Outputs in the global tree from the beginning.
         keep_outputs (`bool`): Whether outputs join it.
     """
 

@@ -35,9 +35,9 @@ def section(
     Suffix trees are emptied before every run.
 
     Args:
-        name (`str`, *optional*): Of the model; else the embedded target, at each of the sizes.
+        name (`str`, *optional*): The model; by default the embedded target, at each of the sizes.
         sizes (sequence of `float`): Parameters of the target.
-        path (`Path`, *optional*): Of the prompts; else the demo's.
+        path (`Path`, *optional*): A file of prompts; by default the demo's.
     """
     columns = (
         Column("MiB", lambda row, _: f"{row['mib']['full']:,.0f}"),

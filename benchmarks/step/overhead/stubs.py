@@ -110,7 +110,7 @@ class DrawnTrees(TreeCandidateGenerator):
 
     Args:
         texts (dict): Each request's text after its prompt, int64 `[length]`.
-        num_nodes (`int`): Of every tree.
+        num_nodes (`int`): Nodes of every tree.
     """
 
     def __init__(self, texts: dict[Hashable, np.ndarray], num_nodes: int, seed: int = 0):

@@ -19,7 +19,7 @@ TINY = ["--dtype", "float32", "--device", "cpu", "--max-new-tokens", "12", "--ma
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """With a target of several end-of-sequence tokens, some of which it really says."""
+    """A folder whose target has several end-of-sequence tokens, some of which it generates."""
     folder = save_tiny_models(tmp_path_factory.mktemp("models"))
     rows = [{"prompt": f"{n} and {n} and" + " so on" * (n % 3), "response": f" {n}."} for n in range(8)]
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -107,7 +107,7 @@ def test_interrupted_shows_what_was_measured(folder, tmp_path, monkeypatch):
     served = []
 
     def interrupt(self, queue, **_):
-        if len(served) == 1:  # behind the warm-up
+        if len(served) == 1:  # after the warm-up
             raise KeyboardInterrupt
         served.append(queue)
         return {str(index): SimpleNamespace(generated_tokens=[5], error=None) for index in range(len(queue))}

@@ -1,4 +1,4 @@
-"""What the benches of load are made of: sources, policies, costs, and simulations of a real engine."""
+"""Parts of the benches of load: sources, policies, costs, and simulations of a real engine."""
 
 import json
 from dataclasses import replace
@@ -88,7 +88,7 @@ def test_calibrations_come_back_from_json_as_they_were():
 
 
 def test_a_hybrid_is_simulated_with_the_time_of_both():
-    """Where trees know nothing, the draft model speaks, and is paid for."""
+    """The draft model drafts where trees draft nothing, and its time counts."""
     setup = new_setup(responses=[np.tile(np.arange(20, 30), 3)] * 4, replays=True)
     requests = new_requests(setup, np.zeros(4), np.random.default_rng(0))
     trees = Calibration(COST, DraftCost(1e-3), 0.0, 0.0, 16)
@@ -107,7 +107,7 @@ def test_a_hybrid_is_simulated_with_the_time_of_both():
 
 
 def test_rehearsals_tell_how_slow_the_machine_is():
-    """Whatever the rehearsed requests are, the factor is that of the steps."""
+    """The factor is that of the steps, for any rehearsed requests."""
     setup = new_setup(responses=[np.tile(np.arange(20, 30), 3)] * 4, replays=True)
     requests = new_requests(setup, np.array([0.0, 0.3]), np.random.default_rng(0))
     calibration = Calibration(COST, DraftCost(1e-3), 0.0, 0.0, 16)

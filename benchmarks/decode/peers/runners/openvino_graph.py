@@ -12,9 +12,9 @@ from openvino import opset13 as op
 def write_graph(arrays: Path, kind: str, folder: Path) -> None:
     """
     Args:
-        arrays (`Path`): Of `np.savez`: every weight of the model in float32 under its name, and "config" as JSON.
-        kind (`str`): Of its matrices: "float32", "bfloat16" or "int8" (a scale for each output).
-        folder (`Path`): For `openvino_model.xml`, its weights, and a tokenizer that nothing is tokenized with.
+        arrays (`Path`): A file of `np.savez`: every weight in float32 under its name, and "config" as JSON.
+        kind (`str`): Type of its matrices: "float32", "bfloat16" or "int8" (a scale for each output).
+        folder (`Path`): Folder for `openvino_model.xml`, its weights, and a placeholder of a tokenizer.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with np.load(arrays) as weights:

@@ -23,7 +23,7 @@ class Way(NamedTuple):
     How a peer decodes, greedily and beyond ends of sequence.
 
     Args:
-        decode (callable): What is timed.
+        decode (callable): The function that is timed.
         in_batches (`bool`): Whether it takes several rows at once.
         prepare (callable): Called with the number of rows before every decoding, off the clock: forgets what has been
             decoded before.
@@ -37,7 +37,7 @@ class Way(NamedTuple):
 class Engine(NamedTuple):
     """
     Args:
-        ways (dict): By their names.
+        ways (dict): The ways by name.
         about (`str`): Versions, and the instructions of the CPU that its kernels use.
     """
 

@@ -1,4 +1,4 @@
-"""What `benchmarks drafters` is made of: fixed trees, drafters of an enlarged target, and equal drafting time."""
+"""Parts of `benchmarks drafters`: fixed trees, drafters of an enlarged target, and equal drafting time."""
 
 from itertools import product
 

@@ -1,4 +1,4 @@
-"""What is made of the peers' answers; `test_command.py` has them measured."""
+"""Comparisons of the peers' answers; `test_command.py` has them measured."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What OpenVINO reads: arrays, and the graph made of them, where OpenVINO is installed."""
+"""Files for OpenVINO: arrays, and the graph made of them, where OpenVINO is installed."""
 
 import json
 

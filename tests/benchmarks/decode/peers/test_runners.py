@@ -1,4 +1,4 @@
-"""What runs in peers' processes: the same tokens from all ways on torch, nothing kept, and what llama.cpp is asked."""
+"""Programs in peers' processes: the same tokens from all ways on torch, nothing kept, and llama.cpp's arguments."""
 
 import sys
 from types import SimpleNamespace
@@ -74,7 +74,7 @@ class FakeServer:
 
 
 class Params(SimpleNamespace):
-    """Has whatever is asked of it."""
+    """Has every attribute."""
 
     def __getattr__(self, name):
         if name.startswith("__"):

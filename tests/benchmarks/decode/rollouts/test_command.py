@@ -55,7 +55,7 @@ def test_training_is_the_same_with_every_assistant(folder, problems, tmp_path, c
 
 
 def test_what_changes_training_is_found(folder, problems, monkeypatch, capsys):
-    """Weights that are moved behind the trainer's back, in one of the runs."""
+    """Weights that are changed without the trainer, in one of the runs."""
     end = PairedRollouts.end
 
     def disturbed(rollouts):

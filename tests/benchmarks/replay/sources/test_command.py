@@ -34,7 +34,7 @@ from ... import helpers
 
 
 def draft(source, *texts):
-    """What a new request with this prompt and this output gets to see."""
+    """The draft for a new request with this prompt and this output."""
     prompt, *outputs = (np.array(text) for text in texts)
     source.start("a", prompt)
     for output in outputs:

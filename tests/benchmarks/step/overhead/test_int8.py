@@ -1,4 +1,4 @@
-"""What int8 is worth: both models decode the same prompts in every way, and the report says what each reached."""
+"""Gain of int8: both models decode the same prompts in every way, and the report has each speed."""
 
 import io
 import json
