@@ -13,8 +13,12 @@ from ..decoding.statistics import PHASES, GenerationStatistics
 from ..decoding.trace import TracedStep
 from ..target_model.compat import GenerationOutput, RequestStatus
 from .logprobs import LogprobsRecorder
+from .scheduler import TURN
 
-_RECOMPUTED_PER_TOKEN = 8  # a resumed request generates a token per so many recomputed ones before it may be suspended
+# A resumed request generates a token per so many recomputed ones before it may be suspended, but not for longer than a
+# few turns: a long text would keep the short requests of others waiting for thousands of steps.
+_RECOMPUTED_PER_TOKEN = 8
+_MOST_SPARED = 4 * TURN
 
 
 @dataclass
@@ -61,8 +65,12 @@ class PendingRequest:
         return self.call.requests[0]
 
     def spare_after(self, num_recomputed: int) -> None:
-        """Spare a resumed request until it has generated an eighth of the tokens that are computed anew for it."""
-        self.num_spared = self.request.num_generated + num_recomputed // _RECOMPUTED_PER_TOKEN
+        """
+        Spare a resumed request until it has generated an eighth of the tokens that are computed anew for it, or four
+        turns if these are fewer.
+        """
+        num_spared = min(num_recomputed // _RECOMPUTED_PER_TOKEN, _MOST_SPARED)
+        self.num_spared = self.request.num_generated + num_spared
 
     def record_time(self, now: float) -> None:
         """Record `now` as the time of the tokens generated since the last call."""

@@ -125,6 +125,26 @@ def test_memory_is_not_one_namespaces_either(model):
             assert engine.get_result(name, timeout=TIMEOUT).generated_tokens == Asked(prompt, LONG).alone(model)
 
 
+def test_a_text_that_takes_all_memory_lets_short_requests_in(model):
+    """Another's short request waits for four turns and the recomputed text at most, not for an eighth of that text."""
+    bytes_per_token = Engine(model)._memory.bytes_per_token
+    prompt = np.random.default_rng(0).integers(3, 40, 1800).tolist()
+    asked = Asked(prompt, {"max_new_tokens": 300, "eos_token_id": None})
+    with Engine(model, "none", max_kv_bytes=2100 * bytes_per_token, max_prefill_tokens=600) as engine:
+        steps = Steps(engine)
+        long = engine.add_request(prompt, assistant=of("a"), streaming=True, **asked.arguments)
+        next(engine.request_id_iter(long))
+        for number in range(3):
+            with engine.pause():
+                now = steps.num
+                name = engine.add_request([7, 8, 9 + number], assistant=of("b"), **SHORT)
+            output = engine.get_result(name, timeout=TIMEOUT)
+            assert output.generated_tokens == Asked([7, 8, 9 + number], SHORT).alone(model)
+            assert steps.ends[name] - now <= 4 * scheduler.TURN + 4 + 8, "four steps to read the long text again"
+        assert engine.get_result(long, timeout=TIMEOUT).generated_tokens == asked.alone(model)
+        assert engine._runner.num_suspended == 3
+
+
 def test_prompts_are_read_in_turns(model):
     """One does not wait until all of another's have been read."""
     rng = np.random.default_rng(0)
