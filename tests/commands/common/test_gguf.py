@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.decode.peers.gguf_file import write_gguf
+from benchmarks.decode.peers.files import write_gguf
 from hf_smartspec.commands.common import models
 from hf_smartspec.commands.common.arguments import UsageError
 from hf_smartspec.commands.common.models import check_folder, load_model, load_tokenizer
