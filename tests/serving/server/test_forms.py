@@ -4,6 +4,7 @@ import copy
 import json
 
 import pytest
+from llguidance import LLParserLimits
 
 from hf_smartspec.serving.server.errors import ApiError
 from hf_smartspec.serving.server.request import grammar
@@ -84,7 +85,7 @@ def test_a_form_that_is_too_long_is_refused_before_it_is_read(demo):
         {"regex": "(((a{100}){100}){100}){100}"},
         {"regex": "a{1000000}"},
         {"regex": "x[0-9]{3}(((a{100}){100}){100}){100}"},  # with its first tokens, nothing is wrong
-        {"grammar": 'start: L14\nL0: "a"?\n' + "\n".join(f"L{n + 1}: L{n} L{n}" for n in range(14))},
+        {"grammar": 'start: L13\nL0: "a"?\n' + "\n".join(f"L{n + 1}: L{n} L{n}" for n in range(13))},
     ],
 )
 def test_small_forms_that_unfold_to_millions_of_parts_are_refused(server, form):
@@ -93,6 +94,40 @@ def test_small_forms_that_unfold_to_millions_of_parts_are_refused(server, form):
     assert "<state>" not in told.text and "Parser" not in told.text, "nothing of the library's state"
     stream = {"prompt": "a", "max_tokens": 40, "structured_outputs": form, "stream": True}
     assert '"code": 500' not in server.post("/v1/completions", stream).text
+
+
+def test_a_forms_first_mask_is_computed_within_limits_before_the_engine_runs(demo, monkeypatch):
+    given = []
+
+    class Failing:
+        """A matcher that fails at its first mask."""
+
+        grammar_from_regex = staticmethod(grammar.LLMatcher.grammar_from_regex)
+        error = ""
+
+        def __init__(self, *_, limits=None, **__):
+            given.append(limits)
+
+        def is_error(self):
+            return bool(self.error)
+
+        def get_error(self):
+            return self.error
+
+        def deep_copy(self):
+            return Failing()
+
+        def compute_logit_bias(self):
+            self.error = "too much work\n<state>\ninternals"
+
+    monkeypatch.setattr(grammar, "LLMatcher", Failing)
+    grammars = Grammars(demo.tokenizer, demo.model.config.vocab_size, [3])
+    with pytest.raises(ApiError, match=r"^response_format: too much work$") as refused:
+        grammars.processor(form_of(None, {"regex": "a"}))
+    assert refused.value.status == 400
+    usual = LLParserLimits()
+    assert given[0].step_lexer_fuel < usual.step_lexer_fuel and given[0].max_lexer_states < usual.max_lexer_states
+    assert given[0].initial_lexer_fuel < usual.initial_lexer_fuel / 20
 
 
 def test_forms_of_thousands_of_choices_are_small_enough(demo):

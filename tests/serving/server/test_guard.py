@@ -16,12 +16,14 @@ from fastapi import FastAPI, HTTPException
 
 from hf_smartspec import Engine
 from hf_smartspec.candidates.text import prompt_lookup
-from hf_smartspec.serving.server.errors import add_error_handlers
+from hf_smartspec.serving.server import served as served_module
+from hf_smartspec.serving.server.errors import ApiError, add_error_handlers
 from hf_smartspec.serving.server.guard.keys import CALLER, ApiKeys, Caller, read_keys
 from hf_smartspec.serving.server.guard.limits import Limits
 from hf_smartspec.serving.server.request import body
 from hf_smartspec.serving.server.request.fields import ChatFields, CompletionFields
 from hf_smartspec.serving.server.request.sampling import Settings
+from hf_smartspec.serving.server.served import ServedModel
 
 from .running import TIMEOUT, running, wait_until
 
@@ -312,10 +314,12 @@ def test_of_texts_with_too_many_tokens_the_beginning_is_encoded_alone(server, mo
     refused = server.post("/v1/completions", {"prompt": "1, 2; " * (served.max_chars // 6)})
     assert refused.status_code == 400 and refused.json()["error"]["code"] == "context_length_exceeded"
     assert encoded == [8 * served.max_model_len] and encoded[0] < served.max_chars
-    monkeypatch.setattr(served, "max_model_len", None)
-    assert server.post("/tokenize", {"prompt": "a" * (served.max_chars + 1)}).status_code == 400, (
-        "without positions too"
-    )
+    own = served_module.model_limits(served.model)
+    monkeypatch.setattr(served_module, "model_limits", lambda _: own._replace(num_positions=None))
+    endless = ServedModel("endless", served.engine, Limits(), served.metrics, 8)
+    with pytest.raises(ApiError, match="at most 2097152 are accepted"):
+        endless.encode("a" * (2**21 + 1))
+    assert len(encoded) == 1
 
 
 def test_references_are_bounded_in_tokens_and_indexed_once_for_all_choices(demo, monkeypatch):
