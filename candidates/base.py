@@ -65,13 +65,13 @@ class AssistedDecodingSource(CandidateGenerator):
 
 class TreeCandidateGenerator(AssistedDecodingSource):
     """
-    A candidate source for batches of requests. Subclass it, implement `start`, `propose`, `observe` and `stop`, and
-    pass an instance as `assistant=`.
+    A candidate source for batches of requests. Subclass it, implement `start` or `begin`, `propose`, `observe` and
+    `stop`, and pass an instance as `assistant=`.
 
     The engine calls `choose` and `begin`, which calls `start`, once per request, then `propose` and `observe` in turn,
-    then `stop`, also after an error. One source may serve several `generate` calls, so state belongs to requests; it is
-    not called by several threads at once. A source that raises, or proposes an invalid tree, is dropped for that
-    request. Sources cannot make the output wrong: the target decides about every token.
+    then `stop`, also after an error or a cancellation. One source may serve several `generate` calls, so state belongs
+    to requests; it is not called by several threads at once. A source that raises, or proposes an invalid tree, is
+    dropped for that request. Sources cannot make the output wrong: the target decides about every token.
 
     Attributes:
         default_num_nodes (`int`): Usual size of a draft, in nodes per row, where no price ends it: in models that run

@@ -1,5 +1,6 @@
 """README and docs: commands are accepted as printed, examples run, and whatever is named exists."""
 
+import importlib
 import os
 import re
 import shlex
@@ -8,12 +9,14 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import hf_smartspec
 from benchmarks import __main__ as benches
 from hf_smartspec import LengthPolicy, goodput
+from hf_smartspec.candidates import SourceRequest
 from hf_smartspec.commands import main as cli
 
 REPOSITORY = Path(__file__).parents[2]
@@ -208,3 +211,11 @@ def test_the_readme_shows_three_lines_for_a_model_of_ones_own_first(real_model, 
 
 def test_the_example_of_a_source_is_short():
     assert len((REPOSITORY / "demos/examples/ngram_source.py").read_text().splitlines()) <= 60
+
+
+def test_the_example_of_a_source_keeps_namespaces_apart(monkeypatch):
+    monkeypatch.syspath_prepend(str(REPOSITORY / "demos/examples"))
+    source = importlib.import_module("ngram_source").NGramCandidates()
+    for name, prompt, namespace in (("a", [1, 2, 3, 1, 2], "one"), ("b", [1, 2], "one"), ("c", [1, 2], "another")):
+        source.begin(SourceRequest(name, np.array(prompt), namespace=namespace))
+    assert [tree.tokens.tolist() for tree in source.propose(["a", "b", "c"], [2] * 3)] == [[3, 1], [3, 1], []]
