@@ -133,7 +133,7 @@ def test_categories_take_turns(demo):
     ("arguments", "message"),
     [
         (["--models", "/no/models"], "no models in /no/models"),
-        (["--prompts", "/no/prompts.jsonl"], "cannot read the prompts"),
+        (["--prompts", "/no/prompts.jsonl"], "cannot read"),
         (["--target", "./no-target", "--draft", "./no-draft"], "no such model folder: './no-target'"),
     ],
 )
