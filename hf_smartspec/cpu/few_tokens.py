@@ -19,7 +19,7 @@ from .threads import has_threads, share_of
 
 logger = get_logger(__name__)
 
-_SMALL = 2**17  # products that one thread has computed before a second one has begun
+SMALL = 2**17  # products that one thread has computed before a second one has begun
 ROWS = 12  # a multiple of the rows of tiles
 _FEW_WIDENED, _FEW, _SOME, _MANY, _ANY = 6, 12, 48, 256, 2**16  # tokens
 
@@ -85,7 +85,7 @@ def few_token_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
     num_tokens, num_inputs = x.shape
     num_outputs = weight.shape[0]
     outputs = x.new_empty(num_tokens, num_outputs)
-    num_threads = 1 if num_tokens * num_inputs * num_outputs <= _SMALL else torch.get_num_threads()
+    num_threads = 1 if num_tokens * num_inputs * num_outputs <= SMALL else torch.get_num_threads()
     at_once, size, wide = tokens_at_once(num_tokens, num_inputs), 0, None
     if widens(x.dtype, num_tokens):
         size = wide_size(at_once, num_inputs)

@@ -26,7 +26,8 @@ _FIELDS = {
     codes.ROTATE: ROTATE_FIELDS,
     codes.ATTEND: ATTEND_FIELDS,
 }
-_FLOATS = ("eps", "factor", "scale")  # float64; all other fields are int64
+_FLOATS = ("eps", "factor", "scale")  # float64, in every operator; all other fields are int64
+assert all(fields[:2] == ("next", "threads") for fields in _FIELDS.values()), "counters, which `Program.run` clears"
 
 DTYPES = torch.float32, torch.bfloat16
 
@@ -51,6 +52,11 @@ def run_operator(dtype: torch.dtype, code: int, num_threads: int, *fields: float
     """Run one operator with its fields, counters aside."""
     arguments = operator(code)(1, 0, code, 0, 0, *fields)
     run(address_of(dtype), ctypes.addressof(arguments), num_threads)
+
+
+def column(code: int, name: str) -> int:
+    """Return the place of a field in `Program.rows`, for operators of this code."""
+    return 1 + _FIELDS[code].index(name)
 
 
 class Program:
@@ -78,11 +84,7 @@ class Program:
     def set(self, number: int, name: str, value: float) -> None:
         """Set a field of operator `number`."""
         rows = self._numbers if name in _FLOATS else self._rows
-        rows[number, 1 + _FIELDS[self._codes[number]].index(name)] = value
-
-    def column(self, code: int, name: str) -> int:
-        """Return the place of a field in `rows`, for operators of this code."""
-        return 1 + _FIELDS[code].index(name)
+        rows[number, column(self._codes[number], name)] = value
 
     @property
     def rows(self) -> np.ndarray:

@@ -2,20 +2,19 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from ...cpu.attention import division, has_attention
-from ...cpu.few_tokens import ROWS, most_tokens, widens
+from ...cpu.few_tokens import ROWS, SMALL, most_tokens, widens
 from ...cpu.gates import has_gates
 from ...cpu.kernels import program as codes
 from ...cpu.kernels.multiply import tokens_at_once, wide_size
 from ...cpu.norms import has_norms
-from ...cpu.program import DTYPES, Program
-from ...cpu.tensor_checks import is_plain
+from ...cpu.program import DTYPES, Program, column
+from ...cpu.tensor_checks import is_plain, is_vector
 from ...cpu.threads import share_of
 from ..attention.seen_lines import has_few_tokens, lines_of
 from ..cache.slot_cache import SlotCache
@@ -24,20 +23,10 @@ from .parts import MLP, Fused, Halves, RMSNorm, gate_of
 from .plan import DecoderPlan, LayerPlan
 
 Tables = tuple[torch.Tensor, torch.Tensor]
-_LEAST = 16  # tokens for which programs have room
+_LEAST, _MOST = 16, 256  # tokens for which programs have room: their memory is kept
 # Fields that are set before every forward.
 _ROTATE = "keys values lines dim cos sin".split()
 _ATTEND = "keys values scratch num_runs parts scratch_size runs firsts counts nodes bits prefixes prefix_counts".split()
-
-
-@dataclass
-class _Weights:
-    """Address of the weight of a product, of its bias (or 0), and the numbers of its outputs and inputs."""
-
-    weight: int
-    bias: int
-    num_outputs: int
-    num_inputs: int
 
 
 class CompiledDecoder:
@@ -50,14 +39,16 @@ class CompiledDecoder:
 
     def __init__(self, plan: DecoderPlan):
         self.plan = plan
-        self.dtype = _dtype(plan)
+        norm: Any = plan.final_norm
+        self.dtype = norm.weight().dtype
+        self._most_weights = max(weight.numel() for weight, _ in map(_placed, _products(plan)))
         self._free: defaultdict[tuple, list[_Forward]] = defaultdict(list)  # by what they are built for
 
     def serves(self, layout: StepLayout) -> bool:
-        """Return whether compiled code computes this forward: few tokens, with attention over their own rows."""
+        """Return whether compiled code computes this forward: few tokens, which columns say what to attend to."""
         return (
             is_plain(layout.tokens)
-            and layout.tokens.shape[1] <= most_tokens(self.dtype)
+            and layout.tokens.shape[1] <= min(_MOST, most_tokens(self.dtype))
             and layout.encoded is None
             and not layout.is_padded  # as on GPUs
             and all(has_few_tokens(part, window) for window in self._windows for part in layout.parts)
@@ -88,7 +79,9 @@ class CompiledDecoder:
             `torch.Tensor` of shape `[M, vocab_size]`.
         """
         room = max(_LEAST, 1 << (len(x) - 1).bit_length())
-        key = room, torch.get_num_threads(), layers
+        # Threads wait for one another after every operator, which takes longer than small ones do.
+        num_threads = torch.get_num_threads() if room * self._most_weights > SMALL else 1
+        key = room, num_threads, layers
         try:  # each thread has a forward of its own
             forward = self._free[key].pop()
         except IndexError:
@@ -101,19 +94,22 @@ class CompiledDecoder:
 
 def can_compile(plan: DecoderPlan) -> bool:
     """Return whether all parts of a decoder are of kinds that there is compiled code for."""
-    dtype = _dtype(plan)
-    if dtype not in DTYPES or plan.calls_modules or _weights(plan.head) is None or not _is_norm(plan.final_norm):
+    if not isinstance(plan.final_norm, RMSNorm):
         return False
-    if not all([has_norms(dtype), has_attention(dtype), has_gates(dtype)]):
+    dtype = plan.final_norm.weight().dtype
+    if dtype not in DTYPES or not all([has_norms(dtype), has_attention(dtype), has_gates(dtype)]):
         return False
-    return all(map(_can_compile_layer, plan.layers))
+    if plan.calls_modules or not _is_plain(plan.head, dtype) or not _is_norm(plan.final_norm, dtype):
+        return False
+    return all(_can_compile_layer(layer, dtype) for layer in plan.layers)
 
 
-def _can_compile_layer(plan: LayerPlan) -> bool:
+def _can_compile_layer(plan: LayerPlan, dtype: torch.dtype) -> bool:
     norms = plan.before_attention, plan.after_attention, plan.before_mlp, plan.after_mlp, plan.query_norm, plan.key_norm
     mlp = plan.mlp
     return (
-        all(norm is None or _is_norm(norm) for norm in norms)
+        not plan.is_parallel
+        and all(norm is None or _is_norm(norm, dtype) for norm in norms)
         and plan.softcap is None
         and (plan.rotation is None or isinstance(plan.rotation, Halves))
         and not plan.head_dim % 16
@@ -121,35 +117,43 @@ def _can_compile_layer(plan: LayerPlan) -> bool:
         and mlp.is_gated
         and gate_of(mlp.activation) is not None
         and all(
-            _weights(item) is not None for item in (plan.query_key_value, plan.attention_output, mlp.inputs, mlp.output)
+            _is_plain(item, dtype) for item in (plan.query_key_value, plan.attention_output, mlp.inputs, mlp.output)
         )
     )
 
 
-def _is_norm(norm: Any) -> bool:
-    return isinstance(norm, RMSNorm) and not norm.shape[0] % 16
+def _is_norm(norm: Any, dtype: torch.dtype) -> bool:
+    if not isinstance(norm, RMSNorm) or len(norm.shape) != 1 or norm.shape[0] % 16:
+        return False
+    weight = norm.weight()
+    return weight.dtype is dtype and is_vector(weight, norm.shape[0])
 
 
-def _dtype(plan: DecoderPlan) -> torch.dtype:
-    return next(iter(plan.embedding.module.parameters())).dtype
-
-
-def _weights(item: Any) -> _Weights | None:
-    """Return where the weights of a product lie; None where they do not lie side by side as plain numbers."""
+def _is_plain(item: Any, dtype: torch.dtype) -> bool:
+    """Return whether the weights of a product lie side by side, as numbers that compiled code reads."""
     found = item.whole() if isinstance(item, Fused) else None
     if found is None:
-        return None
+        return False
     weight, bias = found
-    is_plain = weight.is_cpu and weight.dtype in DTYPES and weight.is_contiguous() and not weight.shape[1] % 16
-    if not is_plain or (bias is not None and (bias.dtype is not weight.dtype or not bias.is_contiguous())):
-        return None
-    return _Weights(weight.data_ptr(), 0 if bias is None else bias.data_ptr(), *weight.shape)
+    return (
+        weight.is_cpu
+        and weight.dtype is dtype
+        and weight.is_contiguous()
+        and not weight.shape[1] % 16
+        and (bias is None or (bias.dtype is dtype and is_vector(bias, weight.shape[0])))
+    )
 
 
-def _placed(item: Any) -> _Weights:
-    found = _weights(item)
-    assert found is not None, "checked by `can_compile`"
+def _placed(item: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the weight and bias of a product."""
+    found: tuple[torch.Tensor, torch.Tensor | None] = item.whole()
     return found
+
+
+def _products(plan: DecoderPlan) -> list[Any]:
+    mlps: list[Any] = [layer.mlp for layer in plan.layers]
+    others = [item for layer in plan.layers for item in (layer.query_key_value, layer.attention_output)]
+    return [plan.head, *others, *[item for mlp in mlps for item in (mlp.inputs, mlp.output)]]
 
 
 class _Forward:
@@ -172,13 +176,13 @@ class _Forward:
     # --- Writing the program
 
     def _write(self) -> None:
-        self.x, self.normed, self.out, self.beside = (self._new(self.size) for _ in range(4))
+        self.x, self.normed, self.out = (self._new(self.size) for _ in range(3))
         layers = self.plan.layers
         self.queries = self._new(max(layer.num_heads * layer.head_dim for layer in layers))
         self.attended = self._new(max(layer.num_heads * layer.head_dim for layer in layers))
         self.states = self._new(max((layer.num_heads + 2 * layer.kv_heads) * layer.head_dim for layer in layers))
         mlps: list[Any] = [layer.mlp for layer in layers]
-        self.hidden = self._new(max(_placed(mlp.inputs).num_outputs for mlp in mlps))
+        self.hidden = self._new(max(len(_placed(mlp.inputs)[0]) for mlp in mlps))
         self.gated = self._new(self.hidden.shape[1] // 2)
         self.pending: tuple[torch.Tensor, float] | None = None  # what is to be added to `x`
         for index, layer in enumerate(layers):
@@ -190,18 +194,18 @@ class _Forward:
         if -1 in self.layers:
             self._settle()
             self.kept[-1] = self._norm(self.plan.final_norm, self.x, self.x)
-        self.last_norm = self._norm(self.plan.final_norm, self.x, self.normed)
-        self.sized.remove(self.last_norm)
-        self.head = self._multiply(self.plan.head, self.normed, self.normed)  # outputs are set later
-        self.sized.remove(self.head)
+        self.last_norm = self._norm(self.plan.final_norm, self.x, self.normed, is_sized=False)
+        self.head = self._multiply(self.plan.head, self.normed, self.normed, is_sized=False)  # outputs are set later
 
     def _new(self, size: int) -> torch.Tensor:
         self.memory.append(torch.empty(self.room, size, dtype=self.dtype, device="cpu"))
         return self.memory[-1]
 
-    def _add(self, code: int, **fields: float) -> int:
+    def _add(self, code: int, is_sized: bool = True, /, **fields: float) -> int:
+        """Append an operator, on all tokens if `is_sized`; return its number."""
         self.operators.append((code, fields))
-        self.sized.append(len(self.operators) - 1)
+        if is_sized:
+            self.sized.append(len(self.operators) - 1)
         return len(self.operators) - 1
 
     def _settle(self) -> None:
@@ -216,17 +220,18 @@ class _Forward:
         self._settle()
         self.kept[index] = self._add(codes.ADD, size=self.size, x=self.x.data_ptr(), factor=1.0)
 
-    def _norm(self, norm: Any, x: torch.Tensor, outputs: torch.Tensor) -> int:
+    def _norm(self, norm: Any, x: torch.Tensor, outputs: torch.Tensor, is_sized: bool = True) -> int:
         """Normalize tokens of `size` numbers; `x` after what is pending was added to it."""
         fields: dict[str, float] = {"x": x.data_ptr(), "outputs": outputs.data_ptr()}
         if x is self.x and self.pending is not None:
             fields |= {"added": self.pending[0].data_ptr(), "factor": self.pending[1]}
             self.pending = None
-        return self._norm_vectors(norm, 1, self.size, **fields)
+        return self._norm_vectors(norm, 1, self.size, is_sized, **fields)
 
-    def _norm_vectors(self, norm: Any, vectors: int, stride: int, **fields: float) -> int:
+    def _norm_vectors(self, norm: Any, vectors: int, stride: int, is_sized: bool = True, /, **fields: float) -> int:
         return self._add(
             codes.NORM,
+            is_sized,
             vectors=vectors,
             size=norm.shape[0],
             in_stride=stride,
@@ -237,37 +242,31 @@ class _Forward:
             **fields,
         )
 
-    def _multiply(self, item: Any, x: torch.Tensor, outputs: torch.Tensor) -> int:
-        weights = _placed(item)
-        at_once = tokens_at_once(self.room, weights.num_inputs)
+    def _multiply(self, item: Any, x: torch.Tensor, outputs: torch.Tensor, is_sized: bool = True) -> int:
+        weight, bias = _placed(item)
+        num_outputs, num_inputs = weight.shape
+        at_once = tokens_at_once(self.room, num_inputs)
         number = self._add(
             codes.MULTIPLY,
-            num_inputs=weights.num_inputs,
-            num_outputs=weights.num_outputs,
-            share=share_of(weights.num_outputs, weights.num_inputs, ROWS),
+            is_sized,
+            num_inputs=num_inputs,
+            num_outputs=num_outputs,
+            share=share_of(num_outputs, num_inputs, ROWS),
             at_once=at_once,
-            weight=weights.weight,
+            weight=weight.data_ptr(),
             tokens=x.data_ptr(),
-            bias=weights.bias,
+            bias=0 if bias is None else bias.data_ptr(),
             outputs=outputs.data_ptr(),
-            wide_size=wide_size(at_once, weights.num_inputs),
+            wide_size=wide_size(at_once, num_inputs),
         )
         self.multiplied.append(number)
         return number
 
     def _write_layer(self, plan: LayerPlan) -> None:
-        normed = self._input(plan.before_attention)
-        self._write_attention(plan, normed)
+        self._write_attention(plan, self._input(plan.before_attention))
         if plan.after_attention is not None:
             self._norm(plan.after_attention, self.out, self.out)
-        attended = self.out
-        if plan.is_parallel:
-            self._write_mlp(plan, normed, self.beside)
-            addresses = {"x": attended.data_ptr(), "added": self.beside.data_ptr(), "outputs": attended.data_ptr()}
-            self._add(codes.ADD, size=self.size, factor=1.0, **addresses)
-            self.pending = attended, 1.0
-            return
-        self.pending = attended, plan.multiplier
+        self.pending = self.out, plan.multiplier
         self._write_mlp(plan, self._input(plan.before_mlp), self.out)
         if plan.after_mlp is not None:
             self._norm(plan.after_mlp, self.out, self.out)
@@ -293,6 +292,7 @@ class _Forward:
         self.rotated.append(self._add(codes.ROTATE, heads=heads, kv_heads=kv_heads, size=size, **fields))
         attention = self._add(
             codes.ATTEND,
+            False,
             kv_heads=kv_heads,
             groups=heads // kv_heads,
             size=size,
@@ -300,7 +300,6 @@ class _Forward:
             outputs=self.attended.data_ptr(),
             scale=plan.scaling,
         )
-        self.sized.remove(attention)
         self.attending.append(attention)
         self._multiply(plan.attention_output, self.attended, self.out)
 
@@ -311,7 +310,7 @@ class _Forward:
         self._multiply(mlp.inputs, x, self.hidden)
         self._add(
             codes.GATE,
-            size=_placed(mlp.inputs).num_outputs // 2,
+            size=len(_placed(mlp.inputs)[0]) // 2,
             activation=activation,
             inputs=self.hidden.data_ptr(),
             outputs=self.gated.data_ptr(),
@@ -322,12 +321,12 @@ class _Forward:
 
     def _index(self) -> None:
         """Note where the fields are that are set before every forward."""
-        column, rows = self.program.column, self.program.rows
-        self.num_tokens = rows[:, column(codes.ADD, "num_tokens")]
+        rows = self.program.rows
+        self.token_counts = rows[:, column(codes.ADD, "num_tokens")]
         self.wide = column(codes.MULTIPLY, "wide")
         self.most_wide = max(int(rows[number, column(codes.MULTIPLY, "wide_size")]) for number in self.multiplied)
-        self.rotate = np.array(self.rotated)[:, None], [column(codes.ROTATE, name) for name in _ROTATE]
-        self.attend = np.array(self.attending)[:, None], [column(codes.ATTEND, name) for name in _ATTEND]
+        self.rotate_places = np.array(self.rotated)[:, None], [column(codes.ROTATE, name) for name in _ROTATE]
+        self.attend_places = np.array(self.attending)[:, None], [column(codes.ATTEND, name) for name in _ATTEND]
         self.vocab_size = int(rows[self.head, column(codes.MULTIPLY, "num_outputs")])
 
     def __call__(
@@ -345,7 +344,7 @@ class _Forward:
         kept = [x.new_empty(num, self.size) for _ in self.kept]
         for number, states in zip(self.kept.values(), kept):
             program.set(number, "outputs", states.data_ptr())
-        self.num_tokens[self.sized], self.num_tokens[[self.last_norm, self.head]] = num, num_kept
+        self.token_counts[self.sized], self.token_counts[[self.last_norm, self.head]] = num, num_kept
         program.set(self.last_norm, "lines", 0 if lines is None else lines.data_ptr())
         program.set(self.head, "outputs", logits.data_ptr())
         program.run(self.num_threads)
@@ -367,13 +366,14 @@ class _Forward:
                 memory.lazy_initialization(empty, empty)
         places = [(memory.keys.data_ptr(), memory.values.data_ptr()) for memory in memories]
 
+        assert all(part.dtype is self.dtype for pair in tables.values() for part in pair)
         held = [part.contiguous() for pair in tables.values() for part in pair]
         factors = {
             name: (cos.shape[-1], cos.data_ptr(), sin.data_ptr())
             for name, cos, sin in zip(tables, held[::2], held[1::2])
         }
         lines = layout.lines.data_ptr()
-        rows[self.rotate] = [
+        rows[self.rotate_places] = [
             (*place, lines, *(factors[layer.layer_type] if layer.rotation is not None else (0, 0, 0)))
             for layer, place in zip(layers, places)
         ]
@@ -388,7 +388,7 @@ class _Forward:
             most = max(most, size)
         held.append(x.new_empty(self.num_threads * most, dtype=torch.float32))
         scratch = held[-1].data_ptr()
-        rows[self.attend] = [(*place, scratch, *settings[kind]) for kind, place in zip(kinds, places)]
+        rows[self.attend_places] = [(*place, scratch, *settings[kind]) for kind, place in zip(kinds, places)]
 
         if widens(self.dtype, len(x)):
             held.append(x.new_empty(self.num_threads * self.most_wide, dtype=torch.float32))

@@ -63,29 +63,29 @@ class WrittenDecoder:
                 return self._run(x, layout, cache, tables, keep)
             if self._is_tried:
                 return self._scaled(compiled.run(x, layout, cache, tables, frozenset(layers or ()), keep))
-            expected = self._run(x, layout, cache, tables, keep)
-            self._try(compiled, expected, x, layout, cache, tables)
-            return expected
+            return self._try(compiled, x, layout, cache, tables, keep)
 
     def _try(
         self,
         compiled: CompiledDecoder,
-        expected: torch.Tensor,
         x: torch.Tensor,
         layout: StepLayout,
         cache: SlotCache,
         tables: Mapping[str | None, Tables],
-    ) -> None:
-        """Compare the program with a forward that ran layer by layer, of which it should repeat every bit."""
+        keep: Callable[[int, torch.Tensor], None] | None,
+    ) -> torch.Tensor:
+        """Run layer by layer, and compare the program with it, which should give every bit of that."""
+        found, reason = None, "its results differ"
         try:
             found = self._scaled(compiled.run(x, layout, cache, tables))
-            self._is_tried = torch.allclose(found, expected, rtol=0.0, atol=0.0, equal_nan=True)
-            reason = "its results differ"
         except Exception as error:  # compilers raise errors of many types
             reason = repr(error)
+        expected = self._run(x, layout, cache, tables, keep)  # second, so that its keys and values stay in the cache
+        self._is_tried = found is not None and torch.allclose(found, expected, rtol=0.0, atol=0.0, equal_nan=True)
         if not self._is_tried:
             self.__dict__["_compiled"] = None
             logger.warning_once(f"Forwards run layer by layer: the compiled program cannot be used ({reason}).")
+        return expected
 
     def _run(
         self,

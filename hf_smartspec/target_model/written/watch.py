@@ -69,7 +69,13 @@ class Watch:
         kinds = [type(module) for reference in self._modules if (module := reference()) is not None]
         functions = [(getattr(kind, "forward", None), rotation_function(kind)) for kind in dict.fromkeys(kinds)]
         tensors = [item for item in chain.from_iterable(map(dict.values, self._parameters)) if item is not None]
-        return [numbers, self._configs(), kinds, functions, [(item.stride(), item.dtype) for item in tensors]]
+        return [
+            numbers,
+            self._configs(),
+            kinds,
+            functions,
+            [(item.shape, item.stride(), item.dtype) for item in tensors],
+        ]
 
     def _configs(self) -> list[dict[str, Any]]:
         configs = {id(config): config for item in self._attributes if (config := item.get("config")) is not None}

@@ -13,6 +13,7 @@ from hf_smartspec.drafts.tree import DraftTree
 from hf_smartspec.target_model.layout.rows import RowInput
 from hf_smartspec.target_model.written import compiled as compiled_module
 from hf_smartspec.target_model.written import packed_forward, written_decoder
+from hf_smartspec.target_model.written.plan import make_plan
 
 from ...models import new_model
 from .test_written import TREE, logits_of
@@ -63,6 +64,8 @@ def tried(model):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_bit_is_that_of_the_layers(name, dtype, programs):
     """Ragged rows, trees, chains, and an accepted path."""
+    if name == "olmo2" and dtype == torch.bfloat16:
+        pytest.skip("its norms round otherwise, and are called")
     model = model_of(name, dtype)
     other = copy.deepcopy(model)
     forward = tried(model)
@@ -164,6 +167,44 @@ def test_weights_changed_in_place_are_read_anew():
     assert torch.equal(logits_of(forward), logits_of(by_layers(copy.deepcopy(model))))
 
 
+def can_compile(model) -> bool:
+    plan, _ = make_plan(model)
+    for maps in plan.fused:
+        maps.lay_side_by_side()
+    return compiled_module.can_compile(plan)
+
+
+def test_weights_of_other_dtypes_and_single_biases_are_left_to_the_layers():
+    """Compiled code would read other numbers, or beyond the memory."""
+    for change in (
+        lambda model: model.model.norm.to(torch.bfloat16),
+        lambda model: model.model.layers[1].input_layernorm.to(torch.bfloat16),
+        lambda model: setattr(model.model.layers[0].self_attn.o_proj, "bias", torch.nn.Parameter(torch.ones(1))),
+        lambda model: setattr(model.lm_head, "weight", torch.nn.Parameter(model.lm_head.weight.data.bfloat16())),
+    ):
+        model = model_of("llama").requires_grad_(False)
+        assert can_compile(model)
+        change(model)
+        assert not can_compile(model)
+
+
+def test_a_smaller_head_at_the_same_address_is_seen():
+    model = model_of("llama")
+    tried(model)
+    with torch.no_grad():
+        model.lm_head.weight.data = model.lm_head.weight.data[:50]
+    forward = packed_forward(model)
+    assert forward.forward([RowInput(forward.add(), np.arange(3, 5))])[0].shape == (1, 50)
+
+
+def test_long_prompts_take_no_memory_for_good(programs):
+    forward = tried(model_of("llama"))
+    programs.clear()
+    for num in (40, 300):
+        forward.forward([RowInput(forward.add(), np.arange(num) % 90 + 3)])
+    assert all(num <= 256 for num in programs)
+
+
 def test_weights_that_move_are_found():
     model = model_of("llama")
     forward = tried(model)
@@ -184,7 +225,14 @@ def test_a_program_with_other_results_is_not_used(monkeypatch, caplog):
     model = model_of("llama")
     expected = logits_of(by_layers(copy.deepcopy(model)))
     run = compiled_module.CompiledDecoder.run
-    monkeypatch.setattr(compiled_module.CompiledDecoder, "run", lambda *given: run(*given) * 1.0001)
+
+    def other(self, x, layout, cache, *rest):
+        logits = run(self, x, layout, cache, *rest)
+        for layer in cache.layers:  # what it writes is wrong, too
+            layer.keys.mul_(2), layer.values.fill_(torch.nan)
+        return logits * 1.0001
+
+    monkeypatch.setattr(compiled_module.CompiledDecoder, "run", other)
     forward = packed_forward(model)
     assert torch.equal(logits_of(forward), expected) and written_decoder(model)._compiled is None
     assert "layer by layer" in caplog.text
