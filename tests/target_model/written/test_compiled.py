@@ -88,7 +88,7 @@ def test_any_number_of_tokens(dtype, programs):
             item.forward([RowInput(row, np.arange(3, 3 + num))])[0] for item, row in zip((forward, other), rows)
         )
         assert torch.equal(found, expected)
-    assert programs == [1, 2, 5, 7, 8, 13, 40, 64][: len(programs)] and len(programs) >= 4
+    assert programs == [num for num in (1, 2, 5, 7, 8, 13, 40, 64) if num <= most_tokens(dtype)]
 
 
 @pytest.mark.parametrize("layers", [{0}, {1, 2}, {-1}, {-1, 0, 2}])
@@ -133,7 +133,7 @@ def test_chains_in_windows(name, programs):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_that_share_a_prefix(dtype, programs):
-    """With the bits of rows that share nothing."""
+    """Their bits are those of rows that share nothing."""
     model = model_of("llama", dtype)
     forward, text = tried(model), np.arange(3, 43)
     base, alone = forward.add(), forward.add()
@@ -200,9 +200,9 @@ def test_a_smaller_head_at_the_same_address_is_seen():
 def test_long_prompts_take_no_memory_for_good(programs):
     forward = tried(model_of("llama"))
     programs.clear()
-    for num in (40, 300):
+    for num in (4, 300):
         forward.forward([RowInput(forward.add(), np.arange(num) % 90 + 3)])
-    assert all(num <= 256 for num in programs)
+    assert programs == [4]
 
 
 def test_weights_that_move_are_found():

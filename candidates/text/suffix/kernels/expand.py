@@ -58,7 +58,7 @@ offset their size follows the match."""
 
 # Fields of a grown node
 PLACES, PLACES_END, FIRST, END_OF, DRAFTED, HOLDS, POINTERS = range(7)
-"""Where its places begin and end, its first candidate and the one after its last; its node of the draft, or -1; its
+"""The begin and end of its places, its first candidate and the one after its last; its node of the draft, or -1; its
 token; its pointers, in this field and the next ones."""
 NODE_FIELDS = POINTERS + NUM_POINTERS * POINTER
 _FOUND = MAX_NODES * MAX_TREES * MAX_CONTEXTS * PLACE  # where `places` has room for all lengths of a match
