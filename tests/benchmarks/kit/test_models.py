@@ -1,4 +1,4 @@
-"""Which model benches measure by default, and sources by name."""
+"""The model that benches measure by default, and sources by name."""
 
 from types import SimpleNamespace
 
