@@ -32,10 +32,12 @@ def _open(browser, address, size=DESK):
 
 
 def _shorten(page):
-    """16 tokens are enough for a race."""
+    """Ask for 16 tokens, and for drafts in every step: how many pay is a matter of time, on a busy machine none."""
     page.get_by_role("button", name="Decoding and length").click()
     page.get_by_label("number input for New tokens at most").first.fill("16")
     page.keyboard.press("Tab")
+    page.get_by_label("Draft nodes in every step").click()
+    page.get_by_role("option", name="4", exact=True).click()
 
 
 def test_a_race_is_run_drawn_and_stays_on_this_machine(browser, address):
