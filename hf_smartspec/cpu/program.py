@@ -11,6 +11,7 @@ import torch
 from .kernels import program as codes
 from .kernels.attend import ATTEND_FIELDS
 from .kernels.gates import GATE_FIELDS
+from .kernels.int8 import INT8_FIELDS, LEVELS_FIELDS
 from .kernels.multiply import MULTIPLY_FIELDS
 from .kernels.norms import ADD_FIELDS, NORM_FIELDS
 from .kernels.program import HEADER, SIZE, run_bfloat16, run_float32, run_widened
@@ -25,6 +26,8 @@ _FIELDS = {
     codes.GATE: GATE_FIELDS,
     codes.ROTATE: ROTATE_FIELDS,
     codes.ATTEND: ATTEND_FIELDS,
+    codes.LEVELS: LEVELS_FIELDS,
+    codes.INT8: INT8_FIELDS,
 }
 _FLOATS = ("eps", "factor", "scale")  # float64, in every operator; all other fields are int64
 assert all(fields[:2] == ("next", "threads") for fields in _FIELDS.values()), "counters, which `Program.run` clears"

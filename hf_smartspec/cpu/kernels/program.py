@@ -4,6 +4,7 @@ from ...jit import callback, inner
 from ...jit.pointers import ahead, bfloat16_at, call_at, float32_at, float64_at, int64_at
 from .attend import attend
 from .gates import gate
+from .int8 import levels, multiply_int8
 from .multiply import multiply
 from .norms import add, norm
 from .rotate import rotate
@@ -12,7 +13,7 @@ from .rotate import rotate
 # waits for the other threads, and then for each operator its code and its fields, `SIZE` numbers in all.
 SIZE = 24
 HEADER = 2
-MULTIPLY, NORM, ADD, GATE, ROTATE, ATTEND = range(6)
+MULTIPLY, NORM, ADD, GATE, ROTATE, ATTEND, LEVELS, INT8 = range(8)
 
 
 @callback
@@ -49,5 +50,9 @@ def _run(address, kind, wide_kind):
             rotate(a, kind)
         elif code == ATTEND:
             attend(a, fields, kind)
+        elif code == LEVELS:
+            levels(a, kind)
+        elif code == INT8:
+            multiply_int8(a, kind)
         if tape[1]:
             call_at(tape[1])

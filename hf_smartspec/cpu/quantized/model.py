@@ -10,7 +10,6 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ...log import get_logger
 from .linear import Int8Linear
-from .product import NO_PRODUCT, has_exact_product
 
 logger = get_logger(__name__)
 
@@ -21,9 +20,8 @@ _REMEDY = "Load the model anew without it, and quantize that."
 
 def quantize(model: PreTrainedModel, kind: str = "int8") -> PreTrainedModel:
     """
-    Replace a model's linear layers, the output layer included, by ones in int8: half the bytes of bfloat16, and up to
-    twice its speed on CPUs with int8 instructions. On real models, last bits, which depend on the tokens that are run
-    together, may turn into other tokens, with and without speculation (docs/quantized.md).
+    Replace a model's linear layers, the output layer included, by ones in int8: about half the bytes of bfloat16, and
+    up to twice its speed on CPUs with int8 instructions (docs/quantized.md).
 
     Embeddings, norms, convolutions and experts that are not `nn.Linear` stay as they are. An output layer that is tied
     to the input embeddings gets a weight of its own. Parameters no longer require gradients.
@@ -38,7 +36,7 @@ def quantize(model: PreTrainedModel, kind: str = "int8") -> PreTrainedModel:
     Raises:
         TypeError: if `model` is not a model of transformers.
         ValueError: if `kind` is unknown; if the model is already quantized, is not on the CPU, has adapters, has hooks
-            on its linear layers, or has no linear layers; or if the CPU has no exact int8 product.
+            on its linear layers, or has no linear layers.
     """
     _check(model, kind)
     before = _num_bytes(model)
@@ -82,8 +80,6 @@ def _check(model: PreTrainedModel, kind: str) -> None:
             f"`model` must be a model of transformers, got {type(model).__name__}. A model with adapters of PEFT can "
             "be quantized after `merge_and_unload()`."
         )
-    if not has_exact_product():
-        raise ValueError(NO_PRODUCT)
     if getattr(model, "hf_quantizer", None) is not None:
         raise ValueError(f"{type(model).__name__} is quantized already. {_REMEDY}")
     devices = {parameter.device.type for parameter in model.parameters()}

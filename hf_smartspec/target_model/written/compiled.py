@@ -14,6 +14,9 @@ from ...cpu.kernels import program as codes
 from ...cpu.kernels.multiply import tokens_at_once, wide_size
 from ...cpu.norms import has_norms
 from ...cpu.program import DTYPES, Program, column
+from ...cpu.quantized import native
+from ...cpu.quantized.native import Rounded, blocks_of, num_groups
+from ...cpu.quantized.product import has_right_kernels
 from ...cpu.tensor_checks import is_plain, is_vector
 from ...cpu.threads import share_of
 from ..attention.seen_lines import has_few_tokens, lines_of
@@ -41,7 +44,7 @@ class CompiledDecoder:
         self.plan = plan
         norm: Any = plan.final_norm
         self.dtype = norm.weight().dtype
-        self._most_weights = max(weight.numel() for weight, _ in map(_placed, _products(plan)))
+        self._most_weights = max(item.shape[0] * item.shape[1] for item in _products(plan))
         self._free: defaultdict[tuple, list[_Forward]] = defaultdict(list)  # by what they are built for
 
     def serves(self, layout: StepLayout) -> bool:
@@ -134,20 +137,16 @@ def _is_plain(item: Any, dtype: torch.dtype) -> bool:
     found = item.whole() if isinstance(item, Fused) else None
     if found is None:
         return False
-    weight, bias = found
+    weight, bias, scale = found
+    if scale is None:
+        can_read = weight.is_cpu and weight.dtype is dtype and weight.is_contiguous()
+    else:
+        can_read = native.can_read(weight, scale, *item.shape) and has_right_kernels()
     return (
-        weight.is_cpu
-        and weight.dtype is dtype
-        and weight.is_contiguous()
-        and not weight.shape[1] % 16
-        and (bias is None or (bias.dtype is dtype and is_vector(bias, weight.shape[0])))
+        can_read
+        and not item.shape[1] % 16
+        and (bias is None or (bias.dtype is dtype and is_vector(bias, item.shape[0])))
     )
-
-
-def _placed(item: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the weight and bias of a product."""
-    found: tuple[torch.Tensor, torch.Tensor | None] = item.whole()
-    return found
 
 
 def _products(plan: DecoderPlan) -> list[Any]:
@@ -177,12 +176,13 @@ class _Forward:
 
     def _write(self) -> None:
         self.x, self.normed, self.out = (self._new(self.size) for _ in range(3))
+        self.rounded = Rounded(self.room, max(num_groups(item.shape[1]) for item in _products(self.plan)))
         layers = self.plan.layers
         self.queries = self._new(max(layer.num_heads * layer.head_dim for layer in layers))
         self.attended = self._new(max(layer.num_heads * layer.head_dim for layer in layers))
         self.states = self._new(max((layer.num_heads + 2 * layer.kv_heads) * layer.head_dim for layer in layers))
         mlps: list[Any] = [layer.mlp for layer in layers]
-        self.hidden = self._new(max(len(_placed(mlp.inputs)[0]) for mlp in mlps))
+        self.hidden = self._new(max(mlp.inputs.shape[0] for mlp in mlps))
         self.gated = self._new(self.hidden.shape[1] // 2)
         self.pending: tuple[torch.Tensor, float] | None = None  # what is to be added to `x`
         for index, layer in enumerate(layers):
@@ -196,6 +196,7 @@ class _Forward:
             self.kept[-1] = self._norm(self.plan.final_norm, self.x, self.x)
         self.last_norm = self._norm(self.plan.final_norm, self.x, self.normed, is_sized=False)
         self.head = self._multiply(self.plan.head, self.normed, self.normed, is_sized=False)  # outputs are set later
+        self.last = [*range(self.last_norm, self.head + 1)]  # operators on the tokens that are kept
 
     def _new(self, size: int) -> torch.Tensor:
         self.memory.append(torch.empty(self.room, size, dtype=self.dtype, device="cpu"))
@@ -243,22 +244,24 @@ class _Forward:
         )
 
     def _multiply(self, item: Any, x: torch.Tensor, outputs: torch.Tensor, is_sized: bool = True) -> int:
-        weight, bias = _placed(item)
-        num_outputs, num_inputs = weight.shape
+        """Write a product; return the number of its last operator."""
+        weight, bias, scale = item.whole()
+        num_outputs, num_inputs = item.shape
+        fields = {
+            "num_outputs": num_outputs,
+            "weight": weight.data_ptr(),
+            "bias": 0 if bias is None else bias.data_ptr(),
+            "outputs": outputs.data_ptr(),
+        }
+        if scale is not None:
+            rounded = dict(zip(("levels", "steps", "offsets"), self.rounded.addresses))
+            self._add(codes.LEVELS, is_sized, size=num_inputs, tokens=x.data_ptr(), **rounded)
+            fields |= {"num_groups": weight.shape[1], "share": blocks_of(num_outputs, num_inputs), **rounded}
+            return self._add(codes.INT8, is_sized, scales=scale.data_ptr(), **fields)
         at_once = tokens_at_once(self.room, num_inputs)
-        number = self._add(
-            codes.MULTIPLY,
-            is_sized,
-            num_inputs=num_inputs,
-            num_outputs=num_outputs,
-            share=share_of(num_outputs, num_inputs, ROWS),
-            at_once=at_once,
-            weight=weight.data_ptr(),
-            tokens=x.data_ptr(),
-            bias=0 if bias is None else bias.data_ptr(),
-            outputs=outputs.data_ptr(),
-            wide_size=wide_size(at_once, num_inputs),
-        )
+        fields |= {"at_once": at_once, "wide_size": wide_size(at_once, num_inputs)}
+        share = share_of(num_outputs, num_inputs, ROWS)
+        number = self._add(codes.MULTIPLY, is_sized, num_inputs=num_inputs, share=share, tokens=x.data_ptr(), **fields)
         self.multiplied.append(number)
         return number
 
@@ -310,7 +313,7 @@ class _Forward:
         self._multiply(mlp.inputs, x, self.hidden)
         self._add(
             codes.GATE,
-            size=len(_placed(mlp.inputs)[0]) // 2,
+            size=mlp.inputs.shape[0] // 2,
             activation=activation,
             inputs=self.hidden.data_ptr(),
             outputs=self.gated.data_ptr(),
@@ -324,10 +327,10 @@ class _Forward:
         rows = self.program.rows
         self.token_counts = rows[:, column(codes.ADD, "num_tokens")]
         self.wide = column(codes.MULTIPLY, "wide")
-        self.most_wide = max(int(rows[number, column(codes.MULTIPLY, "wide_size")]) for number in self.multiplied)
+        sizes = rows[self.multiplied, column(codes.MULTIPLY, "wide_size")]
+        self.most_wide = int(sizes.max(initial=0))
         self.rotate_places = np.array(self.rotated)[:, None], [column(codes.ROTATE, name) for name in _ROTATE]
         self.attend_places = np.array(self.attending)[:, None], [column(codes.ATTEND, name) for name in _ATTEND]
-        self.vocab_size = int(rows[self.head, column(codes.MULTIPLY, "num_outputs")])
 
     def __call__(
         self,
@@ -338,13 +341,14 @@ class _Forward:
         keep: Callable[[int, torch.Tensor], None] | None,
     ) -> torch.Tensor:
         num, program, lines = len(x), self.program, layout.kept
+        head: Any = self.plan.head
         self.x[:num].copy_(x)
         num_kept = num if lines is None else len(lines)
-        logits, scratch = x.new_empty(num_kept, self.vocab_size), self._set_places(x, layout, cache, tables)
+        logits, scratch = x.new_empty(num_kept, head.shape[0]), self._set_places(x, layout, cache, tables)
         kept = [x.new_empty(num, self.size) for _ in self.kept]
         for number, states in zip(self.kept.values(), kept):
             program.set(number, "outputs", states.data_ptr())
-        self.token_counts[self.sized], self.token_counts[[self.last_norm, self.head]] = num, num_kept
+        self.token_counts[self.sized], self.token_counts[self.last] = num, num_kept
         program.set(self.last_norm, "lines", 0 if lines is None else lines.data_ptr())
         program.set(self.head, "outputs", logits.data_ptr())
         program.run(self.num_threads)

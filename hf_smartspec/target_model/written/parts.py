@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from torch.nn.functional import gelu, layer_norm, linear, silu
 
 from ...cpu.few_tokens import can_multiply, few_token_linear
 from ...cpu.gates import can_gate, gated
+from ...cpu.kernels.dots import SIDE
 from ...cpu.kernels.gates import GELU_TANH, SILU
 from ...cpu.norms import can_norm, few_token_rms_norm
 from ...cpu.quantized import Int8Linear
@@ -139,9 +140,14 @@ class Fused:
     def __init__(self, modules: Sequence[nn.Linear | Int8Linear]):
         # No tensor is kept, so that the model's old memory is freed when it is moved.
         self._modules = [weakref.ref(module) for module in modules]
-        self._shape = (sum(module.out_features for module in modules), modules[0].in_features)
-        self._is_int8 = type(modules[0]) is Int8Linear
-        self._is_one = all(map(_are_side_by_side, self._parameters()))
+        lengths = [(name, len(item)) for module in modules for name, item in module.named_parameters(recurse=False)]
+        self._lengths = {name: sum(num for other, num in lengths if other == name) for name, _ in lengths}
+        # Blocks of int8 are filled up with zeros, which would stand between the outputs of two layers.
+        is_int8 = type(modules[0]) is Int8Linear
+        num_outputs = sum(module.out_features for module in modules) if is_int8 else self._lengths["weight"]
+        self.shape = num_outputs, modules[0].in_features
+        self._can_be_one = not is_int8 or not any(module.out_features % SIDE for module in modules[:-1])
+        self._is_one = self._can_be_one and all(map(_are_side_by_side, self._parameters()))
 
     def lay_side_by_side(self) -> None:
         """
@@ -149,7 +155,7 @@ class Fused:
         stays as it is.
         """
         parameters = self._parameters()
-        if not self._is_one and all(map(_is_own, chain.from_iterable(parameters))):
+        if self._can_be_one and not self._is_one and all(map(_is_own, chain.from_iterable(parameters))):
             for one_kind in parameters:
                 _lay_side_by_side(one_kind)
             self._is_one = True
@@ -160,33 +166,39 @@ class Fused:
         return [list(kind) for kind in zip(*entries) if kind[0] is not None]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self._is_one:
-            return self._product(x, self._modules[0], len(self._modules) > 1)
-        return torch.cat([self._product(x, module, False) for module in self._modules], dim=-1)
+        if (weights := self.whole()) is not None:
+            return self._product(x, weights, self.shape[0])
+        modules: list[Any] = [item() for item in self._modules]
+        parts = [self._product(x, Weights(**module._parameters), module.out_features) for module in modules]
+        return torch.cat(parts, dim=-1)
 
-    def whole(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Return the weight and bias of all layers together; None where they are not neighbours, or are int8."""
-        if not self._is_one or self._is_int8:
+    def whole(self) -> "Weights | None":
+        """Return the weights of all layers together; None where they are not neighbours."""
+        if not self._is_one:
             return None
         parameters: dict[str, Any] = self._modules[0]()._parameters  # type: ignore[union-attr]
-        weight: torch.Tensor = parameters["weight"]
         if len(self._modules) == 1:
-            return weight, parameters["bias"]
-        return weight.as_strided(self._shape, (self._shape[1], 1)), self._vector(parameters["bias"])
+            return Weights(**parameters)
+        firsts = {name: parameters[name] for name in self._lengths}
+        return Weights(
+            **{
+                name: first.as_strided((self._lengths[name], *first.shape[1:]), first.stride())
+                for name, first in firsts.items()
+            }
+        )
 
-    def _product(self, x: torch.Tensor, module: Any, with_neighbours: bool) -> torch.Tensor:
-        """Return one layer's product, or that of all layers, whose weights begin with this one's."""
-        parameters = module()._parameters
-        weight, bias = parameters["weight"], parameters["bias"]
-        scale = parameters["scale"] if self._is_int8 else None
-        if with_neighbours:
-            weight = weight.as_strided(self._shape, (self._shape[1], 1))
-            bias, scale = self._vector(bias), self._vector(scale)
-        return product(x, weight, bias) if scale is None else int8_linear(x, weight, scale, bias)
+    @staticmethod
+    def _product(x: torch.Tensor, weights: "Weights", num_outputs: int) -> torch.Tensor:
+        weight, bias, scale = weights
+        return product(x, weight, bias) if scale is None else int8_linear(x, weight, scale, bias, num_outputs)
 
-    def _vector(self, first: torch.Tensor | None) -> torch.Tensor | None:
-        """Return one number per output of all layers; None if the first layer has none."""
-        return None if first is None else first.as_strided(self._shape[:1], (1,))
+
+class Weights(NamedTuple):
+    """Parameters of a linear layer; `scale` is None unless it is in int8."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -17,7 +17,6 @@ from hf_smartspec.commands.speed.loop import PLAIN, Call, DataSet, Method, Setti
 from hf_smartspec.commands.speed.report import has_differences, summaries, worst
 from hf_smartspec.commands.verify.drafts import ReplayCandidates
 from hf_smartspec.cpu.quantized import is_quantized
-from hf_smartspec.cpu.quantized.product import has_exact_product
 from hf_smartspec.generate import enabled
 from hf_smartspec.target_model.written.decoder import WrittenDecoder
 from tests.folders import save_tiny_models
@@ -108,7 +107,6 @@ def test_command_replays_and_enlarges(folder, tmp_path, capsys):
     assert "first, replayed, batch 1" in capsys.readouterr().out
 
 
-@pytest.mark.skipif(not has_exact_product(), reason="the CPU has no exact int8 product")
 def test_command_quantizes_the_target(folder, monkeypatch, deprecated_by_itself):
     targets, original = [], speed_command.measure
     monkeypatch.setattr(speed_command, "measure", lambda model, *rest: (targets.append(model), original(model, *rest)))

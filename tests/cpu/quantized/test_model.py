@@ -11,16 +11,13 @@ from transformers import AutoModelForCausalLM
 import hf_smartspec
 from hf_smartspec import Engine, Int8Linear, SmartSpecConfig, quantize
 from hf_smartspec.cpu.quantized import is_quantized
-from hf_smartspec.cpu.quantized import model as quantized_model
-from hf_smartspec.cpu.quantized.product import has_exact_product, int8_linear, plain_int8_linear, unrounded_tokens
+from hf_smartspec.cpu.quantized.product import int8_linear, plain_int8_linear, unrounded_tokens
 from hf_smartspec.target_model.cost.profiling import mode_of, profile_path
 from hf_smartspec.target_model.forward.packed import PackedForward
 from hf_smartspec.target_model.written import packed_forward, written_decoder, written_decoders
 
 from ...models import new_model, noisy_model
 from ...target_model.written.test_written import logits_of
-
-pytestmark = pytest.mark.skipif(not has_exact_product(), reason="the CPU has no exact int8 product")
 
 ARGUMENTS = {"max_new_tokens": 24, "do_sample": False}
 
@@ -61,7 +58,8 @@ def test_memory_is_given_back():
     shapes = [module.weight.shape for module in linears(model)]
     kept = sum(parameter.nbytes for parameter in model.parameters()) - 2 * sum(map(np.prod, shapes))
     quantize(model)
-    expected = kept + sum(shape[0] * shape[1] + 4 * shape[0] for shape in shapes)
+    padded = [(-(-rows // 16) * 16, -(-columns // 64)) for rows, columns in shapes]
+    expected = kept + sum(rows * groups * (64 + 4) for rows, groups in padded)
     assert sum(parameter.nbytes for parameter in model.parameters()) == expected
     written_decoder(model)  # which lays weights side by side
     storages = {parameter.untyped_storage().data_ptr(): parameter.untyped_storage() for parameter in model.parameters()}
@@ -230,12 +228,6 @@ def test_models_that_cannot_be_quantized_are_left_as_they_are():
     assert {type(module) for module in linears(hooked)} == {nn.Linear}
 
 
-def test_cpus_without_exact_products_are_refused(monkeypatch):
-    monkeypatch.setattr(quantized_model, "has_exact_product", lambda: False)
-    with pytest.raises(ValueError, match="VNNI"):
-        quantize(new_model("llama"))
-
-
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks for it
 def test_adapters_are_refused():
     peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -258,7 +250,7 @@ def test_products_of_real_activations_do_not_depend_on_what_is_beside_them(dtype
     def compare(module, args, output):
         nonlocal num_seen
         num_seen += 1
-        x, parameters = args[0][0], (module.weight, module.scale, module.bias)
+        x, parameters = args[0][0], (module.weight, module.scale, module.bias, module.out_features)
         assert torch.equal(output[0], plain_int8_linear(x, *parameters))
         for tokens in (slice(0, 1), slice(3, 5), slice(2, 14)):
             assert torch.equal(int8_linear(x[tokens], *parameters), output[0, tokens])
@@ -275,6 +267,27 @@ def test_tokens_need_not_be_rounded():
     x, quantized = torch.randn(5, 8), Int8Linear(linear.weight, linear.bias)
     with unrounded_tokens():
         actual = quantized(x)
-    expected = x @ (quantized.weight * quantized.scale[:, None]).T + linear.bias
+    expected = x @ quantized.dequantized().T + linear.bias
     assert torch.allclose(actual, expected, atol=1e-6)
     assert not torch.equal(quantized(x), actual)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_real_models_tokens_depend_neither_on_drafts_nor_on_the_batch(dtype, real_folder, real_tokenizer):
+    model = quantize(AutoModelForCausalLM.from_pretrained(real_folder, dtype=dtype))
+    texts = ["The capital of France is", "def add(a, b):\n    return", "1, 2, 3, 1, 2, 3, 1, 2"]
+    arguments = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
+    with hf_smartspec.enabled(model):
+        alone = []
+        for text in texts:
+            inputs = real_tokenizer(text, return_tensors="pt")
+            found = [
+                model.generate(**inputs, **arguments, assistant=source)[0, -24:]
+                for source in ("none", SmartSpecConfig("prompt_lookup", num_nodes=4))
+            ]
+            assert torch.equal(*found)
+            alone.append(found[0])
+        together = model.generate(
+            **real_tokenizer(texts, return_tensors="pt", padding=True), **arguments, assistant="none"
+        )
+    assert torch.equal(together[:, -24:], torch.stack(alone))

@@ -188,6 +188,18 @@ def test_weights_of_other_dtypes_and_single_biases_are_left_to_the_layers():
         assert not can_compile(model)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3_text", "phi3"])
+def test_every_bit_in_int8_is_that_of_the_layers(name, dtype, programs):
+    model = hf_smartspec.quantize(model_of(name, dtype))
+    other = copy.deepcopy(model)
+    forward = tried(model)
+    programs.clear()
+    found = logits_of(forward)
+    assert programs or name == "gemma3_text"
+    assert torch.equal(found, logits_of(by_layers(other)))
+
+
 def test_a_smaller_head_at_the_same_address_is_seen():
     model = model_of("llama")
     tried(model)

@@ -13,12 +13,9 @@ from benchmarks.step.overhead import int8
 from benchmarks.step.overhead.int8 import WAYS
 from hf_smartspec import enabled, suffix_trees
 from hf_smartspec.cpu.quantized import is_quantized
-from hf_smartspec.cpu.quantized.product import has_exact_product
 from tests.benchmarks.helpers import bench
 from tests.folders import save_tiny_models
 from tests.models import new_model
-
-pytestmark = pytest.mark.skipif(not has_exact_product(), reason="the CPU has no exact int8 product")
 
 
 @pytest.fixture

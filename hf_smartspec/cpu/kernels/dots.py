@@ -1,0 +1,185 @@
+"""Sums of products of int8 numbers, scaled by group, by the CPU's instructions for int8 (VNNI) or for int16 (AVX2)."""
+
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
+from numba.core import cgutils
+
+from ...jit.writing import FLOAT, I8, I16, I32, I64, call, cpu_features, hold_order, place, prefetch, written
+
+SIDE, GROUP = 16, 64  # outputs of a block, whose weights lie together; inputs of a group, which has one scale
+OFFSET = 128  # added to weights, since the instruction multiplies unsigned by signed numbers
+_TOGETHER = 4  # neighbouring inputs of an output, whose products one instruction adds up
+_BLOCK = SIDE * GROUP  # bytes of a block's weights for one group
+_NEED = {64: ("+avx512vnni", "+avx512bw", "+avx512vl"), 32: ("+avxvnni",), 16: ("+avx2",)}
+# Tokens of tiles, by bytes of vectors and blocks of outputs: sizes whose sums fit the CPU's registers.
+_SIZES = {
+    64: {1: (1, 2, 3, 4), 2: (4, 5, 6, 7, 8)},
+    32: {1: (1, 2, 3, 4)},
+    16: {1: (1, 2)},
+}
+
+
+def widest() -> int:
+    """Return the bytes that the CPU for which numba compiles multiplies at once; 0 where it lacks the instructions."""
+    return next((width for width, need in _NEED.items() if cpu_features().issuperset(need)), 0)
+
+
+@written(types.int64)
+def vector_size(builder):
+    """Return `widest`, as a constant of compiled code."""
+    return I64(widest())
+
+
+@written(types.void, *[types.int64] * 10)
+def dots(builder, num_blocks, num_tokens, weight, scales, levels, steps, offsets, sums, num_groups, distance):
+    """
+    Multiply `num_blocks` neighbouring blocks of a weight by `num_tokens` neighbouring tokens. Sums of products become
+    `sums[token, row]`, float32: group by group in their order, so that a token's result does not depend on the others.
+    Only the sizes in `_SIZES` are compiled; others store no sums.
+
+    Arguments are addresses: of a weight as `Int8Linear.weight` and its scales; of levels (`[tokens, groups, GROUP]`
+    int8), their steps (`[tokens, groups]` float32) and `-OFFSET` times the sums of groups of levels (int32). Weights
+    `distance` bytes ahead of those that are multiplied are prefetched; any memory may lie there.
+    """
+    sizes = [(blocks, number) for blocks, tokens in _SIZES[widest()].items() for number in tokens]
+    done = builder.append_basic_block("done")
+    size = builder.switch(builder.or_(builder.shl(num_blocks, I64(8)), num_tokens), done)
+    for blocks, tokens in sizes:
+        block = builder.append_basic_block(f"dots_{blocks}x{tokens}")
+        size.add_case(I64(blocks << 8 | tokens), block)
+        builder.position_at_end(block)
+        _write(_vectors(builder), blocks, tokens, weight, scales, levels, steps, offsets, sums, num_groups, distance)
+        builder.branch(done)
+    builder.position_at_end(done)
+
+
+def _write(vectors, num_blocks, num_tokens, weight, scales, levels, steps, offsets, sums, num_groups, distance):
+    builder = vectors.builder
+    pairs = [(block, token) for token in range(num_tokens) for block in range(num_blocks)]
+    totals = {pair: vectors.new_totals() for pair in pairs}
+    with cgutils.for_range_slice(builder, I64(0), num_groups, I64(1), I64) as (group, _):
+        places = [builder.add(builder.mul(I64(block), num_groups), group) for block in range(num_blocks)]
+        own = [builder.add(builder.mul(I64(token), num_groups), group) for token in range(num_tokens)]
+        starts = [vectors.start(builder.load(place(builder, offsets, index, I32))) for index in own]
+        counts = {(block, token): starts[token] for block, token in pairs}
+        for number in range(GROUP // _TOGETHER):
+            numbers = []
+            for index in own:
+                begin = builder.add(builder.mul(index, I64(GROUP)), I64(_TOGETHER * number))
+                numbers.append(vectors.levels(place(builder, levels, begin, I8)))
+            for block, index in enumerate(places):
+                begin = builder.add(builder.mul(index, I64(_BLOCK)), I64(_TOGETHER * SIDE * number))
+                prefetch(builder, place(builder, weight, builder.add(begin, distance), I8))
+                factors = vectors.weights(place(builder, weight, begin, I8))
+                for token in range(num_tokens):
+                    counts[block, token] = vectors.more(counts[block, token], factors, numbers[token])
+            if len(pairs) > SIDE // 2:
+                hold_order(builder)
+        for block, index in enumerate(places):
+            factors = vectors.floats_at(place(builder, scales, builder.mul(index, I64(SIDE)), FLOAT))
+            for token in range(num_tokens):
+                step = builder.load(place(builder, steps, own[token], FLOAT))
+                vectors.add_scaled(totals[block, token], counts[block, token], factors, step)
+    for block, token in pairs:
+        vectors.store(totals[block, token], place(builder, sums, I64((token * num_blocks + block) * SIDE), FLOAT))
+
+
+def _vectors(builder: ir.IRBuilder) -> "_Dots":
+    return _Pairs(builder, 32) if widest() == 16 else _Dots(builder, widest())
+
+
+class _Dots:
+    """
+    Writer of instructions on the sums of a block's outputs, in several vectors of `width` bytes. It multiplies unsigned
+    by signed int8, and adds up four products at once, by VNNI.
+    """
+
+    def __init__(self, builder: ir.IRBuilder, width: int):
+        self.builder, self.width = builder, width
+        lanes = self.lanes = width // 4
+        self.bytes, self.integers = ir.VectorType(I8, width), ir.VectorType(I32, lanes)
+        self.floats = ir.VectorType(FLOAT, lanes)
+        self.parts = range(SIDE // lanes)
+
+    def weights(self, pointer: ir.Value) -> list[ir.Value]:
+        """Load the weights of a block's outputs for four inputs, and return them as they are multiplied."""
+        offsets = ir.Constant(self.bytes, [OFFSET - 256] * self.width)
+        found = [self._load(pointer, self.bytes, part * self.width) for part in self.parts]
+        return [self.builder.bitcast(self.builder.xor(part, offsets), self.integers) for part in found]
+
+    def levels(self, pointer: ir.Value) -> ir.Value:
+        """Load four levels of a token, and return them for each output."""
+        return self._filled(self._load(pointer, I32))
+
+    def start(self, offset: ir.Value) -> list[ir.Value]:
+        """Return the sums to begin with: they make up for what is added to weights."""
+        return [self._filled(offset) for _ in self.parts]
+
+    def more(self, sums: list[ir.Value], weights: list[ir.Value], levels: ir.Value) -> list[ir.Value]:
+        """Return the sums after four products of each output."""
+        name = f"llvm.x86.avx512.vpdpbusd.{8 * self.width}"
+        return [call(self.builder, name, self.integers, own, part, levels) for own, part in zip(sums, weights)]
+
+    def add_scaled(self, totals: list[ir.Value], sums: list[ir.Value], factors: list[ir.Value], step: ir.Value) -> None:
+        """Add a group's sums to the outputs', rounded after every operation."""
+        builder, steps = self.builder, self._filled(step)
+        for total, own, factor in zip(totals, self.whole(sums), factors):
+            scaled = builder.fmul(builder.fmul(builder.sitofp(own, self.floats), factor), steps)
+            builder.store(builder.fadd(builder.load(total), scaled), total)
+
+    def whole(self, sums: list[ir.Value]) -> list[ir.Value]:
+        """Return one sum for each output."""
+        return sums
+
+    def new_totals(self) -> list[ir.Value]:
+        zeros = ir.Constant(self.floats, [0.0] * self.lanes)
+        return [cgutils.alloca_once_value(self.builder, zeros) for _ in self.parts]
+
+    def floats_at(self, pointer: ir.Value) -> list[ir.Value]:
+        return [self._load(pointer, self.floats, part * self.width) for part in self.parts]
+
+    def store(self, totals: list[ir.Value], pointer: ir.Value) -> None:
+        for part, total in enumerate(totals):
+            self.builder.store(self.builder.load(total), self._at(pointer, self.floats, part * self.width), align=4)
+
+    def _load(self, pointer: ir.Value, kind: ir.Type, offset: int = 0) -> ir.Value:
+        return self.builder.load(self._at(pointer, kind, offset), align=1)
+
+    def _at(self, pointer: ir.Value, kind: ir.Type, offset: int) -> ir.Value:
+        byte = self.builder.bitcast(pointer, I8.as_pointer())
+        return self.builder.bitcast(self.builder.gep(byte, [I64(offset)]), kind.as_pointer())
+
+    def _filled(self, number: ir.Value, count: int = 0) -> ir.Value:
+        """Return a vector whose entries are all `number`."""
+        count = count or self.lanes
+        one = self.builder.insert_element(ir.Constant(ir.VectorType(number.type, count), ir.Undefined), number, I32(0))
+        return self.builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(I32, count), [0] * count))
+
+
+class _Pairs(_Dots):
+    """
+    Writer for CPUs with AVX2 alone, whose products of int8 would saturate: numbers are widened to int16, and two
+    products are added up at once. Until a group ends, each output has two sums.
+    """
+
+    def weights(self, pointer: ir.Value) -> list[ir.Value]:
+        narrow, wide = ir.VectorType(I8, 16), ir.VectorType(I16, 16)
+        return [self.builder.sext(self._load(pointer, narrow, begin), wide) for begin in range(0, 64, 16)]
+
+    def levels(self, pointer: ir.Value) -> ir.Value:
+        wide = self.builder.sext(self._load(pointer, ir.VectorType(I8, 4)), ir.VectorType(I16, 4))
+        return self.builder.bitcast(self._filled(self.builder.bitcast(wide, I64), 4), ir.VectorType(I16, 16))
+
+    def start(self, offset: ir.Value) -> list[ir.Value]:
+        return [ir.Constant(self.integers, [0] * self.lanes)] * 4
+
+    def more(self, sums: list[ir.Value], weights: list[ir.Value], levels: ir.Value) -> list[ir.Value]:
+        products = [call(self.builder, "llvm.x86.avx2.pmadd.wd", self.integers, part, levels) for part in weights]
+        return [self.builder.add(own, part) for own, part in zip(sums, products)]
+
+    def whole(self, sums: list[ir.Value]) -> list[ir.Value]:
+        kind, found = ir.VectorType(I32, 8), []
+        for pair in zip(sums[::2], sums[1::2]):
+            parts = [self.builder.shuffle_vector(*pair, ir.Constant(kind, list(range(at, 16, 2)))) for at in (0, 1)]
+            found.append(self.builder.add(*parts))
+        return found

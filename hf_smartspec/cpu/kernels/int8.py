@@ -1,0 +1,180 @@
+"""Linear maps in int8: tokens rounded by groups of their numbers, and their products with a weight."""
+
+import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
+from numba.core import cgutils
+
+from ...jit import inner
+from ...jit.pointers import ahead, float32_at, get, int8_at, int32_at, like, put, take
+from ...jit.writing import FLOAT, I32, I64, call, written
+from .dots import GROUP, OFFSET, SIDE, dots, vector_size
+
+# Compiled code is called with the address of these numbers, int64 each.
+# next: incremented by the thread that takes the next share of the work.
+# tokens: address of `[num_tokens, size]`, of one kind; size: a multiple of 16, the last group is filled up with zeros.
+# levels, steps, offsets: addresses of `[num_tokens, groups, GROUP]` int8, `[num_tokens, groups]` float32, and int32:
+#   `-OFFSET` times the sums of levels.
+LEVELS_FIELDS = tuple("next threads num_tokens size tokens levels steps offsets".split())
+_NEXT, _THREADS, _NUM_TOKENS, _SIZE, _TOKENS, _LEVELS, _STEPS, _OFFSETS = range(8)
+# share: blocks of outputs that a thread takes at a time.
+# weight, scales: addresses of `[blocks, groups, GROUP // 4, SIDE, 4]` int8 and `[blocks, groups, SIDE]` float32.
+# bias: 0, or the address of `[num_outputs]`; outputs: address of `[num_tokens, num_outputs]`.
+INT8_FIELDS = tuple(
+    "next threads num_tokens num_groups num_outputs share weight scales levels steps offsets bias outputs".split()
+)
+(
+    _NUM_GROUPS, _NUM_OUTPUTS, _SHARE, _WEIGHT, _SCALES, _OWN_LEVELS, _OWN_STEPS, _OWN_OFFSETS, _BIAS, _OUTPUTS,
+) = range(3, 13)  # fmt: skip
+
+_ONE_STEP, _LEAST_STEP = np.float32(1 / 127), np.float32(1e-30)
+_ALL_BUT_SIGN, _INFINITE = 0x7FFFFFFF, 0x7F800000
+_GROUPS = 8  # that a thread rounds at a time
+_MOST_BLOCKS, _MOST_TOKENS = 2, 8  # of a tile
+_FEW, _MOST_NARROW = 4, 2  # tokens of a tile of one block, with vectors of 32 bytes or more, and of 16
+_AHEAD = 4096  # bytes between multiplied and prefetched weights, where blocks are multiplied one after the other
+
+
+@written(types.int32, types.float32)
+def _bits(builder, number):
+    return builder.bitcast(number, I32)
+
+
+@written(types.float32, types.int32)
+def _float(builder, bits):
+    return builder.bitcast(bits, FLOAT)
+
+
+@written(types.int32, types.float32)
+def _nearest(builder, number):
+    """Return the integer nearest to a number, ties to even."""
+    return builder.fptosi(call(builder, "llvm.roundeven.f32", FLOAT, number), I32)
+
+
+@written(types.int64)
+def _room(builder):
+    """Return the address of memory for the sums of a tile, which is freed when the calling function returns."""
+    kind = ir.ArrayType(FLOAT, _MOST_BLOCKS * SIDE * _MOST_TOKENS)
+    return builder.ptrtoint(cgutils.alloca_once(builder, kind), I64)
+
+
+@inner
+def levels(a, kind):
+    """Round the next groups of a token to multiples of their largest absolute value / 127, until none are left."""
+    size, groups = a[_SIZE], (a[_SIZE] + GROUP - 1) // GROUP
+    parts = (groups + _GROUPS - 1) // _GROUPS
+    number = take(ahead(a, _NEXT))
+    while number < a[_NUM_TOKENS] * parts:
+        token, begin = number // parts, number % parts * _GROUPS
+        numbers = ahead(like(kind, a[_TOKENS]), token * size)
+        for group in range(begin, min(begin + _GROUPS, groups)):
+            place = token * groups + group
+            first, num = group * GROUP, min(GROUP, size - group * GROUP)
+            own, found = ahead(numbers, first), ahead(int8_at(a[_LEVELS]), place * GROUP)
+            largest = _largest(own, num)
+            step = max(largest * _ONE_STEP, _LEAST_STEP) if largest == largest else largest
+            if _bits(largest) < _INFINITE:
+                total = _round(own, num, step, found)
+            else:  # an infinite or NaN step makes no result finite, so the levels do not matter
+                total, num = 0, 0
+            for index in range(num, GROUP):
+                found[index] = 0
+            float32_at(a[_STEPS])[place] = step
+            int32_at(a[_OFFSETS])[place] = -OFFSET * total
+        number = take(ahead(a, _NEXT))
+
+
+@inner
+def _largest(numbers, num):
+    """
+    Return the largest absolute value, or NaN if there is one. Without the sign, floats are ordered as their bits are,
+    taken as integers.
+    """
+    largest = np.int32(0)
+    for index in range(num):
+        largest = max(largest, np.int32(_bits(get(numbers, index)) & _ALL_BUT_SIGN))
+    return _float(largest)
+
+
+@inner
+def _round(numbers, num, step, found):
+    """Store the levels of `num` numbers, and return the sum of the levels."""
+    total = np.int32(0)
+    for index in range(num):
+        level = _nearest(get(numbers, index) / step)
+        found[index] = level
+        total = np.int32(total + level)
+    return total
+
+
+@inner
+def multiply_int8(a, kind):
+    """Take the next share of the weight's blocks, until no blocks are left. Outputs and biases are of one kind."""
+    blocks, num_tokens, sums = (a[_NUM_OUTPUTS] + SIDE - 1) // SIDE, a[_NUM_TOKENS], _room()
+    begin = a[_SHARE] * take(ahead(a, _NEXT))
+    while begin < blocks:
+        end = min(begin + a[_SHARE], blocks)
+        while begin < end:
+            num, most = _largest_tile(num_tokens)
+            if begin + num > end:
+                num, most = 1, _most_of_a_block()
+            token = 0
+            while token < num_tokens:
+                width = _width(num_tokens - token, most)
+                _tile(a, kind, begin, num, token, width, sums)
+                token += width
+            begin += num
+        begin = a[_SHARE] * take(ahead(a, _NEXT))
+
+
+@inner
+def _tile(a, kind, block, num_blocks, token, num_tokens, sums):
+    groups, num_outputs = a[_NUM_GROUPS], a[_NUM_OUTPUTS]
+    first, place, size = block * groups, token * groups, num_blocks * SIDE
+    distance = _AHEAD if num_blocks == 1 else num_blocks * groups * GROUP * SIDE
+    if token:  # they were prefetched for the first tile
+        distance = 0
+    dots(
+        num_blocks,
+        num_tokens,
+        a[_WEIGHT] + first * GROUP * SIDE,
+        a[_SCALES] + first * SIDE * 4,
+        a[_OWN_LEVELS] + place * GROUP,
+        a[_OWN_STEPS] + place * 4,
+        a[_OWN_OFFSETS] + place * 4,
+        sums,
+        groups,
+        distance,
+    )
+    row, found = block * SIDE, float32_at(sums)
+    num = min(size, num_outputs - row)
+    for index in range(num_tokens):
+        outputs = ahead(like(kind, a[_OUTPUTS]), (token + index) * num_outputs + row)
+        own = ahead(found, index * size)
+        if a[_BIAS]:
+            bias = ahead(like(kind, a[_BIAS]), row)
+            for k in range(num):
+                put(outputs, k, own[k] + get(bias, k))
+        else:
+            for k in range(num):
+                put(outputs, k, own[k])
+
+
+@inner
+def _largest_tile(num_tokens):
+    """Return the numbers of blocks and tokens of the largest tile. One block at a time is read at memory's speed."""
+    if vector_size() == 64 and num_tokens > _FEW:
+        return _MOST_BLOCKS, _MOST_TOKENS
+    return 1, _most_of_a_block()
+
+
+@inner
+def _most_of_a_block():
+    return _FEW if vector_size() > 16 else _MOST_NARROW
+
+
+@inner
+def _width(num_left, most):
+    """Return the tokens of the next tile: about as many as the tiles after it have, at least half of the most."""
+    num_tiles = (num_left + most - 1) // most
+    return (num_left + num_tiles - 1) // num_tiles
