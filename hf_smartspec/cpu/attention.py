@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from .few_tokens import has_kernels
+from .few_tokens import ANY, has_kernels, most_tokens
 from .kernels.attend import MOST_TOKENS, scratch_size
 from .kernels.program import ATTEND
 from .program import DTYPES, run_operator
 from .tensor_checks import is_plain
 
-MOST_WIDTH = 64  # tokens of a row; for more, torch's products pay
+_FEW = 64  # tokens of a row, where torch multiplies those of prompts
 _SMALL = 2**15  # numbers of keys that one thread has read before a second one has begun
 
 
@@ -54,10 +54,22 @@ class SeenLines:
         own = vars(self)  # fields of a frozen class cannot be assigned
         own["addresses"] = [0 if array is None else array.ctypes.data for array in arrays]
         own["most_tokens"] = int(np.diff(self.runs).max())  # in a run
-        counts = self.counts if self.prefixes is None else self.counts + self.prefixes[1]
-        own["num_seen"] = int(counts.sum())
-        # A run reads more lines than one token: windows of its tokens may begin at successive lines.
-        own["most_lines"] = int(counts.max()) + self.most_tokens
+        # A run reads more lines than each of its tokens: their windows begin at different lines.
+        starts = self.runs[:-1]
+        lines = np.maximum.reduceat(self.firsts + self.counts, starts) - np.minimum.reduceat(self.firsts, starts)
+        own["num_seen"] = int(self.counts.sum())
+        if self.prefixes is not None:
+            lines = lines + self.prefixes[1][starts]
+            own["num_seen"] += int(self.prefixes[1].sum())
+        own["most_lines"] = int(lines.max())
+
+
+def most_width(dtype: torch.dtype) -> int:
+    """
+    Return the tokens of a row up to which compiled code attends: as many as it multiplies if these are any number, so
+    that the way in which a prompt is cut does not change what is computed for a token.
+    """
+    return ANY if most_tokens(dtype) == ANY else _FEW
 
 
 def can_attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None = None) -> bool:

@@ -3,6 +3,7 @@ The linear layer of a few tokens on a CPU, in the time of reading the weight. to
 four tokens on; in bfloat16 on CPUs without AVX-512, and in float32 on AMD's, they do so for any number.
 """
 
+import os
 from functools import cache
 
 import torch
@@ -21,7 +22,8 @@ logger = get_logger(__name__)
 
 SMALL = 2**17  # products that one thread has computed before a second one has begun
 ROWS = 12  # a multiple of the rows of tiles
-_FEW_WIDENED, _FEW, _SOME, _MANY, _ANY = 6, 12, 48, 256, 2**16  # tokens
+_SWITCH = "HF_SMARTSPEC_REPRODUCIBLE"
+_FEW_WIDENED, _FEW, _MANY, ANY = 6, 12, 256, 2**16  # tokens
 
 
 @cache
@@ -50,12 +52,17 @@ def most_tokens(dtype: torch.dtype) -> int:
 
 
 def _most_tokens(dtype: torch.dtype) -> int:
-    """Return the measured limit; for more tokens, torch's products are as fast."""
+    """
+    Return the measured limit; for more tokens, torch's products are as fast. In bfloat16 there is none where compiled
+    products of many tokens take about as long, or where `HF_SMARTSPEC_REPRODUCIBLE=1` is set in the environment: a
+    token's sums are then the same whatever is computed beside it.
+    """
     if num_lanes() == 8:
-        return _MANY if dtype is torch.float32 else _ANY
+        return _MANY if dtype is torch.float32 else ANY
     if dtype is torch.float32:  # MKL does not use AVX-512 on AMD's CPUs
-        return _ANY if cpu_name().startswith("znver") else _FEW
-    return _SOME if has_pairs() and "+amx-bf16" not in cpu_features() else _FEW_WIDENED
+        return ANY if cpu_name().startswith("znver") else _FEW
+    is_fast = has_pairs() and "+amx-bf16" not in cpu_features()
+    return ANY if is_fast or os.environ.get(_SWITCH) == "1" else _FEW_WIDENED
 
 
 def can_multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:

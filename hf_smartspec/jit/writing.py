@@ -91,17 +91,28 @@ def hold_order(builder: ir.IRBuilder) -> None:
 
 
 def float32_of(builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
-    """Return the float32 of a bfloat16's bits."""
-    return builder.bitcast(builder.shl(builder.zext(bits, I32), I32(16)), FLOAT)
+    """Return the float32 of a bfloat16's bits, or those of a vector."""
+    wide = builder.zext(bits, _like(bits, I32))
+    return builder.bitcast(builder.shl(wide, wide.type(_all(bits, 16))), _like(bits, FLOAT))
 
 
 def bfloat16_of(builder: ir.IRBuilder, number: ir.Value) -> ir.Value:
-    """Return the bits of the bfloat16 nearest to a float32, ties to even."""
-    bits = builder.bitcast(number, I32)
-    odd = builder.and_(builder.lshr(bits, I32(16)), I32(1))
-    rounded = builder.lshr(builder.add(bits, builder.add(odd, I32(0x7FFF))), I32(16))
+    """Return the bits of the bfloat16 nearest to a float32, ties to even, or to those of a vector."""
+    kind = _like(number, I32)
+    bits, sixteen = builder.bitcast(number, kind), kind(_all(number, 16))
+    odd = builder.and_(builder.lshr(bits, sixteen), kind(_all(number, 1)))
+    rounded = builder.lshr(builder.add(bits, builder.add(odd, kind(_all(number, 0x7FFF)))), sixteen)
     is_nan = builder.fcmp_unordered("uno", number, number)
-    return builder.trunc(builder.select(is_nan, I32(_QUIET_NAN), rounded), I16)
+    return builder.trunc(builder.select(is_nan, kind(_all(number, _QUIET_NAN)), rounded), _like(number, I16))
+
+
+def _like(value: ir.Value, kind: ir.Type) -> ir.Type:
+    """Return the type of as many numbers of a kind as `value` holds."""
+    return ir.VectorType(kind, value.type.count) if isinstance(value.type, ir.VectorType) else kind
+
+
+def _all(value: ir.Value, number: int) -> int | list[int]:
+    return [number] * value.type.count if isinstance(value.type, ir.VectorType) else number
 
 
 def power_of_two_of(builder: ir.IRBuilder, power: ir.Value) -> ir.Value:

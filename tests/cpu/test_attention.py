@@ -94,7 +94,7 @@ def steps(draw) -> list[RowInput]:
     rows = []
     for slot in sorted(draw(st.sets(st.integers(0, 3), min_size=1, max_size=3))):
         tree = draw(trees(max_size=9))
-        feed_length = draw(st.sampled_from([0, 1, 3, 70] if len(tree) else [1, 3, 70]))  # of 70 tokens: torch's
+        feed_length = draw(st.sampled_from([0, 1, 3, 70] if len(tree) else [1, 3, 70]))
         first_node = draw(st.integers(0, len(tree) - 1)) if not feed_length else 0
         row = CacheRow(slot, length=draw(st.integers(1, 40)), stride=_STRIDE)
         rows.append(RowInput(row, np.zeros(feed_length, np.int64), tree, first_node))
@@ -102,7 +102,7 @@ def steps(draw) -> list[RowInput]:
 
 
 @settings(deadline=None)
-@given(steps(), st.sampled_from([None, 5, 40]), st.integers(0, 2), st.sampled_from(DTYPES))
+@given(steps(), st.sampled_from([None, 5, 40, 64]), st.integers(0, 2), st.sampled_from(DTYPES))
 def test_a_steps_rows_see_what_masks_let_them_see(rows, window, num_skipped, dtype):
     """Those that know nothing of rows' first tokens, too."""
     whole = build_layout(arrange(rows, 100))

@@ -7,9 +7,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...prepare.checks import check_assistant
+from ...target_model.written import written_decoder
 from ..common.arguments import UsageError, usage_errors
 from ..common.console import environment, make_console, track
 from ..common.drafters import DrafterFiles
@@ -32,6 +34,7 @@ from .comparison import Comparison, TokenCheck
 from .drafts import ways_of_drafting
 from .frequencies import check_frequencies, exact_table, ways_of_sampling
 from .report import Report, print_report
+from .reproduction import Reproducer
 
 _SCORED_TOKENS = 16  # columns of scores that are compared: they are as wide as the vocabulary
 _SAMPLED_PROMPT = 8  # tokens of the prompt whose continuations are counted: it is run once per sample
@@ -140,11 +143,17 @@ class Verifier:
         self.ways = ways_of_drafting(assistant, model.config.get_text_config(decoder=True).vocab_size)
 
     def run(self, report: Report, num_samples: int) -> None:
-        """Fill in the report: tokens at every batch size, then scores, then frequencies."""
+        """Fill in the report: tokens at every batch size, in half precision again, then scores, then frequencies."""
         num_checks = len(self.decodings) * len(self.ways) * (len(self.batch_sizes) + 1) + bool(num_samples)
+        reproducer = None
+        if self.model.dtype is not torch.float32:
+            reproducer = Reproducer(self.model, self.prompts, self.ways, self.batch_sizes, self.max_new_tokens)
+            num_checks += len(self.decodings) * len(reproducer.ways)
         with track(total=num_checks, desc="verifying") as progress:
             for size in self.batch_sizes:
                 self.check_tokens(report, size, progress)
+            if reproducer is not None:
+                self.check_reproduction(report, reproducer, progress)
             self.check_scores(report, progress)
             if num_samples:
                 self.check_frequencies(report, num_samples)
@@ -174,6 +183,15 @@ class Verifier:
                 for index, (inputs, tokens) in enumerate(zip(batches, plain)):
                     comparison.check_batch(inputs, tokens, check, checks_default_output=index == 0)
                 report.tokens.append(check)
+                progress.update()
+
+    def check_reproduction(self, report: Report, reproducer: Reproducer, progress: Any) -> None:
+        """Compare all ways of decoding with each prompt alone, without drafts; in float32, these have plain tokens."""
+        decoder = written_decoder(self.model)
+        report.must_reproduce = decoder is not None and decoder.is_reproducible
+        for decoding in self.decodings:
+            for found in reproducer.compare(decoding):
+                report.reproductions.append(found)
                 progress.update()
 
     def check_scores(self, report: Report, progress: Any) -> None:

@@ -14,6 +14,7 @@ from ..common.exactness import Rounding
 from ..common.outputs import json_safe
 from .comparison import ScoreCheck, TokenCheck
 from .frequencies import FALSE_ALARM, FrequencyCheck
+from .reproduction import Reproduction
 
 _SHOWN_DIFFERENCES = 10
 
@@ -32,6 +33,8 @@ class Report:
     tokens: list[TokenCheck] = field(default_factory=list)
     scores: list[ScoreCheck] = field(default_factory=list)
     frequencies: list[FrequencyCheck] = field(default_factory=list)
+    reproductions: list[Reproduction] = field(default_factory=list)  # in half precision
+    must_reproduce: bool = False  # whether all that they run is computed in code whose results are reproducible
     plain_tokens: dict[int, list[list[int]]] = field(default_factory=dict)  # greedy, by batch size
     warnings: list[str] = field(default_factory=list)
 
@@ -55,6 +58,9 @@ class Report:
             # In half precision, a flipped expert or filter edge changes scores visibly: printed, but no failure.
             scores = [check for check in self.scores if not (check.is_close and check.is_filtered_alike)]
             found += [f"{check.decoding}, {check.drafts}: scores differ" for check in scores]
+        if self.must_reproduce:
+            others = [check for check in self.reproductions if check.num_differing]
+            found += [f"{check.decoding}, {check.drafts}, {_place(check)}: not the tokens alone" for check in others]
         found += [f"{check.drafts}: frequencies deviate" for check in self.frequencies if not check.is_consistent]
         return found
 
@@ -75,6 +81,8 @@ def print_report(report: Report, console: Console, tokenizer: PreTrainedTokenize
     print_head(console, "verify", about, report.environment, f"{prompts}, {new}")
     _print_tokens(report, console)
     _print_differences(report, console, _shower(tokenizer))
+    if report.reproductions:
+        _print_reproductions(report, console)
     _print_scores(report, console)
     if report.frequencies:
         _print_frequencies(report, console)
@@ -138,6 +146,28 @@ def _print_differences(report: Report, console: Console, show: Callable[[int], s
         f"what rounding in {report.environment['dtype']} explains on this model (or a token at the very edge of top-k "
         "or top-p fell to the other side).\n"
     )
+
+
+def _place(check: Reproduction) -> str:
+    return f"batch {check.batch_size}" if check.batch_size else "engine"
+
+
+def _print_reproductions(report: Report, console: Console) -> None:
+    columns = ("decoding", "drafts", "where", "rows", "tokens", "identical")
+    lines = table("Tokens, against this library's own without drafts, each prompt alone", *columns, num_text=3)
+    for check in report.reproductions:
+        differing = f"{check.num_differing} of {check.num_rows} differ"
+        mark = "red" if report.must_reproduce else "yellow"
+        same = _yes(True) if not check.num_differing else f"[{mark}]{differing}[/{mark}]"
+        numbers = (str(check.num_rows), str(check.num_tokens))
+        lines.add_row(check.decoding, check.drafts, _place(check), *numbers, same)
+    console.print(lines)
+    if not report.must_reproduce:
+        console.print(
+            "Parts of this model, or all of it, run in operators whose rounding depends on what they compute at once, "
+            "so that rows may differ near ties."
+        )
+    console.print()
 
 
 def _shower(tokenizer: PreTrainedTokenizerBase | None) -> Callable[[int], str]:

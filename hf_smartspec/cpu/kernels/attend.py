@@ -4,8 +4,8 @@ import numpy as np
 
 from ...jit import inner
 from ...jit.pointers import ahead, float32_at, int64_at, like, power_of_two, put, take
-from .multiply import largest_tile
-from .tiles import MOST_SUMS, add_weighted, tile
+from .multiply import largest_tile, tile_width
+from .tiles import MOST_SUMS, add_weighted, largest, tile
 
 # Compiled code is called with the address of these numbers, int64 each but for `scale`, which is float64.
 # next: incremented by the thread that takes the next share of the work; threads: incremented by each thread.
@@ -31,6 +31,8 @@ ATTEND_FIELDS = tuple(
 MOST_TOKENS = 8  # tokens of a run
 _BLOCK = 32  # lines that are read for all heads and tokens before the next ones are
 
+_ITEMSIZE = 4  # bytes of float32
+_UNITS = np.float32(2.0**33)  # of sums of exponentials; sums stay below 2 ** 63
 _LEAST = np.float32(-87.0)  # exponentials of lower numbers would be subnormal
 _PER_LOG2, _HALF = np.float32(1.4426950408889634), np.float32(0.5)
 _LOG2_HIGH, _LOG2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
@@ -41,8 +43,8 @@ _ZERO, _ONE, _UNLIKELY = np.float32(0.0), np.float32(1.0), np.float32(-np.inf)
 
 
 def scratch_size(heads: int, size: int, most_lines: int) -> int:
-    """Return the float32 numbers that a thread needs for a token with `heads` heads: results, and scores."""
-    return heads * (size + most_lines)
+    """Return the float32 numbers that a thread needs for a token with `heads` heads: results, queries, and scores."""
+    return heads * (2 * size + most_lines)
 
 
 @inner
@@ -52,26 +54,21 @@ def attend(a, numbers, kind):
     `kind` points to; `numbers` are the fields as float64.
     """
     queries, keys, values = like(kind, a[_QUERIES]), like(kind, a[_KEYS]), like(kind, a[_VALUES])
-    outputs, scratch, scale, runs = (
-        like(kind, a[_OUTPUTS]),
-        _scratch(a),
-        np.float32(numbers[_SCALE]),
-        int64_at(a[_RUNS]),
-    )
+    outputs, scale = like(kind, a[_OUTPUTS]), np.float32(numbers[_SCALE])
+    scratch = a[_SCRATCH] + take(ahead(a, _THREADS)) * a[_SCRATCH_SIZE] * _ITEMSIZE
     number = take(ahead(a, _NEXT))
     while number < a[_NUM_RUNS] * a[_PARTS]:
         run, begin, end = _share(a, number)
-        _attend(a, run, begin, end, scale, queries, keys, values, scratch)
-        for token in range(runs[run], runs[run + 1]):
-            results, place, num = _results(a, run, token, begin, end)
-            for index in range(num):
-                put(outputs, place + index, scratch[results + index])
+        first, last = int64_at(a[_RUNS])[run], int64_at(a[_RUNS])[run + 1]
+        num, some = (last - first) * a[_GROUPS], (end - begin) * a[_SIZE]
+        own = like(kind, scratch + num * some * _ITEMSIZE)
+        for head in range(begin, end):
+            _gather(a, first, last, head, queries, ahead(own, (head - begin) * num * a[_SIZE]))
+        results, scores = float32_at(scratch), float32_at(scratch + 2 * num * some * _ITEMSIZE)
+        _attend(a, first, last, begin, end, scale, own, keys, values, results, scores)
+        for head in range(begin, end):
+            _scatter(a, first, last, head, ahead(results, (head - begin) * num * a[_SIZE]), outputs)
         number = take(ahead(a, _NEXT))
-
-
-@inner
-def _scratch(a):
-    return ahead(float32_at(a[_SCRATCH]), take(ahead(a, _THREADS)) * a[_SCRATCH_SIZE])
 
 
 @inner
@@ -85,69 +82,104 @@ def _share(a, number):
 
 
 @inner
-def _results(a, run, token, begin, end):
-    """
-    Return where a token's results for these heads are in the scratch memory, where they go, and how many they are.
-    """
-    num = (end - begin) * a[_GROUPS] * a[_SIZE]
-    place = (token * a[_KV_HEADS] + begin) * a[_GROUPS] * a[_SIZE]
-    return (token - int64_at(a[_RUNS])[run]) * num, place, num
+def _gather(a, first, last, head, queries, own):
+    """Copy the queries of a key/value head of some tokens next to one another."""
+    length = a[_GROUPS] * a[_SIZE]
+    for token in range(first, last):
+        place = (token * a[_KV_HEADS] + head) * length
+        for index in range(length):
+            own[(token - first) * length + index] = queries[place + index]
 
 
 @inner
-def _attend(a, run, begin, end, scale, queries, keys, values, results):
-    """Compute attention of all queries of a run that belong to key/value heads from `begin` to `end`."""
-    first_token, last_token = int64_at(a[_RUNS])[run], int64_at(a[_RUNS])[run + 1]
+def _scatter(a, first, last, head, results, outputs):
+    length = a[_GROUPS] * a[_SIZE]
+    for token in range(first, last):
+        place = (token * a[_KV_HEADS] + head) * length
+        for index in range(length):
+            put(outputs, place + index, results[(token - first) * length + index])
+
+
+@inner
+def _attend(a, first_token, last_token, begin, end, scale, queries, keys, values, results, scores):
+    """
+    Compute attention of all queries of some tokens that belong to key/value heads from `begin` to `end`. Queries and
+    results are `[heads, tokens, groups, size]`, scores have as many rows, one number for each line of the run.
+    """
     firsts, counts, groups, size = int64_at(a[_FIRSTS]), int64_at(a[_COUNTS]), a[_GROUPS], a[_SIZE]
     first, last = firsts[first_token], firsts[first_token] + counts[first_token]
+    low, high = first, last  # lines that all tokens attend to
     for token in range(first_token + 1, last_token):
         first, last = min(first, firsts[token]), max(last, firsts[token] + counts[token])
+        low, high = max(low, firsts[token]), min(high, firsts[token] + counts[token])
+    high = max(low, high)
     prefix, shared = 0, 0
     if a[_PREFIXES]:
         prefix, shared = int64_at(a[_PREFIXES])[first_token], int64_at(a[_PREFIX_COUNTS])[first_token]
-    num, num_queries = shared + last - first, (last_token - first_token) * (end - begin) * groups
-    scores = ahead(results, num_queries * size)
+    num, some = shared + last - first, (last_token - first_token) * groups  # of lines, and of a head's queries
     for block in range(prefix, prefix + shared, _BLOCK):
-        for token in range(first_token, last_token):
-            high, query = min(block + _BLOCK, prefix + shared), (token - first_token) * (end - begin) * groups
-            for head in range(begin, end):
-                own = ahead(scores, (query + (head - begin) * groups) * num - prefix)
-                _score(a, token, head, block, high, prefix + shared, num, queries, keys, own)
+        stop = min(block + _BLOCK, prefix + shared)
+        for head in range(end - begin):
+            own = ahead(scores, head * some * num - prefix)
+            _score(
+                a, begin + head, some, block, stop, prefix + shared, num, ahead(queries, head * some * size), keys, own
+            )
     for block in range(first, last, _BLOCK):
-        for token in range(first_token, last_token):
-            low, high = max(block, firsts[token]), min(block + _BLOCK, firsts[token] + counts[token])
-            query = (token - first_token) * (end - begin) * groups
-            for head in range(begin, end):
-                own = ahead(scores, (query + (head - begin) * groups) * num + shared - first)
-                _score(a, token, head, low, high, last, num, queries, keys, own)
-    for token in range(first_token, last_token):
-        start = (token - first_token) * (end - begin) * groups
-        for query in range((end - begin) * groups):
-            # Rows with a prefix attend to all of their lines, so that these follow those of the prefix.
-            own = ahead(scores, (start + query) * num + firsts[token] - first)
-            _hide(a, token, ahead(own, shared), _UNLIKELY)
-            total = _exponentiate(own, shared + counts[token], scale)
-            share = _ONE / np.float32(total)
-            for line in range(shared + counts[token]):
-                own[line] *= share
-            _hide(a, token, ahead(own, shared), _ZERO)
-    for index in range(num_queries * size):
+        # Also for lines that some tokens do not attend to, whose scores are not read.
+        stop = min(block + _BLOCK, last)
+        for head in range(end - begin):
+            own = ahead(scores, head * some * num + shared - first)
+            _score(a, begin + head, some, block, stop, last, num, ahead(queries, head * some * size), keys, own)
+    for row in range((end - begin) * some):
+        token = first_token + row % some // groups
+        # Rows with a prefix attend to all of their lines, so that these follow those of the prefix.
+        own = ahead(scores, row * num + firsts[token] - first)
+        _hide(a, token, ahead(own, shared), _UNLIKELY)
+        share = _ONE / _exponentiate(own, shared + counts[token], scale)
+        for line in range(shared + counts[token]):
+            own[line] *= share
+        _hide(a, token, ahead(own, shared), _ZERO)
+    for index in range((end - begin) * some * size):
         results[index] = _ZERO
     for block in range(prefix, prefix + shared, _BLOCK):
-        for token in range(first_token, last_token):
-            high, query = min(block + _BLOCK, prefix + shared), (token - first_token) * (end - begin) * groups
-            for head in range(begin, end):
-                own = query + (head - begin) * groups
-                weights, sums = ahead(scores, own * num - prefix), ahead(results, own * size)
-                _add(a, head, block, high, num, weights, values, sums)
+        stop = min(block + _BLOCK, prefix + shared)
+        for head in range(end - begin):
+            own, sums = ahead(scores, head * some * num - prefix), ahead(results, head * some * size)
+            _add(a, begin + head, some, block, stop, num, own, values, sums)
     for block in range(first, last, _BLOCK):
-        for token in range(first_token, last_token):
-            low, high = max(block, firsts[token]), min(block + _BLOCK, firsts[token] + counts[token])
-            query = (token - first_token) * (end - begin) * groups
-            for head in range(begin, end):
-                own = query + (head - begin) * groups
-                weights, sums = ahead(scores, own * num + shared - first), ahead(results, own * size)
-                _add(a, head, low, high, num, weights, values, sums)
+        stop = min(block + _BLOCK, last)
+        for head in range(end - begin):
+            own, sums = ahead(scores, head * some * num + shared - first), ahead(results, head * some * size)
+            # Each token's lines in their order: those before the ones that all attend to, these, and those after them.
+            for token in range(first_token, last_token):
+                own_low, own_high = max(block, firsts[token]), min(stop, firsts[token] + counts[token], low)
+                row = (token - first_token) * groups
+                _add(
+                    a,
+                    begin + head,
+                    groups,
+                    own_low,
+                    own_high,
+                    num,
+                    ahead(own, row * num),
+                    values,
+                    ahead(sums, row * size),
+                )
+            _add(a, begin + head, some, max(block, low), min(stop, high), num, own, values, sums)
+            for token in range(first_token, last_token):
+                own_low, own_high = max(block, firsts[token], high), min(stop, firsts[token] + counts[token])
+                row = (token - first_token) * groups
+                _add(
+                    a,
+                    begin + head,
+                    groups,
+                    own_low,
+                    own_high,
+                    num,
+                    ahead(own, row * num),
+                    values,
+                    ahead(sums, row * size),
+                )
 
 
 @inner
@@ -161,48 +193,48 @@ def _hide(a, token, scores, value):
 
 
 @inner
-def _score(a, token, head, low, high, last, num, queries, keys, scores):
-    """Compute the scores of one token's queries of a key/value head, for lines from `low` to `high`."""
-    groups, size, stride = a[_GROUPS], a[_SIZE], a[_KV_HEADS] * a[_SIZE]
-    query = (token * a[_KV_HEADS] + head) * groups * size
+def _score(a, head, num_queries, low, high, last, num, queries, keys, scores):
+    """Compute the scores of neighbouring queries of a key/value head, for lines from `low` to `high`."""
+    size, stride = a[_SIZE], a[_KV_HEADS] * a[_SIZE]
     line, none = low, float32_at(0)
-    most_rows, most_queries = largest_tile(groups)
+    most_rows, most_queries = largest_tile(num_queries)
     while line < high:
-        rows = most_rows if line + most_rows <= high else 1
-        key, group = ahead(keys, line * stride + head * size), 0
+        rows = most_rows
+        if high - low < rows:
+            rows = 1
+        elif line + rows > high:  # lines before these are computed once more, with the same results
+            line = high - rows
+        key, query = ahead(keys, line * stride + head * size), 0
         distance = stride * _BLOCK if line + _BLOCK + rows <= last else 0
-        while group < groups:
-            some = min(most_queries, groups - group) if rows > 1 else 1
-            own, found = ahead(queries, query + group * size), ahead(scores, group * num + line)
+        while query < num_queries:
+            some = tile_width(num_queries - query, most_queries) if rows > 1 else 1
+            own, found = ahead(queries, query * size), ahead(scores, query * num + line)
             tile(rows, some, key, own, none, found, size, stride, num, distance, 0, rows)
-            group += some
+            query, distance = query + some, 0
         line += rows
 
 
 @inner
-def _add(a, head, low, high, num, weights, values, sums):
-    """Add up the values of lines from `low` to `high` with the weights of the queries of a key/value head."""
-    groups, size, stride = a[_GROUPS], a[_SIZE], a[_KV_HEADS] * a[_SIZE]
-    group = 0
-    while group < groups and low < high:
-        some = min(MOST_SUMS, groups - group)
-        own, rows = ahead(weights, group * num + low), ahead(values, low * stride + head * size)
-        add_weighted(some, own, num, rows, stride, high - low, size, ahead(sums, group * size))
-        group += some
+def _add(a, head, num_queries, low, high, num, weights, values, sums):
+    """Add up the values of lines from `low` to `high` with the weights of neighbouring queries of a key/value head."""
+    size, stride, query = a[_SIZE], a[_KV_HEADS] * a[_SIZE], 0
+    while query < num_queries and low < high:
+        some = tile_width(num_queries - query, MOST_SUMS)
+        own, rows = ahead(weights, query * num + low), ahead(values, low * stride + head * size)
+        add_weighted(some, own, num, rows, stride, high - low, size, ahead(sums, query * size))
+        query += some
 
 
 @inner
 def _exponentiate(scores, num, scale):
     """Replace scores by exponentials of their scaled distance to the highest; return the exponentials' sum."""
-    highest = scores[0]
-    for line in range(1, num):
-        highest = max(highest, scores[line])
+    highest = largest(scores, num)
+    total = np.int64(0)  # in fixed point, so that no order of addition changes the sum
     for line in range(num):
-        scores[line] = _exponential((scores[line] - highest) * scale)
-    total = 0.0
-    for line in range(num):
-        total += scores[line]
-    return total
+        found = _exponential((scores[line] - highest) * scale)
+        scores[line] = found
+        total += np.int64(found * _UNITS)
+    return np.float32(total) / _UNITS
 
 
 @inner

@@ -115,7 +115,7 @@ def _multiply_tiles(num_rows, most, num_tokens, rows, tokens, bias, outputs, len
     token = number = 0
     num_tiles = (num_tokens + most - 1) // most
     while token < num_tokens:
-        num = _width(num_tokens - token, most)
+        num = tile_width(num_tokens - token, most)
         own, results = ahead(tokens, token * length), ahead(outputs, token * stride)
         # Each tile prefetches its share of the rows ahead, so that memory is read while all tiles compute.
         first, last = num_rows * number // num_tiles, num_rows * (number + 1) // num_tiles
@@ -124,7 +124,7 @@ def _multiply_tiles(num_rows, most, num_tokens, rows, tokens, bias, outputs, len
 
 
 @inner
-def _width(num_left, most):
+def tile_width(num_left, most):
     """Return the tokens of the next tile: about as many as the tiles after it have."""
     num_tiles = (num_left + most - 1) // most
     return (num_left + num_tiles - 1) // num_tiles

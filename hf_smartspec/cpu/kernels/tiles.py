@@ -112,7 +112,37 @@ def sum_of_squares(typing_context, numbers, length):
         with cgutils.for_range_slice(builder, I64(0), length, I64(vectors.number), I64) as (begin, _):
             own = vectors.load(pointer, begin)
             vectors.add_products(sums, own, own)
-        return vectors.total(sums)
+        return builder.extract_element(vectors.totals([sums]), I32(0))
+
+    return types.float32(numbers, types.int64), generate
+
+
+@intrinsic
+def largest(typing_context, numbers, length):
+    """Return the largest of `length` float32; one that is NaN is passed over, unless it is the first."""
+
+    def generate(context, builder, signature, arguments):
+        pointer, length = arguments
+        kind = ir.VectorType(FLOAT, num_lanes())
+        found = cgutils.alloca_once_value(builder, builder.load(pointer))
+
+        def keep(number):
+            most = builder.load(found)
+            builder.store(builder.select(builder.fcmp_ordered(">", number, most), number, most), found)
+
+        whole, first = builder.and_(length, I64(-num_lanes())), ir.Constant(ir.VectorType(I32, num_lanes()), None)
+        with builder.if_then(builder.icmp_signed("!=", whole, I64(0))):
+            one = builder.insert_element(ir.Constant(kind, ir.Undefined), builder.load(found), I32(0))
+            several = cgutils.alloca_once_value(builder, builder.shuffle_vector(one, one, first))
+            with cgutils.for_range_slice(builder, I64(0), whole, I64(num_lanes()), I64) as (begin, _):
+                own = builder.load(builder.bitcast(builder.gep(pointer, [begin]), kind.as_pointer()), align=4)
+                most = builder.load(several)
+                builder.store(builder.select(builder.fcmp_ordered(">", own, most), own, most), several)
+            for lane in range(num_lanes()):
+                keep(builder.extract_element(builder.load(several), I32(lane)))
+        with cgutils.for_range_slice(builder, whole, length, I64(1), I64) as (index, _):
+            keep(builder.load(builder.gep(pointer, [index])))
+        return builder.load(found)
 
     return types.float32(numbers, types.int64), generate
 
@@ -194,11 +224,10 @@ def _write_tile(
                 weights.add_products(sums[row][token], factors[row], own)
             if num_rows * num_tokens > _FEW_SUMS:
                 weights.hold()
-    for row in range(num_rows):
-        more = results.load_one(bias, I64(row))
-        for token in range(num_tokens):
-            index = builder.add(builder.mul(I64(token), stride), I64(row))
-            results.store_one(builder.fadd(weights.total(sums[row][token]), more), outputs, index)
+    more = results.load_few(bias, num_rows)
+    for token in range(num_tokens):
+        totals = builder.fadd(weights.totals([row[token] for row in sums]), more)
+        results.store_few(totals, builder.gep(outputs, [builder.mul(I64(token), stride)]))
 
 
 class _Lanes:
@@ -212,6 +241,7 @@ class _Lanes:
     def __init__(self, builder: ir.IRBuilder, number: int, kind: types.Type):
         self.builder, self.number = builder, number
         self.is_half = kind is not types.float32
+        self.itemsize = 2 if self.is_half else 4
         self.floats, self.integers = ir.VectorType(FLOAT, number), ir.VectorType(I32, number)
 
     def parts(self, length: ir.Value) -> Iterator[tuple[ir.Value, bool]]:
@@ -238,23 +268,20 @@ class _Lanes:
         shift = ir.Constant(self.integers, [16] * self.number)
         return builder.bitcast(builder.shl(builder.zext(bits, self.integers), shift), self.floats)
 
-    def load_one(self, pointer: ir.Value, index: ir.Value) -> ir.Value:
-        """Load a number as float32; 0 where the pointer is null."""
-        builder = self.builder
-        number = cgutils.alloca_once_value(builder, FLOAT(0.0))
+    def load_few(self, pointer: ir.Value, count: int) -> ir.Value:
+        """Load `count` numbers as float32; zeros where the pointer is null."""
+        builder, kind = self.builder, ir.VectorType(I16 if self.is_half else FLOAT, count)
+        numbers = cgutils.alloca_once_value(builder, ir.Constant(ir.VectorType(FLOAT, count), [0.0] * count))
         with builder.if_then(builder.icmp_unsigned("!=", pointer, ir.Constant(pointer.type, None))):
-            found = builder.load(builder.gep(pointer, [index]))
-            if self.is_half:
-                found = float32_of(builder, found)
-            builder.store(found, number)
-        return builder.load(number)
+            found = builder.load(builder.bitcast(pointer, kind.as_pointer()), align=self.itemsize)
+            builder.store(float32_of(builder, found) if self.is_half else found, numbers)
+        return builder.load(numbers)
 
-    def store_one(self, number: ir.Value, pointer: ir.Value, index: ir.Value) -> None:
-        """Store a float32, rounded to the nearest bfloat16 (ties to even) where numbers are of that kind."""
-        builder = self.builder
+    def store_few(self, numbers: ir.Value, pointer: ir.Value) -> None:
+        """Store a vector of float32, rounded to the nearest bfloat16 (ties to even) where numbers are of that kind."""
         if self.is_half:
-            number = bfloat16_of(builder, number)
-        builder.store(number, builder.gep(pointer, [index]))
+            numbers = bfloat16_of(self.builder, numbers)
+        self.builder.store(numbers, self.builder.bitcast(pointer, numbers.type.as_pointer()), align=self.itemsize)
 
     def add_products(self, sums: ir.Value, factors: ir.Value, numbers: ir.Value) -> None:
         name = f"llvm.fma.v{self.number}f32"
@@ -277,14 +304,21 @@ class _Lanes:
         one = builder.insert_element(ir.Constant(self.floats, ir.Undefined), number, I32(0))
         return builder.shuffle_vector(one, one, ir.Constant(self.integers, [0] * self.number))
 
-    def total(self, sums: ir.Value) -> ir.Value:
-        """Return the sum of a vector: halves are added until one number is left."""
-        builder, vector, half = self.builder, self.builder.load(sums), self.number // 2
-        while half:
-            places = [ir.Constant(ir.VectorType(I32, half), list(range(at, at + half))) for at in (0, half)]
-            vector = builder.fadd(*[builder.shuffle_vector(vector, vector, part) for part in places])
-            half //= 2
-        return builder.extract_element(vector, I32(0))
+    def totals(self, sums: list[ir.Value]) -> ir.Value:
+        """
+        Return the sum of each vector, as one vector: halves are added until one number of each is left. Those of two
+        vectors are added at once, while they are as long as one.
+        """
+        builder, width, vectors = self.builder, self.number, [self.builder.load(item) for item in sums]
+        while width > 1:
+            width //= 2
+            pairs = [(vectors[at], vectors[min(at + 1, len(vectors) - 1)]) for at in range(0, len(vectors), 2)]
+            count = sum(vector.type.count for vector in pairs[0][: len(vectors)]) // 2
+            firsts = [place for place in range(2 * count) if not place // width % 2]
+            halves = [ir.Constant(ir.VectorType(I32, count), [at + place for place in firsts]) for at in (0, width)]
+            vectors = [builder.fadd(*[builder.shuffle_vector(*pair, part) for part in halves]) for pair in pairs]
+        own = ir.Constant(ir.VectorType(I32, len(sums)), list(range(len(sums))))
+        return builder.shuffle_vector(vectors[0], vectors[0], own)
 
 
 class _Pairs(_Lanes):

@@ -3,19 +3,21 @@
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
-from ...cpu.attention import MOST_WIDTH, SeenLines, runs_of
-from ..layout.step_layout import PaddedPart, StepLayout
+from ...cpu.attention import SeenLines, most_width, runs_of
+from ..layout.step_layout import MOST_NODES, PaddedPart, StepLayout
 
 
-def has_few_tokens(part: PaddedPart, window: int | None) -> bool:
+def has_few_tokens(part: PaddedPart, window: int | None, dtype: torch.dtype) -> bool:
     """
-    Return whether rows have few tokens, and columns determine what these attend to. Trees in a window do not qualify,
-    since windows count positions.
+    Return whether compiled code attends to as many tokens of this dtype, and columns say to what: in a window, trees
+    must not be deeper than it is long, so that a token's ancestors are all within.
     """
-    has_trees = part.tree_pairs is not None
-    is_determined = not has_trees or (part.seen_nodes is not None and (window is None or window >= part.num_columns))
-    return is_determined and part.width <= MOST_WIDTH
+    is_determined = part.tree_pairs is None or (
+        part.seen_nodes is not None and (window is None or window >= min(part.num_columns, MOST_NODES))
+    )
+    return is_determined and part.width <= most_width(dtype)
 
 
 def lines_of(layout: StepLayout, parts: Sequence[PaddedPart], window: int | None) -> SeenLines:
@@ -26,7 +28,9 @@ def lines_of(layout: StepLayout, parts: Sequence[PaddedPart], window: int | None
     key = first, last, window
     if key not in layout.seen:
         firsts, counts = layout.firsts[first:last], layout.columns[first:last] + 1
-        begins = np.zeros_like(counts) if window is None else np.maximum(counts - window, 0)
+        begins = np.zeros_like(counts)
+        if window is not None:
+            begins = np.maximum(_positions(layout, parts) + 1 - window, 0)
         nodes = None
         if any([part.seen_nodes is not None for part in parts]):
             nodes = np.full((2, last - first), -1)
@@ -43,3 +47,14 @@ def lines_of(layout: StepLayout, parts: Sequence[PaddedPart], window: int | None
             prefixes = prefixes[:, first:last].copy()
         layout.seen[key] = SeenLines(firsts + begins, counts - begins, runs_of(firsts), nodes, prefixes)
     return layout.seen[key]
+
+
+def _positions(layout: StepLayout, parts: Sequence[PaddedPart]) -> np.ndarray:
+    """Return the positions of the parts' tokens, as windows count them: of nodes, not those of their columns."""
+    found = layout.columns[parts[0].tokens.start : parts[-1].tokens.stop].copy()
+    for part in parts:
+        if part.query_positions is not None:
+            padded = part.query_positions.numpy().reshape(-1)
+            own = slice(part.tokens.start - parts[0].tokens.start, part.tokens.stop - parts[0].tokens.start)
+            found[own] = padded if part.scatter is None else padded[part.scatter.numpy()]
+    return found

@@ -24,7 +24,7 @@ def shared_attention(
     dropout: float = 0.0,
 ) -> torch.Tensor:
     """Compute `packed_attention` of a step with shared prefixes, for layers without window, soft cap or bias."""
-    have_few = all([has_few_tokens(part, None) for part in layout.parts])
+    have_few = all([has_few_tokens(part, None, packed.dtype) for part in layout.parts])
     if have_few and not dropout and can_attend(packed, key, value, scaling):
         return few_token_attention(packed, key, value, lines_of(layout, layout.parts, None), scaling)
     outputs, lses = [], []

@@ -132,7 +132,7 @@ def _masked_attention(
 ) -> torch.Tensor:
     """Compute `packed_attention` by padded rectangles and masks."""
     is_plain = softcap is None and bias is None and not dropout and can_attend(packed, key, value, scaling)
-    have_few = [is_plain and has_few_tokens(part, window) for part in layout.parts]
+    have_few = [is_plain and has_few_tokens(part, window, packed.dtype) for part in layout.parts]
     if all(have_few):
         return few_token_attention(packed, key, value, lines_of(layout, layout.parts, window), scaling)
     outputs = []

@@ -166,7 +166,7 @@ class PaddedPart:
         return mask.masked_fill_(~visible, -torch.inf)[:, None]
 
 
-_NUM_BITS = 64  # bits that select the nodes that a token attends to
+MOST_NODES = 64  # of a tree: bits that select those that a token attends to
 _FEW_DRAFTS = 4  # up to here, drafts are checked faster one by one
 
 
@@ -360,7 +360,7 @@ def _lay_out_trees(
     pairs, seen = np.empty(num_pairs, np.int64), np.full((2, len(positions)), -1)
     own = np.array(places), width, num_columns, positions, limits
     lay_out(sizes, parents, firsts, depths, *own, pairs, nodes, seen, np.empty_like(parents))
-    return pairs, nodes, seen if sizes.max() <= _NUM_BITS else None
+    return pairs, nodes, seen if sizes.max() <= MOST_NODES else None
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:

@@ -54,7 +54,7 @@ class CompiledDecoder:
             and layout.tokens.shape[1] <= min(_MOST, most_tokens(self.dtype))
             and layout.encoded is None
             and not layout.is_padded  # as on GPUs
-            and all(has_few_tokens(part, window) for window in self._windows for part in layout.parts)
+            and all(has_few_tokens(part, window, self.dtype) for window in self._windows for part in layout.parts)
         )
 
     @property

@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 
+from ...cpu.attention import most_width
+from ...cpu.few_tokens import ANY
 from ...log import get_logger
 from ..attention.tree_attention import packed_attention
 from ..cache.slot_cache import SlotCache, SlotLayer
-from ..layout.step_layout import StepLayout
+from ..layout.step_layout import MOST_NODES, StepLayout
 from .compiled import CompiledDecoder, Tables, can_compile
 from .plan import DecoderPlan, LayerPlan
 
@@ -33,6 +35,16 @@ class WrittenDecoder:
     def _compiled(self) -> CompiledDecoder | None:
         """One program for all layers, where there is compiled code for them."""
         return CompiledDecoder(self.plan) if can_compile(self.plan) else None
+
+    @property
+    def is_reproducible(self) -> bool:
+        """
+        Whether the numbers of a token depend on its text alone: not on what is computed beside it, nor on how the text
+        is cut into forwards.
+        """
+        compiled, windows = self._compiled, {layer.window for layer in self.plan.layers}
+        is_determined = all(window is None or window >= MOST_NODES for window in windows)
+        return compiled is not None and most_width(compiled.dtype) == ANY and is_determined
 
     def __call__(
         self,

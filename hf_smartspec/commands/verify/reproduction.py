@@ -1,0 +1,95 @@
+"""Reproduction: tokens of each prompt alone, without drafts, against those with drafts, in batches and in an engine."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ...generate import enabled
+from ...serving.engine import Engine
+from ..common.models import left_padded
+from ..common.runs import Decoding, eos_ids, up_to_end
+from .drafts import Drafting
+
+_AT_ONCE, _PIECE = 8, 48  # requests in an engine, and tokens of their prompts in a step
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """Comparison of one way of decoding with each prompt alone, without drafts."""
+
+    decoding: str
+    drafts: str
+    batch_size: int  # 0: in an engine
+    num_rows: int
+    num_tokens: int
+    num_differing: int  # rows
+
+
+class Reproducer:
+    """
+    Decodes all prompts alone and without drafts, and then in other ways. Each prompt has a seed of its own, so that it
+    should sample the same tokens everywhere.
+
+    Args:
+        ways (sequence of `Drafting`): Ways of drafting, besides none.
+        batch_sizes (sequence of `int`): Batch sizes of `generate`. An engine follows, which decodes several prompts at
+            once and runs them in pieces.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        prompts: Sequence[list[int]],
+        ways: Sequence[Drafting],
+        batch_sizes: Sequence[int],
+        max_new_tokens: int,
+    ):
+        self.model, self.prompts, self.max_new_tokens = model, prompts, max_new_tokens
+        none = Drafting("none", lambda _: "none")
+        self.ways = [(size, way) for size in batch_sizes for way in (none, *ways) if (size, way) != (1, none)]
+        self.ways += [(0, way) for way in (none, *ways)]
+
+    def compare(self, decoding: Decoding) -> Iterator[Reproduction]:
+        """Yield the comparison of each of `ways`."""
+        alone = [tokens for start in range(len(self.prompts)) for tokens in self._generate(decoding, start, 1, "none")]
+        for size, way in self.ways:
+            if size:
+                starts = range(0, len(alone), size)
+                batches = [
+                    self._generate(decoding, start, size, way.assistant(alone[start : start + size]))
+                    for start in starts
+                ]
+                rows = [tokens for batch in batches for tokens in batch]
+            else:
+                rows = self._serve(decoding, way.assistant(alone))
+            num_differing = sum(own != expected for own, expected in zip(rows, alone, strict=True))
+            yield Reproduction(decoding.name, way.name, size, len(rows), sum(map(len, rows)), num_differing)
+
+    def _arguments(self, decoding: Decoding, seed: Any) -> dict[str, Any]:
+        arguments = decoding.own_arguments() | {"max_new_tokens": self.max_new_tokens}
+        return arguments if decoding.seed is None else arguments | {"seed": seed}
+
+    def _generate(self, decoding: Decoding, start: int, size: int, assistant: Any) -> list[list[int]]:
+        """Return the new tokens of neighbouring prompts, decoded in one batch."""
+        prompts = self.prompts[start : start + size]
+        inputs = left_padded(prompts, self.model.generation_config.pad_token_id, self.model.device)
+        arguments = self._arguments(decoding, [(decoding.seed or 0) + start + row for row in range(len(prompts))])
+        with enabled(self.model):
+            tokens: Any = self.model.generate(**inputs, **arguments, assistant=assistant)
+        first = 1 if self.model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
+        return [self._up_to_end(row) for row in tokens[:, first:].tolist()]
+
+    def _serve(self, decoding: Decoding, assistant: Any) -> list[list[int]]:
+        """Return the new tokens of all prompts, as an engine decodes them."""
+        with Engine(self.model, assistant, max_batch_size=_AT_ONCE, max_prefill_tokens=_PIECE) as engine:
+            names = [
+                engine.add_request(prompt, **self._arguments(decoding, (decoding.seed or 0) + number))
+                for number, prompt in enumerate(self.prompts)
+            ]
+            outputs: list[Any] = [engine.get_result(name) for name in names]
+        return [self._up_to_end(output.generated_tokens) for output in outputs]
+
+    def _up_to_end(self, tokens: list[int]) -> list[int]:
+        return up_to_end(tokens, set(eos_ids(self.model)))

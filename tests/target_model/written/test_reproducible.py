@@ -1,0 +1,94 @@
+"""A token's numbers depend on its text alone: not on forwards, rows beside it, trees or threads."""
+
+import numpy as np
+import pytest
+import torch
+
+from hf_smartspec.cpu.attention import most_width
+from hf_smartspec.cpu.few_tokens import ANY
+from hf_smartspec.drafts.tree import DraftTree
+from hf_smartspec.target_model.layout.rows import RowInput
+from hf_smartspec.target_model.written import packed_forward, written_decoder
+
+from ...models import new_model
+
+DTYPES = [dtype for dtype in (torch.bfloat16, torch.float32) if most_width(dtype) == ANY]
+pytestmark = pytest.mark.skipif(not DTYPES, reason="long prompts are left to torch on this CPU")
+TEXT = np.random.default_rng(0).integers(3, 90, 170)
+
+
+def model_of(name: str, dtype: torch.dtype):
+    """A small model whose sums are long enough to depend on their order."""
+    window = {"sliding_window": 64} if name == "mistral" else {}
+    sizes = {"hidden_size": 192, "intermediate_size": 576, "head_dim": 64}
+    return new_model(name, dtype=dtype, std=0.1, **sizes, **window)
+
+
+def states_of(forward, pieces, beside=()) -> torch.Tensor:
+    """Hidden states of a text that is run in pieces, beside other texts that are run whole with the first of them."""
+    row, others, found = forward.add(), [RowInput(forward.add(), text) for text in beside], []
+    for piece in pieces:
+        with forward.taps.taking({-1}) as fed:
+            forward.forward([RowInput(row, piece), *others])
+        found += [item.states[-1][item.lines[: item.num_fed]] for item in fed[row].pieces]
+        others = []
+    return torch.cat(found)
+
+
+@pytest.fixture(scope="module", params=DTYPES)
+def dtype(request):
+    return request.param
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3", "mistral"])
+def forward(request, dtype):
+    model = model_of(request.param, dtype)
+    found = packed_forward(model, capacity=512)
+    states_of(found, [TEXT[:3]])
+    assert written_decoder(model).is_reproducible
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(forward):
+    return states_of(forward, [TEXT])
+
+
+@pytest.mark.parametrize("cuts", [[64, 129], [1, 2, 5, 12, 48, 97, 161], [65], range(1, 170)])
+def test_pieces(forward, expected, cuts):
+    assert torch.equal(states_of(forward, np.split(TEXT, cuts)), expected)
+
+
+def test_rows_beside_it(forward, expected):
+    beside = TEXT[:9], TEXT[5:105], TEXT[1:2]
+    assert torch.equal(states_of(forward, np.split(TEXT, [70]), beside), expected)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_threads(forward, expected, number):
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        assert torch.equal(states_of(forward, np.split(TEXT, [90])), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("start", [20, 110])
+def test_branches_of_trees(forward, expected, start):
+    """The text is a branch, and each of its nodes has siblings and their children, before and after it."""
+    tokens, parents, path, parent = [], [], [], -1
+    for token in TEXT[start : start + 12]:
+        first = len(tokens)
+        tokens += [91, 92, token, 93]
+        parents += [parent, first, parent, first + 1]
+        parent = first + 2
+        path.append(parent)
+    tree = DraftTree(np.array(tokens), np.array(parents), np.full(len(tokens), 0.5, np.float32))
+    row = forward.add()
+    with forward.taps.taking({-1}) as fed:
+        forward.forward([RowInput(row, TEXT[:start], tree)])
+    (piece,) = fed[row].pieces
+    states = piece.states[-1][piece.lines]
+    assert torch.equal(states[:start], expected[:start])
+    assert torch.equal(states[start:][path], expected[start : start + 12])
