@@ -15,7 +15,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 # Each begins with a part of its own and takes over half of what another has left: most of what tests share is built once.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
-# Models and data come with the repository, all but a real model for tests: see `real` below.
+# Models and data come with the repository, all but a real model: see `real` below.
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 # The environment of whoever calls make stays outside.
@@ -30,11 +30,11 @@ help:  ## this list
 
 setup: $(INSTALLED) real  ## create .venv with everything in it; the other targets do so by themselves
 
-# Once per user. Without a network, the tests that need it are skipped.
+# Once per user. Without a network, the demo runs on the embedded models, and the tests that need it are skipped.
 real: $(INSTALLED)
 	@$(BIN)/python tests/real_model.py
 
-demo: $(INSTALLED)  ## speculative decoding beside plain decoding, on models in this repository
+demo: real  ## speculative decoding beside plain decoding, on a real model
 	@$(BIN)/python demos/demo.py
 
 bench: $(INSTALLED)  ## one measurement: make bench NAME=queue ARGS="--limit 8"; without NAME, their list

@@ -1,17 +1,18 @@
 """Speculative decoding with hf-smartspec, beside plain `generate` and transformers' own assisted decoding.
 
-    python demos/demo.py                                # the embedded models, on held-out prompts
-    python demos/demo.py --parameters 0                 # at their own size
+    python demos/demo.py                                # SmolLM2-135M-Instruct, which `make setup` fetches
+    python demos/demo.py --parameters 200e6             # the embedded models, at the cost of a larger one
     python demos/demo.py --target Qwen/Qwen2.5-1.5B-Instruct --draft Qwen/Qwen2.5-0.5B-Instruct
 
-Streams one answer, then measures every way of decoding at batch 1 and at batch 8, and compares the tokens with plain
-generate's. Exit status 1 if ours differ in float32.
+Streams one answer, then measures every way of decoding in each dtype, at batch 1 and at batch 8, and compares the
+tokens. Exit status 1 if ours differ from plain generate's in float32.
 """
 
 import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 import hf_smartspec
-from compare import Result, all_methods, compare
-from hf_smartspec.commands.common.arguments import DTYPES, UsageError
+from compare import NO_DRAFTS, PLAIN, Result, all_methods, compare
+from hf_smartspec.commands.common.arguments import DTYPES, PARAMETERS, UsageError
 from hf_smartspec.commands.common.console import environment, make_console, table
 from hf_smartspec.commands.common.cost_matched import enlarge
 from hf_smartspec.commands.common.exactness import find_differences
 from hf_smartspec.commands.common.models import (
     check_device,
+    check_folder,
     encode,
     left_padded,
     load_draft,
@@ -38,34 +40,37 @@ from hf_smartspec.commands.common.models import (
     read_prompts,
 )
 from hf_smartspec.commands.common.outputs import check_output
+from hf_smartspec.commands.common.real_model import NAME, real_model
 from hf_smartspec.commands.common.runs import Decoding, decode_plainly, decode_speculatively
 
 HERE = Path(__file__).resolve().parent
-_NUM_PARAMETERS = 200e6  # what the embedded target costs, so that its speed says something about real models
-_MAX_SECONDS = 75.0  # per batch size, warm-up included: as many repetitions as begin within, and at least one
+EXACT = "float32"  # ours have plain generate's tokens; in other dtypes, those of ours without drafts
+_MAX_SECONDS = 30.0  # per dtype and batch size: as many repetitions as end within, and at least one
 _MAX_SPREAD = 1.3
-_MINUTES = 3  # two batch sizes, loading, an answer and the check of sampling
+_MINUTES = 4
+_SHOWN_TOKENS = 96  # of the streamed answer, at most
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0], allow_abbrev=False)
-    parser.add_argument("--models", type=Path, default=HERE / "models", metavar="DIR", help="holds target/ and draft/")
-    parser.add_argument("--target", metavar="MODEL", help="another target: folder or hub id")
-    parser.add_argument("--draft", metavar="MODEL", help="another draft of the same tokenizer: folder or hub id")
+    parser.add_argument("--target", metavar="MODEL", help=f"folder or hub id (default: {NAME}, where it was fetched)")
+    parser.add_argument("--draft", metavar="MODEL", help="draft model of the same tokenizer: folder or hub id")
     parser.add_argument(
         "--parameters",
         type=float,
         metavar="N",
-        help="enlarge the embedded target to the cost of so many parameters, with unchanged outputs; 0: as it is "
-        "(default: 200e6; 0 with --target)",
+        help="enlarge the target to the cost of so many parameters, with unchanged outputs; without --target, the "
+        f"embedded one (its default: {PARAMETERS:g}; 0: as it is)",
     )
-    parser.add_argument("--prompts", type=Path, default=HERE / "prompts.jsonl", metavar="FILE", help=".jsonl or .txt")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help=".jsonl or .txt")
     parser.add_argument("--num-prompts", type=int, default=8, metavar="N", help="default: 8, which is the large batch")
     parser.add_argument("--max-new-tokens", type=int, default=48, metavar="N", help="default: 48")
     parser.add_argument(
-        "--repetitions", type=int, default=5, metavar="N", help="at most; medians are shown (default: 5)"
+        "--repetitions", type=int, default=3, metavar="N", help="at most; medians are shown (default: 3)"
     )
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32, where equality is exact")
+    parser.add_argument(
+        "--dtype", nargs="+", choices=DTYPES, default=["bfloat16", EXACT], help="default: bfloat16 and float32"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="CPU threads (default: 2)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
@@ -73,63 +78,63 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     for name in ("num_prompts", "max_new_tokens", "repetitions", "threads"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
-    if args.parameters is None:
-        args.parameters = 0.0 if args.target else _NUM_PARAMETERS
     return args
 
 
+def choose_models(args: argparse.Namespace) -> None:
+    """
+    Fill in what the user leaves open: the real model where it was fetched, else the embedded ones; these serve too
+    where a draft model or a size is named, but no target.
+    """
+    args.name = "the embedded models"
+    if args.target is args.draft is args.parameters is None:
+        args.target = real_model()
+        args.name += f", since {NAME} is not here (`make setup` fetches it)"
+    is_embedded = args.target is None
+    if is_embedded:
+        args.target, args.draft = str(HERE / "models" / "target"), args.draft or str(HERE / "models" / "draft")
+        args.parameters = PARAMETERS if args.parameters is None else args.parameters
+    else:
+        args.name = Path(args.target).name
+    args.prompts = args.prompts or HERE / ("prompts.jsonl" if is_embedded else "real_prompts.jsonl")
+
+
 def pick_rows(rows: list[dict[str, Any]], num_rows: int) -> list[dict[str, Any]]:
-    """One row of every category in turn, so that any number of them is mixed."""
+    """Return one row of every category in turn, so that any number of them is mixed."""
     by_category: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        by_category.setdefault(row.get("category", ""), []).append(row)
+        by_category.setdefault(row.get("category", "text"), []).append(row)
     turns = zip_longest(*by_category.values())
     return [row for turn in turns for row in turn if row is not None][:num_rows]
 
 
-def load(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedModel, PreTrainedTokenizerBase]:
-    target, draft = (str(getattr(args, name) or args.models / name) for name in ("target", "draft"))
-    if not (args.target and args.draft) and not (args.models / "target" / "config.json").exists():
-        raise UsageError(
-            f"no models in {args.models}: train them (demos/train_models.py), or name --target and --draft"
-        )
-    model = load_model(target, args.dtype, args.device)
-    tokenizer = load_tokenizer(target)
-    if tokenizer is None:
-        raise UsageError(f"the target {target!r} has no tokenizer")
+def load(args: argparse.Namespace, dtype: str) -> tuple[PreTrainedModel, PreTrainedModel | None]:
+    model = load_model(args.target, dtype, args.device)
     if args.parameters:
         try:
             model = enlarge(model, args.parameters)
         except ValueError as error:
             raise UsageError(str(error)) from error
-    return model, load_draft(draft, model, args.dtype), tokenizer
+    return model, load_draft(args.draft, model, dtype) if args.draft else None
 
 
 def stream_answer(
     console: Console,
     model: PreTrainedModel,
-    draft: PreTrainedModel,
+    assistant: Any,
     tokenizer: PreTrainedTokenizerBase,
     row: dict[str, Any],
     prompt: list[int],
-    max_new_tokens: int,
 ) -> None:
-    """Prints one answer while it is written, a few tokens at a time."""
-    console.rule("[bold]One answer, streamed: generate(..., assistant=draft, streamer=...)[/bold]", align="left")
+    """Print one answer while it is written, a few tokens at a time."""
+    console.rule("[bold]One answer, streamed: generate(..., assistant=..., streamer=...)[/bold]", align="left")
     console.print(escape(row["prompt"].strip()), style="dim", highlight=False)
     print(flush=True)
     inputs = left_padded([prompt], tokenizer.pad_token_id or 0, model.device)
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     with hf_smartspec.enabled(model):
-        output = model.generate(
-            **inputs,
-            assistant=draft,
-            streamer=streamer,
-            do_sample=False,
-            max_new_tokens=max_new_tokens,
-            return_dict_in_generate=True,
-        )
-    counts = output.statistics
+        model.generate(**inputs, assistant=assistant, streamer=streamer, do_sample=False, max_new_tokens=_SHOWN_TOKENS)
+        counts = model.smartspec_statistics.last
     console.print(
         f"\n[dim]{counts.generated_tokens} tokens in {counts.steps} steps, {counts.accepted_tokens} of "
         f"{counts.drafted_tokens} drafted tokens accepted[/dim]\n",
@@ -137,70 +142,99 @@ def stream_answer(
     )
 
 
-def print_results(console: Console, results: list[Result]) -> None:
-    columns = ("decoding", "batch", "tokens/s", "x plain", "per step", "drafted", "accepted", "identical")
-    lines = table("The same prompts, greedy, with every method's defaults", *columns)
-    plain = {item.batch_size: item for item in results if item.name == "plain generate"}
-    for item, following in zip_longest(results, results[1:]):
-        ends_section = following is not None and following.batch_size != item.batch_size
-        lines.add_row(item.name, str(item.batch_size), *_cells(item, plain[item.batch_size]), end_section=ends_section)
+def check_sampling(model: PreTrainedModel, prompts: list[list[int]], max_new_tokens: int, assistant: Any) -> int:
+    """Return the number of rows of one sampled batch that differ from the reference with the same noise."""
+    inputs, decoding = left_padded(prompts, model.generation_config.pad_token_id or 0, model.device), Decoding(seed=1)
+    if model.dtype == torch.float32:
+        reference = decode_plainly(model, inputs, decoding, max_new_tokens)
+    else:
+        reference = decode_speculatively(model, inputs, decoding, max_new_tokens, "none")
+    own = decode_speculatively(model, inputs, decoding, max_new_tokens, assistant)
+    return len(find_differences(reference.tokens, own.tokens))
+
+
+def reference_of(result: Result, results: Sequence[Result]) -> Result:
+    """Return the result at batch 1 whose tokens `result` should have."""
+    name = NO_DRAFTS if result.is_ours and result.dtype != EXACT else PLAIN
+    return next(item for item in results if (item.dtype, item.name) == (result.dtype, name))
+
+
+def plain_of(result: Result, results: Sequence[Result]) -> Result:
+    """Return plain `generate` in the dtype and batch size of `result`."""
+    key = (result.dtype, result.batch_size, PLAIN)
+    return next(item for item in results if (item.dtype, item.batch_size, item.name) == key)
+
+
+def print_speeds(console: Console, results: Sequence[Result]) -> None:
+    kinds = list(dict.fromkeys((item.dtype, item.batch_size) for item in results))
+    columns = [f"{dtype}\nbatch {size}" for dtype, size in kinds]
+    lines = table("Tokens per second (and x plain generate)", "", *columns, "same tokens", "tokens\nper step")
+    for name in dict.fromkeys(item.name for item in results):
+        own = [item for item in results if item.name == name]
+        measured = [item for item in own if item.refusal is None]
+        num_different = sum(item.num_different(reference_of(item, results)) for item in measured)
+        num_rows = sum(len(item.rows[0]) for item in measured)
+        same = f"[red]no: {num_different} of {num_rows} differ[/red]" if num_different else "yes"
+        per_step = own[0].tokens_per_step
+        cells = [_speed(item, results) for item in own]
+        lines.add_row(name, *cells, same, "-" if per_step is None else f"{per_step:.2f}")
     console.print(lines)
 
 
-def _cells(item: Result, plain: Result) -> list[str]:
+def _speed(item: Result, results: Sequence[Result]) -> str:
     if item.refusal is not None:
-        return ["refused", *"-" * 5]
-    is_plain = item.num_drafted == 0 and not item.is_ours
-    identical = "[green]yes[/green]"
-    if item.different_rows:
-        identical = f"[red]no: {len(item.different_rows)} of {item.num_rows}[/red]"
-    return [
-        f"{item.tokens_per_second:.0f}",
-        f"{item.speedup(plain):.2f}",
-        f"{item.mean_accepted_length:.2f}",
-        "-" if is_plain else str(item.num_drafted),
-        "-" if is_plain else str(item.num_accepted),
-        identical,
-    ]
+        return "refused"
+    if item.name == PLAIN:
+        return f"{item.tokens_per_second:.0f} (1.00)"
+    ratio = item.speedup(plain_of(item, results))
+    text = f"{item.tokens_per_second:.0f} ({ratio:.2f})"
+    return f"[red]{text}[/red]" if ratio < 1 else text
 
 
-def check_sampling(
-    model: PreTrainedModel, draft: PreTrainedModel, prompts: list[list[int]], max_new_tokens: int
-) -> int:
-    """Rows of one sampled batch that differ from plain `generate` with the same noise."""
-    inputs, decoding = left_padded(prompts, model.generation_config.pad_token_id or 0, model.device), Decoding(seed=1)
-    plain = decode_plainly(model, inputs, decoding, max_new_tokens)
-    own = decode_speculatively(model, inputs, decoding, max_new_tokens, draft)
-    return len(find_differences(plain.tokens, own.tokens))
+def print_categories(console: Console, results: Sequence[Result], categories: Sequence[str]) -> None:
+    """Print how the speed depends on the kind of text, at batch 1 in the first dtype."""
+    names = list(dict.fromkeys(categories))
+    own = [item for item in results if (item.dtype, item.batch_size) == (results[0].dtype, 1) and not item.refusal]
+    lines = table(f"By kind of text ({results[0].dtype}, batch 1), x plain generate", "", *names)
+    for item in own[1:]:
+        places = [[place for place, category in enumerate(categories) if category == name] for name in names]
+        ratios = [item.speedup(own[0], chosen) for chosen in places]
+        cells = [f"[red]{ratio:.2f}[/red]" if ratio < 1 else f"{ratio:.2f}" for ratio in ratios]
+        lines.add_row(item.name, *cells)
+    console.print(lines)
 
 
 def print_notes(
-    console: Console, args: argparse.Namespace, model: PreTrainedModel, draft: PreTrainedModel, results: list[Result]
+    console: Console,
+    args: argparse.Namespace,
+    model: PreTrainedModel,
+    draft: PreTrainedModel | None,
+    results: Sequence[Result],
 ) -> None:
     system = environment(model.device, model.dtype)
-    plain = results[0]
-    step = 1e3 / plain.tokens_per_second
-    sizes = [f"{item.num_parameters() / 1e6:.1f} M" for item in (model, draft)]
-    spread = max(item.spread for item in results if item.seconds)
+    measured = [item for item in results if item.refusal is None]
+    spread = max(item.spread for item in measured)
     if spread > _MAX_SPREAD:
         console.print(
             f"[yellow]Repetitions of one and the same call differ by {spread:.1f} x: other programs are running, "
             "and the speeds above mean little. Measure again on a quiet machine, or with --threads 1.[/yellow]\n",
             highlight=False,
         )
-    turns = {len(item.seconds) for item in results if item.seconds}
+    turns = {len(item.seconds) for item in measured}
+    repetitions = f"{min(turns)}" if len(turns) == 1 else f"{min(turns)} to {max(turns)}"
     refused = next((item.refusal for item in results if item.refusal), None)
+    size = len(results[-1].rows[0])
     console.print(
-        "per step: tokens a row gains by one forward of the target. Medians of "
-        f"{min(turns) if len(turns) == 1 else f'{min(turns)} to {max(turns)}'} repetitions that take turns, after a "
-        "warm-up.",
-        f"Batch 1 decodes {results[0].num_rows} of the {results[-1].num_rows} prompts, one after another; batch "
-        f"{results[-1].batch_size} all of them. auto is made to forget "
-        "every answer before the next call; remembered ones would help it.",
-        f"{system['device']}, {system['threads']} threads, {system['dtype']}, torch {system['torch']}, transformers "
+        f"Batch 1 decodes the {size} prompts one after another, batch {size} all at once; reading the prompts counts. "
+        f"Medians of {repetitions} repetitions, in which the methods take turns, after a warm-up. auto forgets every "
+        "answer before the next call; remembered ones would help it.",
+        "Same tokens: in float32, those of plain generate at batch 1. In other dtypes plain generate has other tokens "
+        "in a batch than alone: transformers' rows are compared with plain generate at batch 1, and ours with ours "
+        "without drafts at batch 1. Tokens per step: what a row gains by one forward of the target, batch 1, "
+        f"{results[0].dtype}.",
+        f"{system['device']}, {system['threads']} threads, torch {system['torch']}, transformers "
         f"{system['transformers']}, {args.max_new_tokens} new tokens at most.",
-        f"Target {sizes[0]} parameters, draft {sizes[1]}: a plain step takes {step:.1f} ms. {_about(args)}Name other "
-        "models with --target and --draft.",
+        f"{_about(args, model, draft)} Name other models with --target and --draft.",
         *([f'refused: transformers says "{refused}"'] if refused else []),
         sep="\n",
         style="dim",
@@ -209,88 +243,105 @@ def print_notes(
     )
 
 
-def _about(args: argparse.Namespace) -> str:
+def _about(args: argparse.Namespace, model: PreTrainedModel, draft: PreTrainedModel | None) -> str:
+    sizes = [
+        f"{name} {item.num_parameters() / 1e6:.1f} M" for name, item in (("target", model), ("draft", draft)) if item
+    ]
+    about = f"Parameters: {', '.join(sizes)}."
     if args.parameters:
-        return (
-            "The target is cost-matched: the embedded model with further layers, heads and neurons that cost "
-            "what they would in a model of that size, and change no logit. "
+        about += (
+            " The target is cost-matched: a smaller model with further layers, heads and neurons that cost what they "
+            "would in a model of that size, and change no logit."
         )
-    return "The smaller the models, the more of a step is Python rather than arithmetic, and the less there is to win. "
+    return about
+
+
+def title(args: argparse.Namespace, rows: list[dict[str, Any]], prompts: list[list[int]]) -> str:
+    """Return the model and the prompts of the measurement in one line."""
+    categories = ", ".join(dict.fromkeys(row.get("category", "text") for row in rows))
+    lengths = list(map(len, prompts))
+    return f"{args.name}: {len(prompts)} prompts ({categories}), {min(lengths)} to {max(lengths)} tokens"
 
 
 def run(args: argparse.Namespace) -> int:
     start = time.perf_counter()
     console = make_console()
-    console.print(
-        f"This takes about {_MINUTES} minutes, on a slow machine more: at most {_MAX_SECONDS:.0f} s at each of two "
-        "batch sizes, and an answer before them.",
-        style="dim",
-        highlight=False,
-    )
+    console.print(f"This takes about {_MINUTES} minutes, on a slow machine more.", style="dim", highlight=False)
     torch.set_num_threads(args.threads)
     check_device(args.device)
     check_output(args.json)
+    choose_models(args)
     rows = pick_rows(read_prompts(args.prompts), args.num_prompts)
-    model, draft, tokenizer = load(args)
+    check_folder(args.target)
+    tokenizer = load_tokenizer(args.target)
+    if tokenizer is None:
+        raise UsageError(f"the target {args.target!r} has no tokenizer")
     prompts = encode([row["prompt"] for row in rows], tokenizer, max_len=512)
-    stream_answer(console, model, draft, tokenizer, rows[0], prompts[0], args.max_new_tokens)
-
-    categories = ", ".join(dict.fromkeys(row.get("category", "text") for row in rows))
-    lengths = [len(prompt) for prompt in prompts]
-    size = f"; target cost-matched to {args.parameters / 1e6:.0f} M" if args.parameters else ""
-    console.rule(
-        f"[bold]{len(prompts)} prompts ({categories}), {min(lengths)} to {max(lengths)} tokens{size}[/bold]",
-        align="left",
-    )
     results: list[Result] = []
-    for batch_size in dict.fromkeys((1, len(prompts))):
-        with console.status(f"measuring at batch {batch_size}"):
-            # One by one takes longest: a few of the prompts are enough there.
-            share = 4 if args.parameters else 2
-            chosen = prompts[: max(len(prompts) // share, 1)] if batch_size == 1 else prompts
-            methods, limits = all_methods(draft), (args.max_new_tokens, args.repetitions, _MAX_SECONDS)
-            results += compare(model, methods, chosen, batch_size, *limits)
-    print_results(console, results)
-    num_sampled = check_sampling(model, draft, prompts, args.max_new_tokens)
-    console.print(
-        f"Sampled with seed 1 at batch {len(prompts)}: {len(prompts) - num_sampled} of {len(prompts)} rows have the "
-        "tokens of plain generate with the same noise.\n",
-        highlight=False,
-    )
+    num_sampled = {}
+    for dtype in args.dtype:
+        model, draft = load(args, dtype)
+        assistant = draft or "auto"
+        if not results:
+            stream_answer(console, model, assistant, tokenizer, rows[0], prompts[0])
+            console.rule(f"[bold]{escape(title(args, rows, prompts))}[/bold]", align="left")
+        for batch_size in dict.fromkeys((1, len(prompts))):
+            began = time.perf_counter()
+            with console.status(f"measuring in {dtype} at batch {batch_size}"):
+                limits = (args.max_new_tokens, args.repetitions, _MAX_SECONDS)
+                results += compare(model, all_methods(draft), prompts, batch_size, *limits)
+            console.print(f"{dtype}, batch {batch_size}: {time.perf_counter() - began:.0f} s", style="dim")
+        with console.status(f"sampling in {dtype}"):
+            num_sampled[dtype] = check_sampling(model, prompts, args.max_new_tokens, assistant)
+    print_speeds(console, results)
+    print_categories(console, results, [row.get("category", "text") for row in rows])
     print_notes(console, args, model, draft, results)
-    num_different = num_sampled + sum(len(item.different_rows) for item in results if item.is_ours)
     seconds = time.perf_counter() - start
     if args.json:
         write_json(args, model, results, num_sampled, seconds)
-    return _verdict(console, args.dtype, num_different, seconds)
+    status = print_verdict(console, results, num_sampled, len(prompts))
+    console.print(f"({seconds:.0f} s)", style="dim")
+    return status
 
 
 def write_json(
-    args: argparse.Namespace, model: PreTrainedModel, results: list[Result], num_sampled: int, seconds: float
+    args: argparse.Namespace,
+    model: PreTrainedModel,
+    results: Sequence[Result],
+    num_sampled: dict[str, int],
+    seconds: float,
 ) -> None:
+    counted = [
+        item.as_dict()
+        | ({} if item.refusal else {"num_different_rows": item.num_different(reference_of(item, results))})
+        for item in results
+    ]
     content = {
         "environment": environment(model.device, model.dtype),
         "max_new_tokens": args.max_new_tokens,
-        "results": [item.as_dict() for item in results],
+        "results": counted,
         "num_different_sampled_rows": num_sampled,
         "seconds": seconds,
     }
     args.json.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def _verdict(console: Console, dtype: str, num_different: int, seconds: float) -> int:
-    if not num_different:
-        console.print(f"\n[bold green]Ours: plain generate's tokens in every row.[/bold green] ({seconds:.0f} s)")
-        return 0
-    if dtype != "float32":
-        console.print(
-            f"\n[yellow]{num_different} rows of ours differ from plain generate's[/yellow]: in {dtype}, batches of "
-            "other shapes round differently. `smartspec verify` tells ties from errors.",
-            highlight=False,
+def print_verdict(console: Console, results: Sequence[Result], num_sampled: dict[str, int], num_prompts: int) -> int:
+    """Print per dtype whether our tokens are those of the reference, and return the exit status."""
+    status = 0
+    print()
+    for dtype, num_of_sampled in num_sampled.items():
+        own = [item for item in results if item.is_ours and item.dtype == dtype]
+        greedy = sum(item.num_different(reference_of(item, results)) for item in own)
+        num_rows = sum(len(item.rows[0]) for item in own)
+        reference = "plain generate" if dtype == EXACT else "ours without drafts"
+        same = (
+            f"{num_rows - greedy} of {num_rows} greedy rows and {num_prompts - num_of_sampled} of {num_prompts} sampled"
         )
-        return 0
-    console.print(f"\n[bold red]{num_different} rows of ours differ from plain generate's.[/bold red]")
-    return 1
+        colour = "bold green" if not greedy + num_of_sampled else "bold red" if dtype == EXACT else "yellow"
+        console.print(f"[{colour}]{dtype}: {same} have the tokens of {reference}.[/{colour}]")
+        status |= dtype == EXACT and bool(greedy + num_of_sampled)
+    return int(status)
 
 
 def main(argv: list[str] | None = None) -> int:

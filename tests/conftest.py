@@ -6,6 +6,7 @@ several workers needs nothing of it.
 import logging
 from collections import Counter
 from functools import cache
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -62,15 +63,16 @@ def _strict_session():
 @pytest.fixture(scope="session")
 def real_folder():
     """Folder of a real model, SmolLM2-135M-Instruct in float32, and its tokenizer. Skips where it was not fetched."""
-    from .real_model import FOLDER, MISSING, convert
+    from hf_smartspec.commands.common.real_model import NAME, real_model
 
+    folder = reason = None
     try:
-        is_there = convert()
+        folder = real_model()
     except OSError as error:  # such as a full disk
-        pytest.skip(f"{MISSING} ({error})")
-    if not is_there:
-        pytest.skip(MISSING)
-    return FOLDER
+        reason = error
+    if folder is None:
+        pytest.skip(f"{NAME} is not here: `make setup` fetches it, with a network{f' ({reason})' if reason else ''}")
+    return Path(folder)
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopP
 import hf_smartspec
 from hf_smartspec import Engine, SeededGumbelLogitsProcessor
 from hf_smartspec.candidates import build_datastore
+from hf_smartspec.commands.common import real_model as files
 
-from . import real_model as files
+from . import real_model as fetching
 from .serving.helpers import Asked, check_all
 
 # What people send: questions, an edit that mostly copies, and code to go on with, which has no template.
@@ -152,22 +154,40 @@ def empty_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "CACHE", tmp_path)
     monkeypatch.setattr(files, "FOLDER", tmp_path / files.NAME)
     monkeypatch.setattr(files, "FILE", tmp_path / files.GGUF)
+    monkeypatch.setattr(files, "find_spec", lambda name: name == "gguf" or None)
 
 
-def test_the_model_is_converted_once(empty_cache, monkeypatch):
-    converted = []
+@pytest.fixture
+def converted(monkeypatch):
+    """Files that were converted."""
+    found = []
 
-    def convert():
-        converted.append(1)
+    def convert(file):
+        found.append(file)
         time.sleep(0.05)  # long enough for the others to come
         files.FOLDER.mkdir()
 
     monkeypatch.setattr(files, "_convert", convert)
-    assert not files.convert() and not converted
+    return found
+
+
+def test_the_model_is_converted_once(empty_cache, converted):
+    assert files.real_model() is None and not converted
     files.FILE.touch()
     with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(lambda _: files.convert(), range(4)))
-    assert len(converted) == 1
+        assert set(pool.map(lambda _: files.real_model(), range(4))) == {str(files.FOLDER)}
+    assert converted == [files.FILE]
+
+
+def test_the_file_of_an_installed_wheel_is_found_and_none_is_read_without_gguf(empty_cache, converted, monkeypatch):
+    package = files.CACHE / "site-packages" / files.PACKAGE
+    package.mkdir(parents=True)
+    (package / files.GGUF).touch()
+    installed = {files.PACKAGE: SimpleNamespace(submodule_search_locations=[str(package)])}
+    monkeypatch.setattr(files, "find_spec", installed.get)
+    assert files.real_model() is None
+    installed["gguf"] = SimpleNamespace()
+    assert files.real_model() == str(files.FOLDER) and converted == [package / files.GGUF]
 
 
 def test_where_it_cannot_be_fetched_one_line_says_so(empty_cache, monkeypatch, capsys):
@@ -175,6 +195,6 @@ def test_where_it_cannot_be_fetched_one_line_says_so(empty_cache, monkeypatch, c
         raise subprocess.CalledProcessError(1, command, stderr="WARNING: Retrying\nERROR: No matching distribution\n")
 
     monkeypatch.setattr(subprocess, "run", run)
-    files.main()
+    fetching.main()
     _, line = capsys.readouterr().out.splitlines()
-    assert "skipped: ERROR: No matching distribution" in line and not files.convert()
+    assert "skipped: ERROR: No matching distribution" in line and files.real_model() is None

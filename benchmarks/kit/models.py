@@ -12,14 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_smartspec.commands.common.arguments import UsageError
 from hf_smartspec.commands.common.models import demo_folder, load_tokenizer
 from hf_smartspec.commands.common.names import SOURCES, WITH_DRAFT_MODEL
+from hf_smartspec.commands.common.real_model import real_model
 from hf_smartspec.commands.common.setup import Setup, load_setup, missing_arguments
-
-
-def real_model() -> str | None:
-    """Return the folder of the model that the tests use too; None where it has not been fetched."""
-    from tests.real_model import FOLDER, convert
-
-    return str(FOLDER) if convert() else None
 
 
 def choose_model(args: argparse.Namespace, sources: Iterable[str] = ()) -> None:
