@@ -58,7 +58,11 @@ def build_app(world: World) -> gr.Blocks:
         with gr.Tab("Load", id="load"):
             load_tab(world, partial(connect, runs))
         with gr.Tab("Learning", id="learning"):
-            learning_tab(world, partial(connect, runs))
+            if world.learner is not None:
+                gr.HTML(
+                    notice(f"This tab runs the embedded models, of which one can learn. {world.learner.describe()}")
+                )
+            learning_tab(world.learner or world, partial(connect, runs))
         app.unload(runs.leave)
     app.queue(default_concurrency_limit=8)
     return app

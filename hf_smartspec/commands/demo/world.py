@@ -4,7 +4,7 @@ import argparse
 import copy
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,18 @@ from ...candidates.base import NoCandidates
 from ..common.arguments import AUTO, UsageError
 from ..common.console import environment
 from ..common.drafters import DrafterFiles
-from ..common.models import check_device, check_folder, default_device, demo_folder, encode, name_of, read_prompts
+from ..common.models import (
+    check_device,
+    check_folder,
+    default_device,
+    demo_folder,
+    encode,
+    find_demo,
+    name_of,
+    read_prompts,
+)
 from ..common.names import JOINT, is_model, parts_of, shown
+from ..common.real_model import real_model
 from ..common.setup import load_target, num_parameters
 
 LOOKUP, NONE = "prompt_lookup", "none"
@@ -40,6 +50,8 @@ class World:
     drafters: DrafterFiles
     names: dict[str, str]  # sources to choose among: by name on the page, the name in `DrafterFiles`
     prompts: dict[str, list[str]]
+    # The embedded models, of which one learns, where the model has no draft model of its own.
+    learner: "World | None" = None
     # The one thread that computes: two at once would disturb one another's times.
     worker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "smartspec demo"))
     _remembering: dict[str, TreeCandidateGenerator] = field(default_factory=dict)
@@ -144,14 +156,21 @@ def default_dtype(device: str) -> str:
 
 def load_world(args: argparse.Namespace) -> World:
     """
-    Load the models and prompts of a command line; raises `UsageError` for models, files or a device that cannot be
-    used.
+    Load the models and prompts of a command line. Without one, the target is SmolLM2-135M-Instruct where it is in the
+    user's cache; the embedded target serves elsewhere, and where a size or a draft model is named.
+
+    Raises:
+        UsageError: If models, files or a device cannot be used.
     """
     args.device = args.device or default_device()
     check_device(args.device)
-    if args.dtype == AUTO and not args.model:
+    given = args.model
+    if given is args.draft is args.parameters is None:
+        args.model = real_model()
+    if args.dtype == AUTO and not given:
         args.dtype = default_dtype(args.device)
-    prompts = _prompts(args.prompts or demo_folder("--prompts") / "prompts.jsonl")
+    file = "real_prompts.jsonl" if args.model else "prompts.jsonl"
+    prompts = _prompts(args.prompts or demo_folder("--prompts") / file)
     for path in args.draft or ():
         for item in filter(is_model, parts_of(path)):
             check_folder(item)
@@ -160,7 +179,11 @@ def load_world(args: argparse.Namespace) -> World:
     folder = None if args.model else demo_folder("--model")
     paths = args.draft or ([] if folder is None else [str(folder / "models" / name) for name in _EMBEDDED])
     drafters = DrafterFiles(small, model if small is not model else None, "--draft")
-    return World(model, small, tokenizer, drafters, _names(paths, drafters), prompts)
+    world = World(model, small, tokenizer, drafters, _names(paths, drafters), prompts)
+    if args.model is not given and find_demo() is not None:
+        embedded = argparse.Namespace(**vars(args) | {"model": None, "parameters": 0})
+        world.learner = replace(load_world(embedded), worker=world.worker)
+    return world
 
 
 def _names(paths: Sequence[str], drafters: DrafterFiles) -> dict[str, str]:

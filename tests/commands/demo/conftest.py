@@ -7,11 +7,21 @@ from hf_smartspec.commands.demo.world import load_world
 from hf_smartspec.commands.main import Parser
 
 
+def _world(*arguments):
+    parser: argparse.ArgumentParser = Parser()
+    add_arguments(parser)
+    return load_world(parser.parse_args([*arguments, "--dtype", "float32", "--device", "cpu"]))
+
+
 @pytest.fixture(scope="package")
 def world():
     """The embedded models at their own size, in the dtype in which texts must be identical."""
-    parser: argparse.ArgumentParser = Parser()
-    add_arguments(parser)
-    world = load_world(parser.parse_args(["--parameters", "0", "--dtype", "float32", "--device", "cpu"]))
+    world = _world("--parameters", "0")
     yield world
     world.worker.shutdown()
+
+
+@pytest.fixture
+def default_world():
+    """Function that returns the world of a command line without models."""
+    return _world

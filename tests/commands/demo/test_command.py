@@ -6,6 +6,11 @@ import pytest
 
 pytest.importorskip("gradio", reason="the page is made with Gradio")
 
+from hf_smartspec.commands.common.models import demo_folder
+from hf_smartspec.commands.demo import world
+from hf_smartspec.commands.demo.app import build_app
+from hf_smartspec.commands.demo.world import AUTO, NONE
+
 from ..helpers import call
 
 
@@ -33,3 +38,14 @@ def test_a_port_in_use(capsys):
         taken.listen()
         assert call("demo", "--port", taken.getsockname()[1]) == 2
     assert "in use" in capsys.readouterr().err
+
+
+def test_the_real_model_is_the_default_and_the_embedded_ones_learn(default_world, monkeypatch):
+    embedded = str(demo_folder() / "models" / "target")
+    monkeypatch.setattr(world, "real_model", lambda: embedded)
+    found = default_world()
+    assert found.model.name_or_path == embedded and not found.is_enlarged
+    assert set(found.names) == {AUTO, "prompt_lookup", NONE} and not found.draft_models()
+    assert list(found.prompts) == ["chat", "summary", "math", "code", "sql", "edit"]
+    assert found.learner.draft_models() == ["draft"] and found.learner.worker is found.worker
+    assert "embedded models, of which one can learn" in str(build_app(found).get_config_file())
