@@ -168,13 +168,13 @@ def plain_of(result: Result, results: Sequence[Result]) -> Result:
 def print_speeds(console: Console, results: Sequence[Result]) -> None:
     kinds = list(dict.fromkeys((item.dtype, item.batch_size) for item in results))
     columns = [f"{dtype}\nbatch {size}" for dtype, size in kinds]
-    lines = table("Tokens per second (and x plain generate)", "", *columns, "same tokens", "tokens\nper step")
+    lines = table("Tokens per second (and x plain generate)", "", *columns, "same\ntokens", "tokens\nper step")
     for name in dict.fromkeys(item.name for item in results):
         own = [item for item in results if item.name == name]
         measured = [item for item in own if item.refusal is None]
-        num_different = sum(item.num_different(reference_of(item, results)) for item in measured)
         num_rows = sum(len(item.rows[0]) for item in measured)
-        same = f"[red]no: {num_different} of {num_rows} differ[/red]" if num_different else "yes"
+        num_same = num_rows - sum(item.num_different(reference_of(item, results)) for item in measured)
+        same = "yes" if num_same == num_rows else f"[red]{num_same} of {num_rows}[/red]"
         per_step = own[0].tokens_per_step
         cells = [_speed(item, results) for item in own]
         lines.add_row(name, *cells, same, "-" if per_step is None else f"{per_step:.2f}")
@@ -221,12 +221,13 @@ def print_notes(
             highlight=False,
         )
     turns = {len(item.seconds) for item in measured}
-    repetitions = f"{min(turns)}" if len(turns) == 1 else f"{min(turns)} to {max(turns)}"
+    numbers = " to ".join(map(str, dict.fromkeys((min(turns), max(turns)))))
+    repetitions = "One repetition" if max(turns) == 1 else f"Medians of {numbers} repetitions"
     refused = next((item.refusal for item in results if item.refusal), None)
     size = len(results[-1].rows[0])
     console.print(
         f"Batch 1 decodes the {size} prompts one after another, batch {size} all at once; reading the prompts counts. "
-        f"Medians of {repetitions} repetitions, in which the methods take turns, after a warm-up. auto forgets every "
+        f"{repetitions}, in which the methods take turns, after a warm-up. auto forgets every "
         "answer before the next call; remembered ones would help it.",
         "Same tokens: in float32, those of plain generate at batch 1. In other dtypes plain generate has other tokens "
         "in a batch than alone: transformers' rows are compared with plain generate at batch 1, and ours with ours "
