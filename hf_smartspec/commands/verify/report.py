@@ -219,6 +219,12 @@ def _print_verdict(report: Report, console: Console) -> None:
     dtype = report.environment["dtype"]
     if not any(check.statistics.accepted_tokens for check in report.tokens):
         verdict = "[bold yellow]No speculation:[/bold yellow] the same tokens, but no draft was ever accepted."
+    elif report.must_reproduce:  # and does
+        others = f"; from plain generate's, {num_ties} rows differ at ties in {dtype}" if num_ties else ""
+        verdict = (
+            "[bold green]Lossless:[/bold green] the same tokens with and without speculation, in every batch and in an "
+            f"engine{others}."
+        )
     elif num_ties:
         verdict = f"[bold yellow]Lossless up to rounding:[/bold yellow] all {num_ties} differences are ties in {dtype}."
     else:
