@@ -14,7 +14,8 @@ from .kernels.forwards import by_tokens
 
 _NUM_BINS = 21  # bins of the running correction, at 1, 2, 4, ... tokens per forward
 _WRONG = 1.5  # ratio of two sizes' corrections from which a profile counts as wrong
-_PROOF = 24.0  # observations that each of the two sizes needs for that
+_PROOF = 24.0  # observations that a size needs for that
+_LONGEST = 2048.0  # tokens up to which a mended line gets a curve
 _STEADY = 0.2  # mean error of predictions up to which the machine is taken to be otherwise idle
 _MEMORY = 0.05  # weight of the newest error in that mean
 
@@ -166,14 +167,26 @@ class CostModel:
     @property
     def is_wrong(self) -> bool:
         """
-        Return whether recent steps of some sizes differ from the profile much more than others, in enough observations,
-        while steps of one size agree: then the profile was measured on a busy machine, say. A machine that is slower as
-        a whole is no such sign, and on a machine that is busy now the question stays open.
+        Return whether recent steps differ from the profile as a busy machine explains that measured it: steps of some
+        sizes much more than others, or all of them much faster, in enough observations, while steps of one size agree.
+        A machine that is slower as a whole is no such sign, and on a machine that is busy now the question stays open.
         """
         if self._mean_error > _STEADY:
             return False
         proven = self._log_factors[self._num_observed >= _PROOF]
-        return len(proven) > 1 and float(np.ptp(proven)) > math.log(_WRONG)
+        if not len(proven):
+            return False
+        return float(np.ptp(proven)) > math.log(_WRONG) or float(proven.min()) < -math.log(_WRONG)
+
+    def mended(self) -> "CostModel":
+        """Return a profile with the corrections in it: for context and the host, their mean over observed sizes."""
+        weights = self._num_observed if self._num_observed.any() else None
+        scale = math.exp(np.average(self._log_factors, weights=weights))
+        last = max(self.knots, default=_LONGEST)
+        knots = sorted({*self.knots, *(2.0**place for place in range(_NUM_BINS) if 2.0**place <= last)})
+        curve = np.maximum.accumulate(self._tokens_seconds(np.array(knots)) * np.exp(self._log_factor(np.array(knots))))
+        changed = {name: scale * getattr(self, name) for name in ("alpha", "beta", "host")}
+        return CostModel(**self.as_dict() | changed | {"knots": knots, "curve": curve.tolist()})
 
     def profiled(self, context: Any, batched: Any, width: Any = 1) -> Any:
         """Return `seconds` without the correction, which never falls with the size of a forward."""

@@ -23,7 +23,7 @@ from ..sampling.noise import row_seed
 from ..sampling.processors import TokenPicker
 from ..target_model.cache.kept_memory import borrow_memory
 from ..target_model.compat import CACHE, is_stateful, num_positions, renewal_length, run_encoder
-from ..target_model.cost.profiling import doubt_profile, load_or_profile
+from ..target_model.cost.profiling import load_or_profile, mend_profile
 from ..target_model.encoded import EncodedForward, masks_encoder
 from ..target_model.forward.packed import PackedForward
 from ..target_model.forward.ranks import broadcast_from_rank0, is_sharded
@@ -276,7 +276,7 @@ def policy_of(model: PreTrainedModel, assistant: Assistant, forward: ModelForwar
         return
     with borrow_policy(model, source.name, cost) as policy:
         yield policy
-    doubt_profile(model, cost)  # if this call's steps took other times than predicted
+    mend_profile(model, cost)  # if this call's steps took other times than predicted
 
 
 @contextmanager

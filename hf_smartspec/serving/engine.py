@@ -26,7 +26,7 @@ from ..prepare.encoders import placeholder_outputs
 from ..prepare.entry import assistant_of, generating_model, without_assistant
 from ..prepare.sources import Drafters, resolve, tagged
 from ..target_model.compat import num_positions
-from ..target_model.cost.profiling import doubt_profile
+from ..target_model.cost.profiling import mend_profile
 from ..target_model.forward.ranks import engine_ranks
 from ..validate import check_positive, check_weights
 from .logprobs import LogprobsRecorder
@@ -451,7 +451,7 @@ class Engine:
             self.results.wait_until_answered(timeout)
         self._runner.stop()
         if self._policy.cost is not None:
-            doubt_profile(self.model, self._policy.cost)
+            mend_profile(self.model, self._policy.cost)
 
     @contextmanager
     def pause(self) -> Iterator[None]:

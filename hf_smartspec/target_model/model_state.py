@@ -36,7 +36,7 @@ class ModelState:
         self.written: Any = None  # written/registry: its written-out decoder
         self.memory: Any = None  # cache/kept_memory: keys and values of the last call, for the next one
         self.costs: dict[Any, CostModel] = {}  # cost/profiling: by setting
-        self.doubted_cost: CostModel | None = None  # cost/profiling: one that steps have found wrong
+        self.mended_cost: CostModel | None = None  # cost/profiling: one that steps have found wrong
 
         # What drafts for it
         self.drafters: dict[str, Any] = {}  # prepare/draft_models: loaded ones, by folder or hub id

@@ -34,7 +34,7 @@ _COMPARED = 64  # tokens up to which two profiles are compared
 
 _Setting = tuple[torch.dtype, torch.device, int, str]  # may change between two calls; the last are CPU threads and mode
 
-_doubted: set[Path] = set()  # profiles that this process has found wrong
+_mended: set[Path] = set()  # profiles that this process has found wrong
 _lock = Lock()
 
 
@@ -185,32 +185,36 @@ def _level(cost: CostModel) -> float:
     return float(np.log(cost.profiled(*sizes)).mean())
 
 
-def doubt_profile(model: PreTrainedModel, cost: CostModel) -> None:
+def mend_profile(model: PreTrainedModel, cost: CostModel) -> None:
     """
-    Mark the model's profile as provisional if steps have shown that it is wrong; this process has better costs by now.
-    This is done once per process, and a limited number of times, since a lasting difference is not the profile's fault.
-    Costs that are not from the model's profile are ignored.
+    Replace the model's profile by what steps have taken, if these have shown that it is wrong. What they took is
+    provisional, since it holds for the sizes of these steps only: a process that finds the machine quiet measures the
+    model anew, a limited number of times, since a lasting difference is not the profile's fault. This is done once per
+    process. Costs that are not from the model's profile are ignored.
     """
-    if not cost.is_wrong or cost.is_provisional:
+    if not cost.is_wrong:
         return
     with _lock:
         state = state_of(model)
-        if state.doubted_cost is cost or state.costs.get(_setting_of(model)) is not cost:
+        if state.mended_cost is cost or state.costs.get(_setting_of(model)) is not cost:
             return
-        state.doubted_cost = cost
+        state.mended_cost = cost
         path = profile_path(model)  # takes milliseconds, so after the cheaper checks: this runs after every call
-        if path in _doubted:
+        if path in _mended:
             return
-        _doubted.add(path)
+        _mended.add(path)
         # Still locked, so that the profile of a thread that measures the model anew is not overwritten. Another process
         # may have replaced it: then it is left alone.
-        if read_profile(model) != cost or (times := _times(model)) >= _MOST_TIMES:
+        if read_profile(model) != cost:
             return
-        _write(model, {"cost": replace(cost, is_provisional=True).as_dict(), "times": times})
-    logger.warning(
-        f"Steps of {type(model).__name__} take other times than its profile predicts, some sizes more so than others: "
-        "it will be measured anew when a process finds the machine quiet."
-    )
+        times = _times(model)
+        mended = replace(cost.mended(), is_provisional=times < _MOST_TIMES)
+        _write(model, {"cost": mended.as_dict(), "times": times})
+    if not cost.is_provisional:
+        logger.warning(
+            f"Steps of {type(model).__name__} take other times than its profile predicts. The profile now holds these: "
+            "it will be measured anew when a process finds the machine quiet."
+        )
 
 
 def _times(model: PreTrainedModel) -> int:

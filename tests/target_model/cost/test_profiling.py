@@ -1,6 +1,7 @@
 """Profiles: what is measured, where it is kept, and that the model is left alone."""
 
 import json
+import os
 from dataclasses import replace
 from threading import Event, Lock, Thread
 from types import SimpleNamespace
@@ -15,9 +16,9 @@ from hf_smartspec.goodput import CostModel
 from hf_smartspec.target_model.cost import measuring, profiling
 from hf_smartspec.target_model.cost.measuring import Design
 from hf_smartspec.target_model.cost.profiling import (
-    doubt_profile,
     keep_profile,
     load_or_profile,
+    mend_profile,
     profile_model,
     profile_path,
 )
@@ -130,7 +131,7 @@ def next_process(monkeypatch):
     def begin():
         states = WeakKeyDictionary()
         monkeypatch.setattr(profiling, "state_of", lambda model: states.setdefault(model, ModelState(model)))
-        monkeypatch.setattr(profiling, "_doubted", set())
+        monkeypatch.setattr(profiling, "_mended", set())
 
     begin()
     return begin
@@ -161,7 +162,7 @@ def prove_wrong(cost, times=100):
     assert cost.is_wrong
 
 
-def test_a_profile_that_proves_wrong_is_measured_anew_as_soon_as_the_machine_is_quiet(
+def test_a_profile_that_proves_wrong_is_mended_and_measured_anew_as_soon_as_the_machine_is_quiet(
     monkeypatch, next_process, machine
 ):
     model, lines, better = new_model("llama"), [], CostModel(0.0, 2.0, 1.0)
@@ -170,12 +171,14 @@ def test_a_profile_that_proves_wrong_is_measured_anew_as_soon_as_the_machine_is_
     wrong = load_or_profile(model)
     prove_wrong(wrong)
     for _ in range(3):
-        doubt_profile(model, wrong)
+        mend_profile(model, wrong)
     assert len(lines) == 1 and "measured anew" in lines[0]
-    assert load_or_profile(model) is wrong, "this process knows better by now"
+    assert load_or_profile(model) is wrong, "what this process has learnt is not lost"
     next_process()
     machine.is_busy = True
-    assert load_or_profile(model) == replace(RIGHT, is_provisional=True) and machine.num_measured == 1
+    mended = load_or_profile(model)
+    assert mended == replace(wrong.mended(), is_provisional=True) and machine.num_measured == 1
+    assert mended.seconds(0, np.array([1, 64])) == pytest.approx([2.0, 6.5], rel=0.05)
     next_process()
     machine.is_busy = False
     assert load_or_profile(model) == better and machine.num_measured == 2
@@ -183,15 +186,45 @@ def test_a_profile_that_proves_wrong_is_measured_anew_as_soon_as_the_machine_is_
     assert load_or_profile(model) == better and machine.num_measured == 2, "from disk"
 
 
+def test_a_profile_of_a_busy_machine_is_mended_while_that_stays_busy(next_process, machine):
+    model, machine.costs, machine.is_busy = new_model("llama"), [NOISY], True
+    cost = load_or_profile(model)
+    for _ in range(30):
+        cost.observe(0, 1, 2.0)
+    mend_profile(model, cost)
+    next_process()
+    assert load_or_profile(model).seconds(0, 1) == pytest.approx(2.0, rel=0.05) and machine.num_measured == 1
+    assert keep_profile(model, NOISY) == load_or_profile(model), (
+        "nor does a dearer one of a busy machine take its place"
+    )
+
+
+def test_a_profile_is_mended_as_a_whole_or_not_at_all(monkeypatch, next_process, machine):
+    model, machine.costs, replace_file = new_model("llama"), [RIGHT], os.replace
+
+    def fail(*_):
+        raise OSError("the disk is full")
+
+    cost = load_or_profile(model)
+    prove_wrong(cost)
+    monkeypatch.setattr(os, "replace", fail)
+    mend_profile(model, cost)
+    monkeypatch.setattr(os, "replace", replace_file)
+    next_process()
+    assert load_or_profile(model) == RIGHT
+    assert len(list(profile_path(model).parent.iterdir())) == 1, "no temporary files"
+
+
 def test_a_model_whose_profiles_always_prove_wrong_is_not_measured_for_ever(next_process, machine):
     model, machine.costs = new_model("llama"), [RIGHT]
     for _ in range(8):
         cost = load_or_profile(model)
-        if not cost.is_provisional:
+        if cost == RIGHT:
             prove_wrong(cost)
-        doubt_profile(model, cost)
+        mend_profile(model, cost)
         next_process()
     assert machine.num_measured == profiling._MOST_TIMES
+    assert cost != RIGHT and not cost.is_provisional, "what steps have shown stands"
     load_or_profile(model, refresh=True)
     assert machine.num_measured == profiling._MOST_TIMES + 1, "who asks for it gets it"
 
@@ -203,14 +236,12 @@ def test_measurements_that_somebody_asked_for_use_none_of_those_taken_unasked(ne
         next_process()
     cost, machine.costs = load_or_profile(model), [better]
     prove_wrong(cost)
-    doubt_profile(model, cost)
+    mend_profile(model, cost)
     next_process()
     assert load_or_profile(model) == better
 
 
-def test_a_profile_that_another_thread_measures_meanwhile_is_not_overwritten_by_a_doubt(
-    next_process, machine, monkeypatch
-):
+def test_a_profile_that_another_thread_measures_meanwhile_is_not_mended(next_process, machine, monkeypatch):
     model, better, machine.costs = new_model("llama"), CostModel(0.0, 2.0, 1.0), [RIGHT]
     wrong, machine.costs = load_or_profile(model), [better]
     prove_wrong(wrong)
@@ -242,7 +273,7 @@ def test_a_profile_that_another_thread_measures_meanwhile_is_not_overwritten_by_
     thread = Thread(target=refresh)
     monkeypatch.setattr(profiling, "_lock", Watched())
     monkeypatch.setattr(profiling, "read_profile", read_slowly)
-    doubt_profile(model, wrong)
+    mend_profile(model, wrong)
     thread.join(60)
     assert read(model) == better
 
@@ -286,38 +317,38 @@ def test_a_good_profile_that_is_used_under_load_stays(next_process, machine):
         for size, factor in ((1, 8.0), (16, 3.0)):
             cost.observe(0, size, float(RIGHT.seconds(0, size)) * factor * rng.lognormal(0, 0.5))
     machine.is_busy = True
-    doubt_profile(model, cost)
+    mend_profile(model, cost)
     next_process()
     assert load_or_profile(model) == RIGHT and machine.num_measured == 1
     assert load_or_profile(model, refresh=True) == RIGHT, "nor does noise take its place when somebody asks for it"
 
 
-def test_what_another_process_has_measured_meanwhile_is_not_doubted(next_process, machine):
+def test_what_another_process_has_measured_meanwhile_is_not_mended(next_process, machine):
     model, machine.costs = new_model("llama"), [RIGHT]
     wrong, better = load_or_profile(model), CostModel(0.0, 2.0, 1.0)
     prove_wrong(wrong)
     keep_profile(model, better)
-    doubt_profile(model, wrong)
+    mend_profile(model, wrong)
     next_process()
     assert load_or_profile(model) == better
 
 
-def test_what_was_doubted_once_is_not_looked_for_again(monkeypatch, next_process):
+def test_a_profile_is_mended_once_in_a_process(monkeypatch, next_process):
     model, wrong, paths = new_model("llama"), wrong_profile(), []
     monkeypatch.setattr(profiling, "profile_model", lambda *_: wrong)
     load_or_profile(model)
-    doubt_profile(model, wrong)
+    mend_profile(model, wrong)
     monkeypatch.setattr(profiling, "profile_path", paths.append)
-    doubt_profile(model, wrong)
-    doubt_profile(model, wrong_profile())  # somebody's own
+    mend_profile(model, wrong)
+    mend_profile(model, wrong_profile())  # somebody's own
     assert not paths, "its name is made of all of the model's parameters"
 
 
-def test_only_what_steps_have_proved_wrong_is_doubted():
+def test_only_a_profile_that_steps_have_proved_wrong_is_mended():
     model = new_model("llama")
     cost = load_or_profile(model)
-    doubt_profile(model, cost)
-    doubt_profile(model, wrong_profile())  # somebody's own, of another machine
+    mend_profile(model, cost)
+    mend_profile(model, wrong_profile())  # somebody's own, of another machine
     assert json.loads(profile_path(model).read_text())["cost"] == json.loads(json.dumps(cost.as_dict()))
 
 
