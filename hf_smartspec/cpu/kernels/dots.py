@@ -6,7 +6,9 @@ from numba.core import cgutils
 
 from ...jit.writing import FLOAT, I8, I16, I32, I64, call, cpu_features, hold_order, place, prefetch, written
 
-SIDE, GROUP = 16, 64  # outputs of a block, whose weights lie together; inputs of a group, which has one scale
+SIDE = 16  # outputs of a block, whose weights lie together
+GROUP, PART = 64, 32  # neighbouring inputs that have one scale in a weight, and in a token
+PARTS = GROUP // PART
 OFFSET = 128  # added to weights, since the instruction multiplies unsigned by signed numbers
 _TOGETHER = 4  # neighbouring inputs of an output, whose products one instruction adds up
 _BLOCK = SIDE * GROUP  # bytes of a block's weights for one group
@@ -38,8 +40,8 @@ def dots(builder, num_blocks, num_tokens, weight, scales, levels, steps, offsets
     Only the sizes in `_SIZES` are compiled; others store no sums.
 
     Arguments are addresses: of a weight as `Int8Linear.weight` and its scales; of levels (`[tokens, groups, GROUP]`
-    int8), their steps (`[tokens, groups]` float32) and `-OFFSET` times the sums of groups of levels (int32). Weights
-    `distance` bytes ahead of those that are multiplied are prefetched; any memory may lie there.
+    int8), their steps (`[tokens, groups, PARTS]` float32) and `-OFFSET` times the sums of levels in parts (int32).
+    Weights `distance` bytes ahead of those that are multiplied are prefetched; any memory may lie there.
     """
     sizes = [(blocks, number) for blocks, tokens in _SIZES[widest()].items() for number in tokens]
     done = builder.append_basic_block("done")
@@ -60,26 +62,35 @@ def _write(vectors, num_blocks, num_tokens, weight, scales, levels, steps, offse
     with cgutils.for_range_slice(builder, I64(0), num_groups, I64(1), I64) as (group, _):
         places = [builder.add(builder.mul(I64(block), num_groups), group) for block in range(num_blocks)]
         own = [builder.add(builder.mul(I64(token), num_groups), group) for token in range(num_tokens)]
-        starts = [vectors.start(builder.load(place(builder, offsets, index, I32))) for index in own]
-        counts = {(block, token): starts[token] for block, token in pairs}
-        for number in range(GROUP // _TOGETHER):
-            numbers = []
-            for index in own:
-                begin = builder.add(builder.mul(index, I64(GROUP)), I64(_TOGETHER * number))
-                numbers.append(vectors.levels(place(builder, levels, begin, I8)))
-            for block, index in enumerate(places):
-                begin = builder.add(builder.mul(index, I64(_BLOCK)), I64(_TOGETHER * SIDE * number))
-                prefetch(builder, place(builder, weight, builder.add(begin, distance), I8))
-                factors = vectors.weights(place(builder, weight, begin, I8))
-                for token in range(num_tokens):
-                    counts[block, token] = vectors.more(counts[block, token], factors, numbers[token])
-            if len(pairs) > SIDE // 2:
-                hold_order(builder)
+        scaled = {}
+        for part in range(PARTS):
+            indices = [builder.add(builder.mul(index, I64(PARTS)), I64(part)) for index in own]
+            starts = [vectors.start(builder.load(place(builder, offsets, index, I32))) for index in indices]
+            counts = {(block, token): starts[token] for block, token in pairs}
+            for number in range(part * PART // _TOGETHER, (part + 1) * PART // _TOGETHER):
+                numbers = []
+                for index in own:
+                    begin = builder.add(builder.mul(index, I64(GROUP)), I64(_TOGETHER * number))
+                    numbers.append(vectors.levels(place(builder, levels, begin, I8)))
+                for block, index in enumerate(places):
+                    begin = builder.add(builder.mul(index, I64(_BLOCK)), I64(_TOGETHER * SIDE * number))
+                    prefetch(builder, place(builder, weight, builder.add(begin, distance), I8))
+                    factors = vectors.weights(place(builder, weight, begin, I8))
+                    for token in range(num_tokens):
+                        counts[block, token] = vectors.more(counts[block, token], factors, numbers[token])
+                if len(pairs) > SIDE // 2:
+                    hold_order(builder)
+            for token, index in enumerate(indices):
+                step = builder.load(place(builder, steps, index, FLOAT))
+                for block in range(num_blocks):
+                    found = vectors.scaled(counts[block, token], step)
+                    if part:
+                        found = [builder.fadd(*pair) for pair in zip(scaled[block, token], found)]
+                    scaled[block, token] = found
         for block, index in enumerate(places):
             factors = vectors.floats_at(place(builder, scales, builder.mul(index, I64(SIDE)), FLOAT))
             for token in range(num_tokens):
-                step = builder.load(place(builder, steps, own[token], FLOAT))
-                vectors.add_scaled(totals[block, token], counts[block, token], factors, step)
+                vectors.add_products(totals[block, token], scaled[block, token], factors)
     for block, token in pairs:
         vectors.store(totals[block, token], place(builder, sums, I64((token * num_blocks + block) * SIDE), FLOAT))
 
@@ -120,12 +131,16 @@ class _Dots:
         name = f"llvm.x86.avx512.vpdpbusd.{8 * self.width}"
         return [call(self.builder, name, self.integers, own, part, levels) for own, part in zip(sums, weights)]
 
-    def add_scaled(self, totals: list[ir.Value], sums: list[ir.Value], factors: list[ir.Value], step: ir.Value) -> None:
-        """Add a group's sums to the outputs', rounded after every operation."""
+    def scaled(self, sums: list[ir.Value], step: ir.Value) -> list[ir.Value]:
+        """Return the sums of a part in a token's units."""
         builder, steps = self.builder, self._filled(step)
-        for total, own, factor in zip(totals, self.whole(sums), factors):
-            scaled = builder.fmul(builder.fmul(builder.sitofp(own, self.floats), factor), steps)
-            builder.store(builder.fadd(builder.load(total), scaled), total)
+        return [builder.fmul(builder.sitofp(own, self.floats), steps) for own in self.whole(sums)]
+
+    def add_products(self, totals: list[ir.Value], sums: list[ir.Value], factors: list[ir.Value]) -> None:
+        """Add a group's sums, times scales of the weight, to the totals; each operation rounds."""
+        builder = self.builder
+        for total, own, factor in zip(totals, sums, factors):
+            builder.store(builder.fadd(builder.load(total), builder.fmul(own, factor)), total)
 
     def whole(self, sums: list[ir.Value]) -> list[ir.Value]:
         """Return one sum for each output."""

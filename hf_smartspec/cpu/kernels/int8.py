@@ -8,13 +8,13 @@ from numba.core import cgutils
 from ...jit import inner
 from ...jit.pointers import ahead, float32_at, get, int8_at, int32_at, like, put, take
 from ...jit.writing import FLOAT, I32, I64, call, written
-from .dots import GROUP, OFFSET, SIDE, dots, vector_size
+from .dots import GROUP, OFFSET, PART, PARTS, SIDE, dots, vector_size
 
 # Compiled code is called with the address of these numbers, int64 each.
 # next: incremented by the thread that takes the next share of the work.
 # tokens: address of `[num_tokens, size]`, of one kind; size: a multiple of 16, the last group is filled up with zeros.
-# levels, steps, offsets: addresses of `[num_tokens, groups, GROUP]` int8, `[num_tokens, groups]` float32, and int32:
-#   `-OFFSET` times the sums of levels.
+# levels, steps, offsets: addresses of `[num_tokens, groups, GROUP]` int8, `[num_tokens, groups, PARTS]` float32, and
+#   int32: `-OFFSET` times the sums of levels.
 LEVELS_FIELDS = tuple("next threads num_tokens size tokens levels steps offsets".split())
 _NEXT, _THREADS, _NUM_TOKENS, _SIZE, _TOKENS, _LEVELS, _STEPS, _OFFSETS = range(8)
 # share: blocks of outputs that a thread takes at a time.
@@ -29,7 +29,7 @@ INT8_FIELDS = tuple(
 
 _ONE_STEP, _LEAST_STEP = np.float32(1 / 127), np.float32(1e-30)
 _ALL_BUT_SIGN, _INFINITE = 0x7FFFFFFF, 0x7F800000
-_GROUPS = 8  # that a thread rounds at a time
+_SHARE_OF_LEVELS = 16  # parts that a thread rounds at a time
 _MOST_BLOCKS, _MOST_TOKENS = 2, 8  # of a tile
 _FEW, _MOST_NARROW = 4, 2  # tokens of a tile of one block, with vectors of 32 bytes or more, and of 16
 _AHEAD = 4096  # bytes between multiplied and prefetched weights, where blocks are multiplied one after the other
@@ -60,24 +60,24 @@ def _room(builder):
 
 @inner
 def levels(a, kind):
-    """Round the next groups of a token to multiples of their largest absolute value / 127, until none are left."""
-    size, groups = a[_SIZE], (a[_SIZE] + GROUP - 1) // GROUP
-    parts = (groups + _GROUPS - 1) // _GROUPS
+    """Round the next parts of a token to multiples of their largest absolute value / 127, until none are left."""
+    size, parts = a[_SIZE], (a[_SIZE] + GROUP - 1) // GROUP * PARTS
+    shares = (parts + _SHARE_OF_LEVELS - 1) // _SHARE_OF_LEVELS
     number = take(ahead(a, _NEXT))
-    while number < a[_NUM_TOKENS] * parts:
-        token, begin = number // parts, number % parts * _GROUPS
+    while number < a[_NUM_TOKENS] * shares:
+        token, begin = number // shares, number % shares * _SHARE_OF_LEVELS
         numbers = ahead(like(kind, a[_TOKENS]), token * size)
-        for group in range(begin, min(begin + _GROUPS, groups)):
-            place = token * groups + group
-            first, num = group * GROUP, min(GROUP, size - group * GROUP)
-            own, found = ahead(numbers, first), ahead(int8_at(a[_LEVELS]), place * GROUP)
+        for part in range(begin, min(begin + _SHARE_OF_LEVELS, parts)):
+            place, first = token * parts + part, part * PART
+            num = max(min(PART, size - first), 0)
+            own, found = ahead(numbers, first), ahead(int8_at(a[_LEVELS]), place * PART)
             largest = _largest(own, num)
             step = max(largest * _ONE_STEP, _LEAST_STEP) if largest == largest else largest
             if _bits(largest) < _INFINITE:
                 total = _round(own, num, step, found)
             else:  # an infinite or NaN step makes no result finite, so the levels do not matter
                 total, num = 0, 0
-            for index in range(num, GROUP):
+            for index in range(num, PART):
                 found[index] = 0
             float32_at(a[_STEPS])[place] = step
             int32_at(a[_OFFSETS])[place] = -OFFSET * total
@@ -140,8 +140,8 @@ def _tile(a, kind, block, num_blocks, token, num_tokens, sums):
         a[_WEIGHT] + first * GROUP * SIDE,
         a[_SCALES] + first * SIDE * 4,
         a[_OWN_LEVELS] + place * GROUP,
-        a[_OWN_STEPS] + place * 4,
-        a[_OWN_OFFSETS] + place * 4,
+        a[_OWN_STEPS] + place * 4 * PARTS,
+        a[_OWN_OFFSETS] + place * 4 * PARTS,
         sums,
         groups,
         distance,

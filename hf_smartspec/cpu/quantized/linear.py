@@ -12,7 +12,7 @@ from .product import dequantized, in_blocks, int8_linear, to_levels
 class Int8Linear(nn.Module):
     """
     A linear layer with an int8 weight, for inference on the CPU. Each group of 64 neighbouring inputs of an output has
-    one scale. Tokens are rounded to int8 as well, in the same groups, for the time of the product.
+    one scale. Tokens are rounded to int8 as well, in groups of 32 numbers, for the time of the product.
 
     The weight lies in blocks of 16 outputs, in the order in which it is multiplied: `weight` has the shape `[blocks,
     groups, 16, 16, 4]`, and `scale` `[blocks, groups, 16]`; `dequantized` returns the usual matrix.

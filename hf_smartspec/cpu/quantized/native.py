@@ -4,7 +4,7 @@ from functools import cache
 
 import torch
 
-from ..kernels.dots import GROUP, SIDE, widest
+from ..kernels.dots import GROUP, PARTS, SIDE, widest
 from ..kernels.program import INT8, LEVELS
 from ..kernels.tiles import num_lanes
 from ..program import DTYPES, run_operator
@@ -78,7 +78,7 @@ class Rounded:
     """Memory for rounded tokens; `addresses` are those of levels, steps and offsets."""
 
     def __init__(self, num_tokens: int, groups: int):
-        num = num_tokens * groups
-        self._memory = torch.empty(num * (GROUP + 8), dtype=torch.int8, device="cpu")
+        num, size = num_tokens * groups * GROUP, num_tokens * groups * PARTS * 4
+        self._memory = torch.empty(num + 2 * size, dtype=torch.int8, device="cpu")
         begin = self._memory.data_ptr()
-        self.addresses = begin, begin + num * GROUP, begin + num * (GROUP + 4)
+        self.addresses = begin, begin + num, begin + num + size

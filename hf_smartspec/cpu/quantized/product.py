@@ -1,4 +1,4 @@
-"""Products in int8: one scale per group of neighbouring inputs, for weights and tokens, and exact sums in groups."""
+"""Products in int8: one scale per group of neighbouring inputs, one for each half of it in tokens, and exact sums."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import linear, pad
 
 from ...log import get_logger
-from ..kernels.dots import GROUP, SIDE
+from ..kernels.dots import GROUP, PART, PARTS, SIDE
 from ..program import DTYPES
 from . import native
 
@@ -40,8 +40,7 @@ class Levels(NamedTuple):
     Rows of numbers as multiples of the steps of their groups.
 
     Args:
-        values (`torch.Tensor` of shape `[N, groups, GROUP]`, int8): Multiples, from -127 to 127. The last group is
-            filled up with zeros.
+        values (`torch.Tensor` of shape `[N, groups, size]`, int8): Multiples, from -127 to 127. Zeros fill up the row.
         steps (`torch.Tensor` of shape `[N, groups]`, float32): One step per group.
     """
 
@@ -49,9 +48,12 @@ class Levels(NamedTuple):
     steps: torch.Tensor
 
 
-def to_levels(rows: torch.Tensor) -> Levels:
-    """Round rows `[N, in]` of any floating dtype, each group to multiples of its largest absolute value / 127."""
-    groups = pad(rows.float(), (0, -rows.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP))
+def to_levels(rows: torch.Tensor, size: int = GROUP) -> Levels:
+    """
+    Round rows `[N, in]` of any floating dtype, each group of `size` numbers to multiples of its largest absolute value
+    / 127. Weights have groups of `GROUP`, tokens of `PART`.
+    """
+    groups = pad(rows.float(), (0, -rows.shape[-1] % GROUP)).unflatten(-1, (-1, size))
     steps = groups.abs().amax(-1).mul_(1 / _MOST).clamp_min_(_LEAST_STEP)
     return Levels((groups / steps[..., None]).round_().to(torch.int8), steps)
 
@@ -78,8 +80,8 @@ def int8_linear(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, num_outputs: int
 ) -> torch.Tensor:
     """
-    Return the linear map of tokens that are rounded to int8, each group by its own largest value. A token's result
-    depends on that token alone: integers are summed without rounding, and groups in their order.
+    Return the linear map of tokens that are rounded to int8, each part of a group by its own largest value. A token's
+    result depends on that token alone: integers are summed without rounding, and groups in their order.
 
     Args:
         x (`torch.Tensor` of shape `[N, in]`): Tokens, in a floating dtype.
@@ -126,12 +128,14 @@ def plain_int8_linear(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, num_outputs: int
 ) -> torch.Tensor:
     """Return `int8_linear` by torch's own operators, where compiled code cannot run."""
-    values, steps = to_levels(x)
+    values, steps = to_levels(x, PART)
     output = torch.zeros(len(x), weight.shape[0] * SIDE, device="cpu")
     for group in range(weight.shape[1]):
-        factors = weight[:, group].permute(1, 3, 0, 2).reshape(GROUP, -1)
-        sums = values[:, group].float() @ factors.float()  # exact: GROUP * 127 ** 2 < 2 ** 24
-        output += sums * scale[:, group].flatten() * steps[:, group, None]
+        factors = weight[:, group].permute(1, 3, 0, 2).reshape(PARTS, PART, -1).float()
+        own = zip(factors, range(group * PARTS, (group + 1) * PARTS))
+        # Sums in parts are exact: PART * 127 ** 2 < 2 ** 24.
+        parts = [(values[:, part].float() @ factor).mul_(steps[:, part, None]) for factor, part in own]
+        output += sum(parts[1:], parts[0]) * scale[:, group].flatten()
     output = output[:, :num_outputs]
     return (output if bias is None else output + bias).to(x.dtype)
 

@@ -113,7 +113,7 @@ def test_vectors_of_processors_without_avx512(monkeypatch, width, num_tokens):
         pytest.skip("the CPU lacks the instruction, or there is no such tile")
     monkeypatch.setattr(dots, "widest", lambda: width)
     weight, scale, _, _ = new_map(77, 16)
-    levels = to_levels(new_tokens(num_tokens, 77, torch.float32))
+    levels = to_levels(new_tokens(num_tokens, 77, torch.float32), 32)
     offsets = -dots.OFFSET * levels.values.sum(-1, dtype=torch.int32)
     sums = torch.zeros(num_tokens, 16)
 
