@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +30,23 @@ _LEAST, _MOST = 16, 256  # tokens for which programs have room: their memory is 
 # Fields that are set before every forward.
 _ROTATE = "keys values lines dim cos sin".split()
 _ATTEND = "keys values scratch num_runs parts scratch_size runs firsts counts nodes bits prefixes prefix_counts".split()
+
+
+class DecoderInput(NamedTuple):
+    """
+    What the layers of a decoder run on.
+
+    Args:
+        x (`torch.Tensor` of shape `[N, hidden_size]`): Embeddings, which are not changed.
+        layout (`StepLayout`): Layout of N tokens, of which M are kept.
+        cache (`SlotCache`): Where their keys and values are stored.
+        tables (mapping): Rotary embeddings, from `WrittenDecoder.tables`.
+    """
+
+    x: torch.Tensor
+    layout: StepLayout
+    cache: SlotCache
+    tables: Mapping[str | None, Tables]
 
 
 class CompiledDecoder:
@@ -63,10 +80,7 @@ class CompiledDecoder:
 
     def run(
         self,
-        x: torch.Tensor,
-        layout: StepLayout,
-        cache: SlotCache,
-        tables: Mapping[str | None, Tables],
+        given: DecoderInput,
         layers: frozenset[int] = frozenset(),
         keep: Callable[[int, torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
@@ -74,23 +88,21 @@ class CompiledDecoder:
         Run all layers, the final norm and the head.
 
         Args:
-            x (`torch.Tensor` of shape `[N, hidden_size]`): Embeddings, which are not changed.
-            tables (mapping): Rotary embeddings, from `WrittenDecoder.tables`.
             layers (set of `int`), keep (`Callable`): Layers whose hidden states are passed on, as in `WrittenDecoder`.
 
         Returns:
             `torch.Tensor` of shape `[M, vocab_size]`.
         """
-        room = max(_LEAST, 1 << (len(x) - 1).bit_length())
+        room = max(_LEAST, 1 << (len(given.x) - 1).bit_length())
         # Threads wait for one another after every operator, which takes longer than small ones do.
         num_threads = torch.get_num_threads() if room * self._most_weights > SMALL else 1
         key = room, num_threads, layers
         try:  # each thread has a forward of its own
             forward = self._free[key].pop()
         except IndexError:
-            forward = _Forward(self.plan, x, *key)
+            forward = _Forward(self.plan, given.x, *key)
         try:
-            return forward(x, layout, cache, tables, keep)
+            return forward(given, keep)
         finally:
             self._free[key].append(forward)
 
@@ -332,19 +344,12 @@ class _Forward:
         self.rotate_places = np.array(self.rotated)[:, None], [column(codes.ROTATE, name) for name in _ROTATE]
         self.attend_places = np.array(self.attending)[:, None], [column(codes.ATTEND, name) for name in _ATTEND]
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        layout: StepLayout,
-        cache: SlotCache,
-        tables: Mapping[str | None, Tables],
-        keep: Callable[[int, torch.Tensor], None] | None,
-    ) -> torch.Tensor:
-        num, program, lines = len(x), self.program, layout.kept
+    def __call__(self, given: DecoderInput, keep: Callable[[int, torch.Tensor], None] | None) -> torch.Tensor:
+        x, num, program, lines = given.x, len(given.x), self.program, given.layout.kept
         head: Any = self.plan.head
         self.x[:num].copy_(x)
         num_kept = num if lines is None else len(lines)
-        logits, scratch = x.new_empty(num_kept, head.shape[0]), self._set_places(x, layout, cache, tables)
+        logits, scratch = x.new_empty(num_kept, head.shape[0]), self._set_places(given)
         kept = [x.new_empty(num, self.size) for _ in self.kept]
         for number, states in zip(self.kept.values(), kept):
             program.set(number, "outputs", states.data_ptr())
@@ -358,11 +363,9 @@ class _Forward:
             keep(layer, states)
         return logits
 
-    def _set_places(
-        self, x: torch.Tensor, layout: StepLayout, cache: SlotCache, tables: Mapping[str | None, Tables]
-    ) -> list[torch.Tensor]:
+    def _set_places(self, given: DecoderInput) -> list[torch.Tensor]:
         """Set the memory of layers, what tokens attend to, and rotary embeddings; return what must stay meanwhile."""
-        layers, rows = self.plan.layers, self.program.rows
+        (x, layout, cache, tables), layers, rows = given, self.plan.layers, self.program.rows
         memories = [cache.layer(index) for index in range(len(layers))]
         for memory, layer in zip(memories, layers):
             if not memory.is_initialized:

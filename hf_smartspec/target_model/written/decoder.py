@@ -12,7 +12,7 @@ from ...log import get_logger
 from ..attention.tree_attention import packed_attention
 from ..cache.slot_cache import SlotCache, SlotLayer
 from ..layout.step_layout import MOST_NODES, StepLayout
-from .compiled import CompiledDecoder, Tables, can_compile
+from .compiled import CompiledDecoder, DecoderInput, Tables, can_compile
 from .plan import DecoderPlan, LayerPlan
 
 logger = get_logger(__name__)
@@ -69,46 +69,33 @@ class WrittenDecoder:
         # Not in inference mode if modules are called: they may keep what they compute, and be trained later.
         with torch.no_grad() if self.plan.calls_modules else torch.inference_mode():
             x = self.embed(layout.tokens)
-            tables = self.tables(x, layout.positions)
+            given = DecoderInput(x, layout, cache, self.tables(x, layout.positions))
             compiled = self._compiled
             if compiled is None or (keep is not None and layers is None) or not compiled.serves(layout):
-                return self._run(x, layout, cache, tables, keep)
+                return self._run(given, keep)
             if self._is_tried:
-                return self._scaled(compiled.run(x, layout, cache, tables, frozenset(layers or ()), keep))
-            return self._try(compiled, x, layout, cache, tables, keep)
+                return self._scaled(compiled.run(given, frozenset(layers or ()), keep))
+            return self._try(compiled, given, keep)
 
     def _try(
-        self,
-        compiled: CompiledDecoder,
-        x: torch.Tensor,
-        layout: StepLayout,
-        cache: SlotCache,
-        tables: Mapping[str | None, Tables],
-        keep: Callable[[int, torch.Tensor], None] | None,
+        self, compiled: CompiledDecoder, given: DecoderInput, keep: Callable[[int, torch.Tensor], None] | None
     ) -> torch.Tensor:
         """Run layer by layer, and compare the program with it, which should give every bit of that."""
         found, reason = None, "its results differ"
         try:
-            found = self._scaled(compiled.run(x, layout, cache, tables))
+            found = self._scaled(compiled.run(given))
         except Exception as error:  # compilers raise errors of many types
             reason = repr(error)
-        expected = self._run(x, layout, cache, tables, keep)  # second, so that its keys and values stay in the cache
+        expected = self._run(given, keep)  # second, so that its keys and values stay in the cache
         self._is_tried = found is not None and torch.allclose(found, expected, rtol=0.0, atol=0.0, equal_nan=True)
         if not self._is_tried:
             self.__dict__["_compiled"] = None
             logger.warning_once(f"Forwards run layer by layer: the compiled program cannot be used ({reason}).")
         return expected
 
-    def _run(
-        self,
-        x: torch.Tensor,
-        layout: StepLayout,
-        cache: SlotCache,
-        tables: Mapping[str | None, Tables],
-        keep: Callable[[int, torch.Tensor], None] | None,
-    ) -> torch.Tensor:
+    def _run(self, given: DecoderInput, keep: Callable[[int, torch.Tensor], None] | None) -> torch.Tensor:
         """Run layer by layer."""
-        plan, lines = self.plan, layout.kept
+        (x, layout, cache, tables), plan, lines = given, self.plan, given.layout.kept
         for index, layer in enumerate(plan.layers):
             if keep is not None:
                 keep(index, x)

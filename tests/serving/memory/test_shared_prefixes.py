@@ -46,10 +46,10 @@ def together(monkeypatch):
         seen.append([(part.num_columns, len(part.tokens)) for part in layout.shared])
         return attend(packed, key, value, layout, *args)
 
-    def run(compiled, x, layout, *args):
-        if layout.shared:
-            seen.append([(part.num_columns, len(part.tokens)) for part in layout.shared])
-        return run_program(compiled, x, layout, *args)
+    def run(compiled, given, *args):
+        if given.layout.shared:
+            seen.append([(part.num_columns, len(part.tokens)) for part in given.layout.shared])
+        return run_program(compiled, given, *args)
 
     run_program = CompiledDecoder.run
     monkeypatch.setattr(attention, "shared_attention", noting)

@@ -45,7 +45,9 @@ def programs(monkeypatch):
     """Sizes of forwards that ran as programs."""
     sizes, run = [], compiled_module.CompiledDecoder.run
     monkeypatch.setattr(
-        compiled_module.CompiledDecoder, "run", lambda self, x, *rest: (sizes.append(len(x)), run(self, x, *rest))[1]
+        compiled_module.CompiledDecoder,
+        "run",
+        lambda self, given, *rest: (sizes.append(len(given.x)), run(self, given, *rest))[1],
     )
     return sizes
 
@@ -238,9 +240,9 @@ def test_a_program_with_other_results_is_not_used(monkeypatch, caplog):
     expected = logits_of(by_layers(copy.deepcopy(model)))
     run = compiled_module.CompiledDecoder.run
 
-    def other(self, x, layout, cache, *rest):
-        logits = run(self, x, layout, cache, *rest)
-        for layer in cache.layers:  # what it writes is wrong, too
+    def other(self, given, *rest):
+        logits = run(self, given, *rest)
+        for layer in given.cache.layers:  # what it writes is wrong, too
             layer.keys.mul_(2), layer.values.fill_(torch.nan)
         return logits * 1.0001
 
