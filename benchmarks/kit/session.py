@@ -4,12 +4,9 @@ import argparse
 import gc
 import json
 import math
-import signal
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +21,7 @@ from hf_smartspec.commands.common.outputs import check_output, replace_json
 
 from .claims import Claim, exit_status, print_claims
 from .tables import Column, Row, Rows, lines_of, print_lines
+from .time_limit import OutOfTimeError, stopping_after
 
 _GRACE = 10.0  # seconds that a measurement may take beyond its section's end
 _PARTS = ("results", "skipped", "failures")
@@ -248,27 +246,3 @@ def resumed(path: Path, report: dict[str, Any]) -> dict[str, Any]:
     if known != (report["environment"], report["is_smoke"]):
         raise UsageError(f"--resume: {str(path)!r} was measured on another machine, or with other versions or options")
     return found | {"command": report["command"]}
-
-
-class OutOfTimeError(BaseException):
-    """A measurement was stopped. No `Exception`: nothing on its way takes it for a failure of its own."""
-
-
-@contextmanager
-def stopping_after(seconds: float) -> Iterator[None]:
-    """Raise `OutOfTimeError` in the block as soon as Python runs again after that time; main threads only can."""
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or not hasattr(signal, "setitimer") or seconds == math.inf:
-        yield
-        return
-
-    def stop(*_: object) -> None:
-        raise OutOfTimeError
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.1))
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)

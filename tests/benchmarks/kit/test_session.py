@@ -10,8 +10,9 @@ from rich.console import Console
 
 from benchmarks.kit.arguments import add_session_arguments
 from benchmarks.kit.claims import Claim
-from benchmarks.kit.session import Case, OutOfTimeError, Section, Session, new_session
+from benchmarks.kit.session import Case, Section, Session, new_session
 from benchmarks.kit.tables import Column
+from benchmarks.kit.time_limit import OutOfTimeError
 from hf_smartspec.commands.common.arguments import UsageError
 
 COLUMNS = [Column("value", "value")]
