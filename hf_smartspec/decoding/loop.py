@@ -1,13 +1,12 @@
 """The decoding loop: draft, forward, verify, commit, observe."""
 
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..candidates.committed import Likeliest
 from ..candidates.forwarding import unwrapped
 from ..device import waits_are_free
 from ..drafts.tree import DraftTree
@@ -19,11 +18,10 @@ from .call import DecodingCall, ModelLimits, Request, alike, by_forward
 from .committed import run_forward, show_steps
 from .drafting import Drafting, StepDrafts
 from .learning import Learning, guarded
+from .prefill import shorten_prompts
 from .source_guard import release
 from .statistics import GenerationStatistics, Timed
-from .verify import accepted_paths, advance, follow, pick_ahead, pick_next, picks_ahead
-
-_TOP_LINES = 32  # lines of a step whose likeliest tokens sources get: more would cost more than sources learn
+from .verify import accepted_paths, advance, follow, greedy_picks, pick_ahead, pick_next, picks_ahead
 
 
 class DecodingLoop:
@@ -212,26 +210,8 @@ class DecodingLoop:
             if len(tokens) > 1:
                 prompts.append(request)
         if prompts and self.max_prefill_tokens is not None:
-            self._shorten(feeds, prompts, self.max_prefill_tokens)
+            shorten_prompts(feeds, prompts, self.max_prefill_tokens)
         return feeds
-
-    @staticmethod
-    def _shorten(feeds: dict[Request, np.ndarray], prompts: list[Request], room: int) -> None:
-        """
-        Cut prompts to `room` tokens in all: equal parts for namespaces, where those that need less leave the rest to
-        the others. Within a namespace, earlier prompts come first.
-        """
-        wants: dict[Hashable, int] = {}
-        for request in prompts:
-            wants[request.call.namespace] = wants.get(request.call.namespace, 0) + len(feeds[request])
-        rooms = equal_parts(room, wants)
-        for request in prompts:
-            namespace = request.call.namespace
-            if not request.cache_row.in_one_piece:
-                feeds[request] = feeds[request][: max(rooms[namespace], 0)]
-            rooms[namespace] -= len(feeds[request])
-            if not len(feeds[request]):
-                del feeds[request]
 
     # 2. draft: `Drafting.draft`
 
@@ -264,28 +244,11 @@ class DecodingLoop:
         if self._runs_on:
             self.drafting.learn_meanwhile()
         with self._timed("seconds_verify"):
-            picks = self._pick(rows, drafts, offsets, logits)
+            picks = greedy_picks(rows, drafts, offsets, logits)
             for request, offset in zip(rows, offsets):
                 if request in drafts:
                     request.begin_verifying(drafts[request], offset, logits, picks)
         self.statistics.forwards += 1
-
-    def _pick(
-        self, rows: list[Request], drafts: dict[Request, DraftTree], offsets: list[int], logits: torch.Tensor
-    ) -> list[int]:
-        """Return the arg max of every line if some row needs it, and keep likely tokens for sources that want them."""
-        forward, count = rows[0].call.forward, max([request.chain.num_likeliest for request in rows])
-        is_greedy = any([request.call.picks_greedily for request in rows])
-        top = forward.top(logits, count, _TOP_LINES, is_greedy) if count else None
-        if top is None:
-            return forward.argmax(logits) if is_greedy else []
-        for request, first in zip(rows, offsets):
-            if first < len(top.tokens) and request in drafts and request.chain.num_likeliest:
-                before, tokens = request.ends_of(drafts[request])
-                lines = slice(first, first + len(tokens))
-                following, shares = top.tokens[lines], top.shares[lines]  # of the first `_TOP_LINES` lines only
-                request.likeliest = Likeliest(before[: len(shares)], tokens[: len(shares)], following, shares)
-        return top.argmax
 
     # 4. verify
 
@@ -427,15 +390,6 @@ class DecodingLoop:
 
     def _timed(self, name: str) -> Timed:
         return Timed(self.statistics, name, self.clock)
-
-
-def equal_parts(total: int, wants: Mapping[Hashable, int]) -> dict[Hashable, int]:
-    """Divide a number into equal parts, none larger than wanted; what one does not want goes to the others."""
-    parts = {}
-    for num_others, name in zip(range(len(wants) - 1, -1, -1), sorted(wants, key=wants.__getitem__)):
-        parts[name] = min(wants[name], -(-total // (num_others + 1)))
-        total -= parts[name]
-    return parts
 
 
 def _remove_row(request: Request) -> None:

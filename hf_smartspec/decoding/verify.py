@@ -6,12 +6,15 @@ from itertools import chain
 import numpy as np
 import torch
 
+from ..candidates.committed import Likeliest
 from ..device import fetch_together, has_float64, to_device
 from ..drafts.kernels.trees import walk
 from ..drafts.tree import DraftTree
 from ..sampling.noise import add_gumbel_noise, uniform_noise
 from ..sampling.top import argmax
 from .call import Place, Request
+
+_TOP_LINES = 32  # lines of a step whose likeliest tokens sources get: more would cost more than sources learn
 
 # Acceptance draws from a stream of its own, independent of the residual's and the draft's.
 _ACCEPT_STREAM = 0x5EED_ACCE
@@ -23,6 +26,24 @@ _FEW_NODES = 128  # up to here a loop in Python takes less time than the overhea
 
 # Scores that are processed together where tokens are picked at all nodes at once: about 100 MB of memory.
 _MOST_AHEAD = 2**24
+
+
+def greedy_picks(
+    rows: list[Request], drafts: dict[Request, DraftTree], offsets: list[int], logits: torch.Tensor
+) -> list[int]:
+    """Return the arg max of every line if some row needs it, and keep likely tokens for sources that want them."""
+    forward, count = rows[0].call.forward, max([request.chain.num_likeliest for request in rows])
+    is_greedy = any([request.call.picks_greedily for request in rows])
+    top = forward.top(logits, count, _TOP_LINES, is_greedy) if count else None
+    if top is None:
+        return forward.argmax(logits) if is_greedy else []
+    for request, first in zip(rows, offsets):
+        if first < len(top.tokens) and request in drafts and request.chain.num_likeliest:
+            before, tokens = request.ends_of(drafts[request])
+            lines = slice(first, first + len(tokens))
+            following, shares = top.tokens[lines], top.shares[lines]  # of the first `_TOP_LINES` lines only
+            request.likeliest = Likeliest(before[: len(shares)], tokens[: len(shares)], following, shares)
+    return top.argmax
 
 
 def accepted_path(tree: DraftTree, picks: Sequence[int]) -> list[int]:

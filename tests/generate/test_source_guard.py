@@ -293,7 +293,7 @@ def test_sources_are_shown_what_was_likely_behind_what_was_verified(model, other
 
 
 def test_no_more_than_so_many_lines_of_a_step_are_shown(model, monkeypatch):
-    monkeypatch.setattr("hf_smartspec.decoding.loop._TOP_LINES", 2)
+    monkeypatch.setattr("hf_smartspec.decoding.verify._TOP_LINES", 2)
     source = Shown()
     decoded(model, source)
     assert [len(item.tokens) for item in source.shown[:2]] == [1, 1], "of the first step"

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteria
 
-from hf_smartspec import Engine, SeededGumbelLogitsProcessor, SuffixTreeCandidates
+from hf_smartspec import Engine, SeededGumbelLogitsProcessor, SmartSpecConfig, SuffixTreeCandidates
 
 from ..generate.helpers import BOS, VOCAB_SIZE
 
@@ -147,3 +147,7 @@ def change_weights_while_running(
     assert num_left > 0, "it ended before the pause"
     asked = Asked(known, {"max_new_tokens": num_left, "eos_token_id": None})
     assert last.prompt_ids + last.generated_tokens == known + asked.alone(engine.model)
+
+
+def of(namespace: str, source="none", **options) -> SmartSpecConfig:
+    return SmartSpecConfig(source, namespace=namespace, **options)
