@@ -10,22 +10,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import GenerationMixin, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import tqdm
 
-from ..decoding.call import DecodingCall
 from ..decoding.learning import Learning
 from ..decoding.statistics import GenerationStatistics
 from ..decoding.trace import RequestTrace
 from ..goodput import CostModel, GoodputAuction
 from ..goodput.report import LoggedPolicy, SpeculationReport
-from ..prepare.arguments import check_arguments
-from ..prepare.call import PreparedCall, cost_of, prepare_call
+from ..prepare.call import cost_of
 from ..prepare.config import SmartSpecConfig
-from ..prepare.encoders import placeholder_outputs
-from ..prepare.entry import assistant_of, generating_model, without_assistant
-from ..prepare.sources import Drafters, resolve, tagged
-from ..target_model.compat import num_positions
+from ..prepare.entry import generating_model
+from ..prepare.sources import Drafters, resolve
 from ..target_model.cost.profiling import mend_profile
 from ..target_model.forward.ranks import engine_ranks
 from ..validate import check_positive, check_weights
@@ -34,12 +30,9 @@ from .memory.base import RequestMemory
 from .memory.budget import Budget
 from .memory.choice import memory_of
 from .outputs import EngineOutput, PendingRequest, Results
+from .preparation import RequestPreparation, check_positions
 from .prompts import check_prompts, prompt_ids
 from .worker import EngineRunner
-
-# Arguments of `generate` that the engine sets itself, and arguments that make sense for a batch only.
-_SET_BY_ENGINE = ("attention_mask", "cache", "past_key_values", "inputs_embeds", "encoder_outputs")
-_BATCH_ARGUMENTS = ("num_return_sequences", "return_dict_in_generate")
 
 
 class Engine:
@@ -117,8 +110,9 @@ class Engine:
         scheduler = self._memory.scheduler
         scheduler.weights = dict(namespace_weights or {})
         scheduler.lends_rows = self._memory.shares_forward and self.model.device.type != "cpu"  # where rows cost little
-        self._drafters = Drafters()
-        self._assistant = resolve(self.config, self.model, self._drafters)
+        drafters = Drafters()
+        self._assistant = resolve(self.config, self.model, drafters)
+        self._preparing = RequestPreparation(self.model, tokenizer, self._assistant, drafters, self._memory)
         self.results = Results()
         self._policy = self._make_policy()
         ranks = engine_ranks(self.model)
@@ -202,13 +196,13 @@ class Engine:
         if max_new_tokens is not None:
             kwargs["max_new_tokens"] = max_new_tokens
         recorder = LogprobsRecorder() if logprobs else None
-        call = self._prepare(ids, assistant, seed, kwargs, tag, recorder)
+        call = self._preparing.call_of(ids, assistant, seed, kwargs, tag, recorder)
         request = call.requests[0]
         if trace:
             request.trace = RequestTrace(request)
-        self._check_positions(request.length + (request.max_new_tokens or 0) - 1)
+        check_positions(self.model, request.length + (request.max_new_tokens or 0) - 1)
         if self.model.config.is_encoder_decoder:
-            self._check_positions(ids.shape[1], of_decoder=False)
+            check_positions(self.model, ids.shape[1], of_decoder=False)
         self._memory.scheduler.check(self._memory.size_of(call))
         if request_id is None:
             request_id = self.new_name()
@@ -226,7 +220,7 @@ class Engine:
         self, assistant: Any = None, tag: str | None = None, streamer: Any = None, **kwargs: Any
     ) -> None:
         """Raise `ValueError` or `TypeError` if no request can be served with these arguments of `add_request`."""
-        self._prepare(torch.zeros(1, 1, dtype=torch.long), assistant, 0, kwargs)  # with a seed, none is drawn
+        self._preparing.call_of(torch.zeros(1, 1, dtype=torch.long), assistant, 0, kwargs)  # with a seed, none is drawn
 
     def cancel_request(self, request_id: str, discard: bool = False) -> None:
         """
@@ -237,16 +231,6 @@ class Engine:
             self.results.discard(request_id)
         self._runner.cancel(request_id)
 
-    def _check_positions(self, num_tokens: int, of_decoder: bool = True) -> None:
-        """Refuse a text longer than the learned positions: its forward would fail, for all requests that share it."""
-        config = self.model.config.get_text_config(decoder=of_decoder, encoder=not of_decoder)
-        limit = num_positions(config)
-        if limit is not None and not getattr(config, "rope_parameters", None) and num_tokens > limit:
-            raise ValueError(
-                f"The request may feed {num_tokens} tokens, but the model has {limit} positions: shorten the prompt or "
-                "lower `max_new_tokens`."
-            )
-
     def new_name(self) -> str:
         """Return a new name for a request."""
         with self._lock:
@@ -254,55 +238,6 @@ class Engine:
                 self._num_names += 1
             self._num_names += 1
             return name
-
-    def _prepare(
-        self,
-        ids: torch.Tensor,
-        assistant: Any,
-        seed: int | None,
-        kwargs: dict[str, Any],
-        tag: str | None = None,
-        recorder: LogprobsRecorder | None = None,
-    ) -> DecodingCall:
-        """Let transformers' `generate` prepare the request, and return it ready for the loop."""
-        for name in (*_SET_BY_ENGINE, *_BATCH_ARGUMENTS):
-            if kwargs.get(name) is not None and not (name in _BATCH_ARGUMENTS and kwargs[name] in (1, False)):
-                raise ValueError(f"`{name}` cannot be served by an engine: leave it out, or use `model.generate`.")
-        ids = ids.to(self.model.device)
-        to_read = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        kwargs = {"tokenizer": self.tokenizer, **kwargs, **to_read}
-        if self.model.config.is_encoder_decoder:
-            kwargs |= placeholder_outputs(self.model, ids)
-        choice = tagged(self._choice(assistant, kwargs.get("generation_config")), tag)
-        arguments, config = check_arguments(self.model, without_assistant(kwargs), choice, seed)
-        resolved = resolve(config, self.model, self._drafters)
-
-        def custom_generate(model: PreTrainedModel, input_ids: torch.LongTensor, **prepared: Any) -> DecodingCall:
-            options: dict[str, Any] = {"assistant": resolved, "seed": seed, "encoder_arguments": to_read}
-            options["streamer"] = arguments.get("streamer")  # which transformers drops on the way to a callable
-            return self._call_of(prepare_call(model, input_ids, **options, **prepared), recorder)
-
-        call: Any = GenerationMixin.generate(self.model, **arguments | {"custom_generate": custom_generate})
-        return call
-
-    def _choice(self, assistant: Any, config: Any) -> Any:
-        """Return the drafter that the request or its `generation_config` names, or else the engine's own."""
-        if assistant is None:
-            assistant = assistant_of(config)
-        if isinstance(assistant, SmartSpecConfig) and assistant.policy is not None:
-            raise ValueError(
-                "A `policy` decides for all requests of an engine: pass it in the `assistant` of the engine."
-            )
-        return self._assistant if assistant is None else assistant
-
-    def _call_of(self, prepared: PreparedCall, recorder: LogprobsRecorder | None) -> DecodingCall:
-        """Return the request that `generate` has prepared, ready for the loop."""
-        if len(prepared.input_ids) != 1:
-            raise ValueError("`num_return_sequences` must be 1 in an engine: add the request several times.")
-        if recorder is not None:  # after all other processors
-            processors = LogitsProcessorList([*prepared.logits_processor, recorder])
-            prepared = replace(prepared, logits_processor=processors)
-        return self._memory.call_of(prepared)
 
     # Results
 

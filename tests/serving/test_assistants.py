@@ -29,7 +29,7 @@ def draft(model):
 def sources_of(engine: Engine, *assistants) -> list[DraftModelCandidates]:
     """The draft models of requests that are there at the same time."""
     ids, kwargs = torch.tensor([[3, 4]]), {"max_new_tokens": 3}
-    calls = [engine._prepare(ids, assistant, None, kwargs) for assistant in assistants]
+    calls = [engine._preparing.call_of(ids, assistant, None, kwargs) for assistant in assistants]
     stages = [stage for call in calls for stage in call.chain.sources]
     return [stage for stage in stages if isinstance(stage, DraftModelCandidates)]
 
@@ -90,7 +90,7 @@ def test_draft_models_of_requests_that_have_ended_are_let_go(model, draft):
             assert engine.get_result(name, timeout=TIMEOUT).statistics.drafted_tokens > 0
         engine.generate([[5, 6]], max_new_tokens=2)  # what the thread has held of the last one
         gc.collect()
-        assert len(engine._drafters) == 1
+        assert len(engine._preparing.drafters) == 1
 
 
 @pytest.mark.parametrize("own", ["prompt_lookup", "draft", "config"])
@@ -99,8 +99,8 @@ def test_numbers_of_assistant_tokens_are_bounds_of_requests(model, draft, own):
     engine = Engine(model, assistant)
     for choice in (None, draft, "suffix"):
         for kwargs in ({"num_assistant_tokens": 2}, {"generation_config": GenerationConfig(num_assistant_tokens=2)}):
-            assert engine._prepare(torch.tensor([[3, 4]]), choice, None, kwargs).max_nodes == 2
-        assert engine._prepare(torch.tensor([[3, 4]]), choice, None, {}).max_nodes != 2
+            assert engine._preparing.call_of(torch.tensor([[3, 4]]), choice, None, kwargs).max_nodes == 2
+        assert engine._preparing.call_of(torch.tensor([[3, 4]]), choice, None, {}).max_nodes != 2
     with pytest.raises(ValueError, match="num_nodes"):
         engine.add_request([3], assistant=SmartSpecConfig(draft), num_assistant_tokens=2)
 
@@ -121,5 +121,5 @@ def test_a_requests_config_is_taken_at_its_word(model, draft, tmp_path):
     for of_model in (None, name, "suffix"):
         model.generation_config.assistant = of_model
         for config, drafts in ((GenerationConfig(assistant=name), True), (GenerationConfig(), False), (None, False)):
-            call = engine._prepare(torch.tensor([[3, 4]]), None, None, {"generation_config": config})
+            call = engine._preparing.call_of(torch.tensor([[3, 4]]), None, None, {"generation_config": config})
             assert isinstance(call.source, DraftModelCandidates) == drafts

@@ -250,7 +250,7 @@ def test_requests_of_an_engine(target, draft, given_to):
     with Engine(target, assistant, **of_engine) as engine:
         names = [engine.add_request(item.prompt, **item.arguments, **of_request) for item in asked]
         outputs = [engine.get_result(name, timeout=60) for name in names]
-        assert len(engine._drafters) <= 1, "requests share the draft model's forwards"
+        assert len(engine._preparing.drafters) <= 1, "requests share the draft model's forwards"
     for item, output in zip(asked, outputs):
         assert output.generated_tokens == item.alone(target)
     assert sum(output.statistics.accepted_tokens for output in outputs) > 5
