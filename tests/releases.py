@@ -36,6 +36,7 @@ SUITE = (
     "tests/generate/test_mixin.py",
     "tests/generate/test_mixin_going_on.py",
     "tests/generate/test_outputs.py",
+    "tests/generate/test_returned_cache.py",
     "tests/generate/test_encoders.py",
     "tests/prepare",
     "tests/target_model",

@@ -112,3 +112,21 @@ def wait_until(is_true) -> None:
     while not is_true():
         assert time.monotonic() < end, "it never came about"
         time.sleep(0.01)
+
+
+def is_idle(server: Running) -> bool:
+    load = server.engine.load
+    return load.num_running == load.num_waiting == 0 == len(next(iter(server.models.values())).open)
+
+
+def check_serves(server: Running, demo: Served) -> None:
+    """The server answers as if nothing had happened."""
+    result = server.client().completions.create(model="demo", prompt="SELECT", max_tokens=4)
+    assert result.choices[0].text == demo.text(demo.alone("SELECT", max_new_tokens=4))
+
+
+def check_nothing_is_left(server: Running) -> None:
+    results = server.engine.results
+    wait_until(lambda: not results._listeners and is_idle(server))  # what was cancelled has yet to be taken out
+    assert not results._unread and not results._open
+    assert not next(iter(server.models.values())).metrics._last_step

@@ -13,8 +13,7 @@ from hf_smartspec.serving.server.errors import ApiError
 from hf_smartspec.serving.server.guard.keys import CALLER, Caller
 from hf_smartspec.serving.server.guard.limits import Limits, OpenRequests
 
-from .running import TIMEOUT, running
-from .test_guard import check_nothing_is_left, wait_until
+from .running import TIMEOUT, check_nothing_is_left, running, wait_until
 
 KEYS = ("key of a", "key of b")
 SHORT = {"model": "demo", "prompt": "SELECT", "max_tokens": 4}
