@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from .covering import IS_EXHAUSTIVE, in_part
+from .covering import IS_EXHAUSTIVE, examples, in_part
 
-settings.register_profile("quick", deadline=None, derandomize=True, max_examples=60, print_blob=True)
+settings.register_profile("quick", deadline=None, derandomize=True, max_examples=examples(60), print_blob=True)
 settings.load_profile("quick")
 
 

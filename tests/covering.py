@@ -5,7 +5,7 @@ value, and every pair of values where more than two are combined; `make test-all
 
 import os
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -42,6 +42,18 @@ def _greedy(gives: Sequence[Sequence[Hashable]]) -> list[int]:
 def exhaustive(*cases: Sequence) -> list[Any]:
     """Return the cases, tuples of values, as parameters that `make test-all` runs: others cover what they test."""
     return [pytest.param(*case, marks=pytest.mark.exhaustive) for case in cases]
+
+
+def part_of(cases: Collection, *kept: Hashable) -> list[Any]:
+    """Return the cases as parameters, of which `make test` runs those to be kept, and `make test-all` all of them."""
+    assert set(kept) <= set(cases)
+    values = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [case if case in kept else exhaustive(own)[0] for case, own in zip(cases, values)]
+
+
+def examples(number: int) -> int:
+    """Return the number of examples of a property-based test: that one in `make test-all`, a third in `make test`."""
+    return number if IS_EXHAUSTIVE else -(-number // 3)
 
 
 def in_part(items: Sequence) -> list:

@@ -4,7 +4,7 @@ from itertools import combinations, product
 
 import pytest
 
-from .covering import covering
+from .covering import covering, part_of
 
 
 @pytest.mark.parametrize("sizes", [(3, 4, 5), (2, 2, 2, 4), (8, 3, 1, 2)], ids=str)
@@ -27,3 +27,10 @@ def test_of_two_parametrisations_every_value_is_there_once():
 @pytest.mark.parametrize("cases", [[("a",), ("b",), ("c",)], [()], [("x", "y"), ("x", "z")], [("x", "y")] * 9])
 def test_single_parametrisations_are_run_whole(cases):
     assert covering(cases) == list(range(len(cases)))
+
+
+def test_what_is_left_out_of_a_part_is_exhaustive():
+    first, second, third = part_of([("a", 1), ("b", 2), "c"], ("b", 2))
+    assert second == ("b", 2)
+    assert (first.values, third.values) == (("a", 1), ("c",))
+    assert all([mark.name for mark in case.marks] == ["exhaustive"] for case in (first, third))

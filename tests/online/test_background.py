@@ -225,6 +225,7 @@ for _ in range(5):
 """
 
 
+@pytest.mark.end_to_end
 def test_programs_end_in_the_middle_of_learning():
     found = subprocess.run([sys.executable, "-c", _EXIT], capture_output=True, text=True, timeout=120)
     assert found.returncode == 0, found.stderr

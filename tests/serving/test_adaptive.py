@@ -105,7 +105,12 @@ def test_models_that_cannot_be_measured_are_served_all_the_same(model, monkeypat
 
 
 @pytest.mark.parametrize(
-    "probs", [[0.5, 0.5], torch.ones(2, dtype=torch.bfloat16), np.array(["a", "b"]), np.ones((2, 1)), np.ones(3)]
+    "probs",
+    [
+        [0.5, 0.5],
+        np.array(["a", "b"]),
+        *exhaustive([torch.ones(2, dtype=torch.bfloat16)], [np.ones((2, 1))], [np.ones(3)]),
+    ],
 )
 def test_probabilities_that_are_none(model, probs):
     """They cost the request its drafts, not its tokens."""

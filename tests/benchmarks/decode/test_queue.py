@@ -11,6 +11,7 @@ from hf_smartspec.commands import main as cli
 from hf_smartspec.commands.common.runs import up_to_end
 from tests.folders import save_tiny_models
 
+from ...covering import exhaustive
 from .. import helpers
 
 STATIC, CONTINUOUS = "transformers, static batches", "transformers, generate_batch"
@@ -90,9 +91,11 @@ def test_outputs_end_with_the_first_of_several_ends():
     ("outputs", "message"),
     [
         ([], "generate_batch served 0 of 3 prompts;"),
-        ([None, None], "generate_batch served 2 of 3 prompts;"),
         ([None, "out of memory", None], "generate_batch served 2 of 3 prompts (out of memory);"),
-        ([None, None, ""], "generate_batch served 2 of 3 prompts"),
+        *exhaustive(
+            ([None, None], "generate_batch served 2 of 3 prompts;"),
+            ([None, None, ""], "generate_batch served 2 of 3 prompts"),
+        ),
     ],
 )
 def test_requests_that_transformers_loses_are_an_error(folder, capsys, monkeypatch, outputs, message):

@@ -24,8 +24,12 @@ def test_an_attacker_and_others(folder, tmp_path, capsys):
     assert helpers.bench("tenants", *options, "--attack", "streams", "--most", "1e-6") == 1
 
 
-def test_what_cannot_be_measured(tmp_path, capsys):
+def test_one_tenant_is_refused(capsys):
     assert helpers.bench("tenants", "--tenants", "1") == 2
     assert "must be at least 2" in capsys.readouterr().err
+
+
+@pytest.mark.end_to_end
+def test_a_server_that_does_not_start_is_an_error(tmp_path, capsys):
     assert helpers.bench("tenants", "--model", tmp_path / "none") == 2
     assert "the server did not start" in capsys.readouterr().err

@@ -13,6 +13,7 @@ from hf_smartspec.candidates.heads.feature_source import FeatureCandidates
 from hf_smartspec.candidates.models import growing
 from hf_smartspec.candidates.request import SourceRequest
 
+from ...covering import examples
 from ...models import shared_model
 from .published_eagle import random_heads
 
@@ -141,7 +142,7 @@ class World:
         assert len(rows) == len(self.texts) + len(self.ended)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(data=st.data(), width=st.sampled_from([1, 2]))
 def test_drafts_are_those_of_a_drafter_that_sees_the_whole_text_anew(unlike, data, width):
     world = World(unlike, width)

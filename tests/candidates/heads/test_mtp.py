@@ -165,7 +165,7 @@ def test_tokens_are_those_of_plain_decoding(targets, trained, plain, name, way, 
         assert output.statistics.accepted_tokens > 0.3 * NUM_TOKENS * len(lengths), "it was taught this"
 
 
-@pytest.mark.parametrize(("name", "num_layers"), [("deepseek_v3", 1), ("glm4_moe", 3)])
+@pytest.mark.parametrize(("name", "num_layers"), [("deepseek_v3", 1), *exhaustive(("glm4_moe", 3))])
 def test_random_layers_change_nothing(targets, name, num_layers):
     target, inputs = targets(name, num_layers), prompts((1, 2, 12))
     for options in (GREEDY, SAMPLED):
@@ -180,7 +180,7 @@ def test_random_layers_change_nothing(targets, name, num_layers):
         assert torch.equal(output.sequences, expected) and output.statistics.drafted_tokens > 0
 
 
-@pytest.mark.parametrize("num_layers", [1, 3])
+@pytest.mark.parametrize("num_layers", [*exhaustive([1]), 3])
 def test_drafts_behind_reused_prefixes_are_those_behind_whole_prompts(targets, num_layers):
     """Of an engine's requests, some of which are cancelled, and end with theirs what others may reuse."""
     target = targets(num_layers=num_layers)

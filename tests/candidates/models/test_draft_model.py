@@ -16,6 +16,7 @@ from hf_smartspec.sampling.noise import add_gumbel_noise, draft_seed
 from hf_smartspec.target_model.forward.packed import PackedForward
 
 from ...cases import left_padded
+from ...covering import part_of
 from ...models import VOCAB_SIZE, new_model, noisy_model, shared_model
 from ...strategies import path_to
 from .checks import PROMPTS, check_tree, count_forwards, look_at_the_end, next_scores, sharp_model, start
@@ -25,9 +26,10 @@ ROW_BY_ROW = ["bloom", "falcon", "gpt_neo", "gpt_oss", "llama4_text"]
 
 
 KINDS = [*product(["llama", "mistral", "gemma2", "gpt2"], [1, 2, 4]), *product(ROW_BY_ROW, [1])]
+FEW = [*product(["llama"], [1, 2, 4]), ("mistral", 1), ("gemma2", 2), ("gpt2", 4), ("falcon", 1)]
 
 
-@pytest.mark.parametrize(("architecture", "width"), KINDS)
+@pytest.mark.parametrize(("architecture", "width"), part_of(KINDS, *FEW))
 def test_drafts_follow_the_text_whatever_was_accepted(architecture, width):
     """Requests are asked in changing company and accept paths of any length, also of nodes that were not proposed."""
     check_that_drafts_follow(shared_model(architecture), width)

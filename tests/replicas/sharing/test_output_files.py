@@ -20,6 +20,7 @@ from hf_smartspec.replicas import SharedOutputs
 from hf_smartspec.replicas.sharing.folder import SharedFolder
 from hf_smartspec.replicas.sharing.snapshot import SharedOutput, pack, unpack
 
+from ...covering import examples
 from .replicas import OPTIONS, TOKENIZER, drafted, held, new_source, replica, serve
 
 
@@ -246,7 +247,7 @@ arrays_of_files = st.dictionaries(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.data())
 def test_whatever_a_file_holds_it_is_taken_or_refused_in_one_way(tmp_path_factory, data):
     """Headers and arrays that were made on purpose, with a right check sum, instead of a real file's."""

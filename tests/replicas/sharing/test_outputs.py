@@ -10,6 +10,7 @@ from hf_smartspec import SuffixTreeCandidates
 from hf_smartspec.replicas import SharedOutputs
 from hf_smartspec.replicas.sharing.folder import SharedFolder
 
+from ...covering import examples
 from ...folders import byte_tokenizer
 from .replicas import OPTIONS, drafted, held, new_source, replica, serve
 
@@ -40,7 +41,7 @@ def test_outputs_count_once_however_often_they_go_round(tmp_path):
     assert late.pull(source) == 0 and late.publish(source) == 0
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from("spulm")), max_size=40))
 def test_whatever_the_order_nothing_is_lost_or_counted_twice(tmp_path_factory, steps):
     """Replicas serve, publish, pull and merge as it happens, and some die without a word (`l`)."""

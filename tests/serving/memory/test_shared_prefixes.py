@@ -17,6 +17,7 @@ from hf_smartspec.target_model.cache import slot_cache
 from hf_smartspec.target_model.cache.slabs import slot_size
 from hf_smartspec.target_model.written.compiled import CompiledDecoder
 
+from ...covering import exhaustive
 from ...generate.helpers import VOCAB_SIZE, noisy_copy, tiny_llama
 from ...models import new_model, noisy_model, shared_model
 from ...watching import Watching
@@ -127,7 +128,9 @@ def test_requests_that_join_one_that_runs(model, together, source, max_prefill_t
     assert max(num for parts in together for _, num in parts) > 8
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gpt2", "opt", "smollm3", "gpt_bigcode"])
+@pytest.mark.parametrize(
+    "architecture", ["llama", "gpt2", "smollm3", *exhaustive(["qwen2"], ["qwen3"], ["opt"], ["gpt_bigcode"])]
+)
 def test_architectures(together, architecture):
     model, base = shared_model(architecture), Asked(FIRST, LONG)
     source = DraftModelCandidates(noisy_model(architecture, noise=0.01), num_nodes=6, width=2)
@@ -148,7 +151,7 @@ def test_compiled_decoders(together):
     assert len(together) > 10
 
 
-@pytest.mark.parametrize("architecture", ["gemma2", "gemma3_text", "mistral", "starcoder2"])
+@pytest.mark.parametrize("architecture", ["gemma3_text", "starcoder2", *exhaustive(["gemma2"], ["mistral"])])
 def test_models_that_do_not_see_everything_alike_copy(together, architecture):
     model, base = shared_model(architecture), Asked(FIRST, LONG)
     with Engine(model, suffix()) as engine:
@@ -211,7 +214,7 @@ def test_more_requests_run_than_copies_would_fit(model):
     assert max(most) == 8
 
 
-@pytest.mark.parametrize("max_tokens", [420, 700])
+@pytest.mark.parametrize("max_tokens", [420, *exhaustive([700])])
 def test_memory_that_is_full(model, together, max_tokens):
     """Rows move, are laid out afresh and give way, while others begin in them."""
     base = Asked(FIRST, LONG)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hf_smartspec.serving.server.guard.limits import Limits
 from hf_smartspec.serving.server.request.fields import ChatFields, CompletionFields, ResponseFields
 
+from ...covering import examples
 from .load import run_load
 from .running import running
 
@@ -37,7 +38,7 @@ def short_server(demo):
         yield started
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), path=st.sampled_from(list(_PATHS)))
 def test_no_body_makes_the_server_fail(short_server, data, path):
     names = st.sampled_from([*_PATHS[path].model_fields, "unknown"])

@@ -13,6 +13,7 @@ from hf_smartspec.target_model.layout.rows import CacheRow, RowInput
 from hf_smartspec.target_model.layout.shared_prefix import set_shared_reads
 from hf_smartspec.target_model.layout.step_layout import build_layout
 
+from ...covering import examples
 from ...strategies import path_to, trees
 
 HEADS, KEY_DIM, VALUE_DIM, LAYERS = 2, 3, 5, 2  # keys and values of unequal size, as in DeepSeek's attention
@@ -193,7 +194,7 @@ class SlotCacheAgainstLists(RuleBasedStateMachine):
         assert not any(memory.any() for memory in memories) and not self.cache.rows and not self.cache.layers
 
 
-SlotCacheAgainstLists.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+SlotCacheAgainstLists.TestCase.settings = settings(max_examples=examples(40), stateful_step_count=25, deadline=None)
 test_rows_hold_their_texts_whatever_happens_to_the_others = SlotCacheAgainstLists.TestCase
 
 

@@ -14,6 +14,7 @@ from hf_smartspec.target_model.forward.rowwise import RowwiseForward
 from hf_smartspec.target_model.support.capabilities import can_pack
 
 from ...cases import left_padded, prompts_of
+from ...covering import part_of
 from ...models import new_model
 from ...sources import Oracle, Recording, WithDecoys, Wrong
 
@@ -41,6 +42,9 @@ MODELS: dict[str, tuple[str, dict]] = {
 }
 # Prompts' lengths: before the border, up to it, behind it, and ragged, so that rows cross it at different tokens.
 LENGTHS = [(12,), (32,), (10, 20), (5, 40), (30, 33, 31)]
+# One that is packed with each kind of frequencies, and one that is not; `test_texts_cross_the_border` has all.
+FEW = part_of(MODELS, "llama dynamic", "phi3 longrope", "falcon dynamic")
+PACKED = part_of(["llama longrope", "phi3 longrope", "llama dynamic"], "phi3 longrope", "llama dynamic")
 SOURCES: dict = {
     "none": lambda texts: "none",
     "lookup": lambda texts: "prompt_lookup",
@@ -87,7 +91,7 @@ def test_texts_cross_the_border_with_the_plain_tokens(name, lengths):
             assert output.statistics.drafted_tokens > 0
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FEW)
 def test_sampled_rows_that_end_at_different_tokens(name):
     """Finished rows run on in plain decoding, so that its lengths go on growing."""
     model, prompts = model_of(name), prompts_of((10, 20, 27))
@@ -99,7 +103,7 @@ def test_sampled_rows_that_end_at_different_tokens(name):
     assert torch.equal(output.sequences, expected) and output.statistics.drafted_tokens > 0
 
 
-@pytest.mark.parametrize("name", ["llama longrope", "phi3 longrope", "llama dynamic"])
+@pytest.mark.parametrize("name", PACKED)
 def test_a_batch_that_is_padded_all_over(name):
     """Phi-3 goes by the width of the padded batch where it begins anew, its frequencies by the longest text."""
     model, prompts = model_of(name), prompts_of((10, 20))
@@ -110,7 +114,7 @@ def test_a_batch_that_is_padded_all_over(name):
         assert torch.equal(output.sequences, expected), kind
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FEW)
 def test_scores_and_cache_of_finished_rows(name):
     """Plain decoding feeds finished rows padding, across the border too, and returns what comes of it."""
     model, prompts = model_of(name), prompts_of((10, 20))
@@ -132,7 +136,7 @@ def test_scores_and_cache_of_finished_rows(name):
             torch.testing.assert_close(one.keys[rows, :, -width:], other.keys[rows, :, -width:], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FEW)
 @pytest.mark.parametrize("length", [20, 31, 34])
 def test_going_on_from_a_cache(name, length):
     model, (prompt,) = model_of(name), prompts_of((length,))
@@ -150,7 +154,7 @@ def test_going_on_from_a_cache(name, length):
     assert torch.equal(*texts)
 
 
-@pytest.mark.parametrize("name", ["llama longrope", "phi3 longrope", "llama dynamic"])
+@pytest.mark.parametrize("name", PACKED)
 def test_prompts_that_are_fed_in_chunks_behind_the_border_are_decoded_plainly(name):
     model, prompts = model_of(name), prompts_of((40, 45))
     inputs = left_padded(prompts)
@@ -161,7 +165,7 @@ def test_prompts_that_are_fed_in_chunks_behind_the_border_are_decoded_plainly(na
     assert torch.equal(output.sequences, expected) and recording.num_asked == 0
 
 
-@pytest.mark.parametrize("name", ["llama longrope", "phi3 longrope", "llama dynamic"])
+@pytest.mark.parametrize("name", PACKED)
 def test_an_engine_serves_every_request_as_it_would_be_alone(name):
     """Prompts that begin alike share memory only where its keys are those of their own lengths."""
     model = model_of(name)
@@ -174,7 +178,7 @@ def test_an_engine_serves_every_request_as_it_would_be_alone(name):
         assert engine.report() is not None
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FEW)
 def test_modules_are_left_as_they_were(name):
     model, prompts = model_of(name), prompts_of((20, 30))
     modules = lengthwise_modules(model)
@@ -185,7 +189,7 @@ def test_modules_are_left_as_they_were(name):
         assert "forward" not in vars(module)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FEW)
 def test_these_models_are_not_decoded_plainly(name, monkeypatch):
     model, prompts = model_of(name), prompts_of((20, 30))
     kind = RowwiseForward if name.startswith("falcon") else PackedForward
@@ -197,7 +201,7 @@ def test_these_models_are_not_decoded_plainly(name, monkeypatch):
     assert calls
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FEW)
 def test_the_border_matters_in_these_tests(name):
     """Frequencies that did not change would pass every comparison above."""
     model, prompts = model_of(name), prompts_of((BORDER + 8,))

@@ -14,6 +14,7 @@ from hf_smartspec.target_model.layout.shared_prefix import may_share, set_shared
 from hf_smartspec.target_model.layout.step_layout import build_layout
 from hf_smartspec.target_model.written import packed_forward
 
+from ...covering import examples
 from ...models import VOCAB_SIZE, new_model, shared_model
 from ...strategies import path_to, trees
 
@@ -40,7 +41,7 @@ def logits_of(forward: PackedForward, rows: list[CacheRow], fed: list, drafts: l
 
 
 @pytest.mark.parametrize("name", MODELS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(data=st.data())
 def test_rows_that_share_compute_what_whole_rows_do(name, data):
     """Of one base or two, of which they share more or less, with prompts and trees; the bases run with them or not."""

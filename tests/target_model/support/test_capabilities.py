@@ -14,6 +14,7 @@ from hf_smartspec.target_model.support.probe import Probe
 from hf_smartspec.target_model.support.twin import BORDERS, borders, small_config, small_twin
 
 from ...architectures import CHANGES, small_model
+from ...covering import exhaustive
 from ...models import new_model
 
 # Models that choose the keys of a query by what is run together, and what their configs call the length behind which
@@ -128,7 +129,7 @@ def test_probes_in_several_threads_leave_the_training_mode_as_it_was(monkeypatch
     assert all(module.training for module in model.modules())
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "float16", "int8", "int8 bfloat16"])
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", *exhaustive(["float16"], ["int8 bfloat16"])])
 def test_real_models_that_round_coarsely_are_packed_and_run_chains(kind, real_folder, monkeypatch):
     """Rounding adds up over thirty layers, which is no fault of the architecture."""
     monkeypatch.setattr(support, "TESTED_MODEL_TYPES", ())

@@ -1,9 +1,6 @@
 """What a written-out decoder follows: configs, memory of others, hooks, dropout; and what it does not keep."""
 
 import gc
-import os
-import subprocess
-import sys
 import threading
 import weakref
 
@@ -14,7 +11,7 @@ from torch import nn
 import hf_smartspec
 from hf_smartspec.target_model.forward.packed import PackedForward
 from hf_smartspec.target_model.support.dropout import is_random
-from hf_smartspec.target_model.written import packed_forward, registry, written_decoder
+from hf_smartspec.target_model.written import packed_forward, registry, written_decoder, written_decoders
 
 from ...models import new_model
 from .test_written import is_written, logits_of
@@ -227,20 +224,11 @@ def test_models_do_not_outlive_their_last_reference():
     assert reference() is None
 
 
-CODE = """
-from tests.models import new_model
-from hf_smartspec.target_model.written import written_decoder, written_decoders
-import os
-model = new_model("llama")
-found = [written_decoder(model) is not None]
-with written_decoders(True):
-    found.append(written_decoder(model) is not None)
-os.environ["HF_SMARTSPEC_WRITTEN"] = "1"
-print(found + [written_decoder(model) is not None])
-"""
-
-
-def test_the_environment_switches_them_off_when_asked():
-    environment = os.environ | {"HF_SMARTSPEC_WRITTEN": "0"}
-    result = subprocess.run([sys.executable, "-c", CODE], env=environment, capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[False, True, True]"
+def test_the_environment_switches_them_off_when_asked(monkeypatch):
+    model = new_model("llama")
+    monkeypatch.setenv("HF_SMARTSPEC_WRITTEN", "0")
+    assert not is_written(model)
+    with written_decoders(True):
+        assert is_written(model)
+    monkeypatch.setenv("HF_SMARTSPEC_WRITTEN", "1")
+    assert is_written(model)

@@ -21,6 +21,7 @@ from hf_smartspec.candidates.forwarding import unwrapped
 from hf_smartspec.candidates.request import SourceRequest
 from hf_smartspec.target_model.model_state import forget
 
+from ....covering import exhaustive
 from ....generate.helpers import PAD, VOCAB_SIZE, noisy_copy, prompts, set_special_tokens, tiny_llama, tiny_tokenizer
 from ...heads.fitted import fitted_eagle, fitted_heads
 
@@ -170,7 +171,9 @@ def test_a_classifier_learns_from_the_tags_of_some_requests(model, drafters):
     assert routed.memory().router > routed.router.num_bytes() > 0
 
 
-@pytest.mark.parametrize("router", [lambda prompt: 1 / 0, lambda prompt: 7, lambda prompt: None, lambda prompt: "?"])
+@pytest.mark.parametrize(
+    "router", [lambda prompt: 1 / 0, lambda prompt: "?", *exhaustive([lambda prompt: 7], [lambda prompt: None])]
+)
 def test_where_nothing_is_known_some_drafter_serves(model, drafters, router):
     routed = RoutedCandidates(drafters, router)
     inputs = prompts(LENGTHS)

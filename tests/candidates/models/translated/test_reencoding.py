@@ -17,6 +17,7 @@ from hf_smartspec.candidates.models.translated.translation import Translation
 from hf_smartspec.candidates.request import SourceRequest
 from hf_smartspec.drafts.tree import DraftTree, check_trees
 
+from ....covering import examples
 from ....generate.helpers import tiny_llama
 from ....models import new_model
 from ....strategies import path_to
@@ -48,7 +49,7 @@ def behind(translation: Translation, text, string: str) -> list[int]:
 
 
 @pytest.mark.parametrize(("one", "other"), PAIRS)
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(words, st.integers(0, 200), st.data())
 def test_a_chain_is_what_the_whole_text_would_be(one, other, string, place, data):
     target, draft = TOKENIZERS[one](), TOKENIZERS[other]()

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from hf_smartspec.candidates.models.translated import text as reading
 from hf_smartspec.candidates.models.translated.translation import Translation
 
+from ....covering import examples
 from .pairs import TEXTS, TOKENIZERS, byte_level, character_tokenizer, sentence_piece
 
 PAIRS = [(one, other) for one in TOKENIZERS for other in TOKENIZERS if one != other]
@@ -52,7 +53,7 @@ words = st.lists(st.sampled_from([*" ".join(TEXTS).split(), "日", "🙂", "xyzz
 
 
 @pytest.mark.parametrize(("one", "other"), PAIRS)
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(words, st.lists(st.integers(1, 4), min_size=60, max_size=60))
 def test_a_text_in_pieces_reads_as_the_whole(one, other, string, sizes):
     target, draft = TOKENIZERS[one](), TOKENIZERS[other]()

@@ -9,6 +9,7 @@ from hf_smartspec import SuffixTreeCandidates
 from hf_smartspec.candidates.request import SourceRequest
 from hf_smartspec.candidates.text.suffix.corpus import SuffixCorpus
 
+from ....covering import examples
 from .test_source import SENTENCE, ids, run, small
 
 
@@ -132,7 +133,7 @@ def test_memory_is_bounded_and_the_unused_go_first():
     assert 500 < source.num_cached_tokens() < 200 * 30
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(st.lists(st.tuples(st.lists(st.integers(0, 5), min_size=1, max_size=80), st.integers(0, 9)), max_size=40))
 def test_bound_holds_through_additions_and_removals(operations):
     source = small(max_bytes=20_000)
@@ -181,7 +182,7 @@ def test_prompt_that_does_not_fit_is_refused_and_others_go_on():
 texts = st.lists(st.integers(3, 40), min_size=1, max_size=60)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     quiet=st.lists(texts, min_size=1, max_size=6),
     busy=st.lists(texts, min_size=1, max_size=6),

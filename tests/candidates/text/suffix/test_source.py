@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from hf_smartspec import SuffixTreeCandidates
 from hf_smartspec.candidates.request import SourceRequest
 
+from ....covering import examples
+
 SENTENCE = np.array([11, 12, 13, 14, 15, 16, 17, 18])
 
 
@@ -179,7 +181,7 @@ def expand(outputs, pattern, size):
     return [path for path, _ in drafted]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(st.lists(texts, min_size=1, max_size=4), st.lists(st.integers(0, 3), max_size=3, unique=True), st.data())
 def test_published_algorithm_finds_the_best_score(outputs, end, data):
     factor, limit = data.draw(st.sampled_from([1.0, 2.5])), data.draw(st.integers(1, 8))

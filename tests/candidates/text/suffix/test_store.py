@@ -31,6 +31,8 @@ from hf_smartspec.candidates.text.suffix.kernels.store import (
 )
 from hf_smartspec.jit import compiled
 
+from ....covering import examples
+
 extend, finish, find = (compiled(part.py_func) for part in (insertion.extend, insertion.finish, storage.find))
 
 
@@ -178,7 +180,7 @@ def test_text_without_labels_may_be_overwritten():
     assert num_labels(store, root, 10, 12, 2) > 0
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(st.lists(st.tuples(token_lists, st.integers(0, 9)), max_size=30), st.integers(3_000, 30_000))
 def test_freed_texts_hold_no_edges(operations, max_bytes):
     """A corpus whose free text is overwritten after every step still counts right."""
