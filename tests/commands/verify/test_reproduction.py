@@ -83,6 +83,14 @@ def test_the_command_compares_them_in_half_precision_only():
         assert report.must_reproduce is (dtype is torch.bfloat16)
 
 
+def test_embeddings_that_depend_on_the_longest_prompt_need_not_be_reproduced():
+    scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = model_of(dtype=torch.bfloat16, rope_parameters=scaling)
+    report = report_of(model)
+    Verifier(model, "auto", PROMPTS, [1, 2], 4, 0).run(report, 0)
+    assert report.reproductions and not report.must_reproduce and not report.failures
+
+
 def test_replayed_drafts_are_those_of_the_engines_requests():
     """So that an engine accepts many of them, in the order in which requests come."""
     model = model_of()
