@@ -50,7 +50,7 @@ def all_methods(draft: PreTrainedModel | None) -> list[Method]:
 
 @dataclass
 class Result:
-    """What one method did with all prompts in one dtype and batch size; of a refused call, the message only."""
+    """Results of one method for all prompts, in one dtype and batch size; for a refused call, its message only."""
 
     name: str
     dtype: str

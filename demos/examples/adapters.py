@@ -38,7 +38,7 @@ def answers(tuned: Any, inputs: Any) -> dict[str, list[list[int]]]:
 
 
 def main() -> tuple[Any, Any, hf_smartspec.GenerationStatistics]:
-    """What comes out without speculation and with it, and how much was drafted."""
+    """Return the outputs without and with speculation, and print how much was drafted."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     torch.manual_seed(0)

@@ -34,7 +34,7 @@ def evaluate(model: HFLM, limit: int) -> tuple[float, list[str], float]:
 
 
 def main(limit: int = 12) -> tuple[Any, Any, hf_smartspec.GenerationStatistics]:
-    """What comes out without speculation and with it, and how much was drafted."""
+    """Return the outputs without and with speculation, and print how much was drafted."""
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     wrapped = HFLM(pretrained=model, tokenizer=AutoTokenizer.from_pretrained(MODEL), batch_size=4)
     *plain, seconds = evaluate(wrapped, limit)

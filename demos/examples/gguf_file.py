@@ -20,7 +20,7 @@ QUESTION = "Repeat this, and change nothing: The committee will meet on Friday a
 
 
 def main(file: Path = FILE) -> tuple[Any, Any, hf_smartspec.GenerationStatistics]:
-    """What comes out without speculation and with it, and how much was drafted."""
+    """Return the outputs without and with speculation, and print how much was drafted."""
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     config = GgufConfig(dequantize=True)  # plain linear layers on every device, whatever kernels are installed
     model = AutoModelForCausalLM.from_pretrained(

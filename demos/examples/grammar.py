@@ -45,7 +45,7 @@ class GrammarProcessor(LogitsProcessor):
 
 
 def main() -> tuple[Any, Any, hf_smartspec.GenerationStatistics]:
-    """What comes out without speculation and with it, and how much was drafted."""
+    """Return the outputs without and with speculation, and print how much was drafted."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     vocabulary = llguidance.hf.from_tokenizer(tokenizer, n_vocab=model.config.vocab_size)

@@ -20,7 +20,7 @@ PLAIN = {"speculation": {"assistant": "none"}}
 
 
 def main(url: str = "http://127.0.0.1:8000/v1") -> tuple[Any, Any]:
-    """What comes out without speculation and with it."""
+    """Return the outputs without and with speculation."""
     settings: Any = {"model": "demo", "base_url": url, "api_key": SecretStr("none"), "temperature": 0, "max_tokens": 40}
     plain = [answer.content for answer in (TEMPLATE | ChatOpenAI(**settings, extra_body=PLAIN)).batch(NUMBERS)]
 

@@ -19,7 +19,7 @@ ARGUMENTS = {"max_new_tokens": 32, "do_sample": False}
 
 
 def main() -> tuple[Any, Any, hf_smartspec.GenerationStatistics]:
-    """What comes out without speculation and with it, and how much was drafted."""
+    """Return the outputs without and with speculation, and print how much was drafted."""
     tokenizer = AutoTokenizer.from_pretrained(DEMOS / "models/target", padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(DEMOS / "models/target", dtype=torch.float32)
     dataset = Dataset.from_json(str(DEMOS / "prompts.jsonl")).select_columns(["prompt"]).select(range(4, 12))

@@ -21,7 +21,7 @@ PLACES |= {f"model.layers.{index}": "cpu" if index < 4 else "disk" for index in 
 
 
 def main() -> tuple[Any, Any, hf_smartspec.GenerationStatistics]:
-    """What comes out without speculation and with it, and how much was drafted."""
+    """Return the outputs without and with speculation, and print how much was drafted."""
     inputs = AutoTokenizer.from_pretrained(MODEL)(PROMPT, return_tensors="pt")
     arguments = {**inputs, "max_new_tokens": 48, "do_sample": False}
     with tempfile.TemporaryDirectory() as folder:

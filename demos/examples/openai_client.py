@@ -16,7 +16,7 @@ PLAIN = {"speculation": {"assistant": "none"}}
 
 
 def main(url: str = "http://127.0.0.1:8000/v1") -> tuple[Any, Any, dict[str, Any]]:
-    """What comes out without speculation and with it, and what the server says of it."""
+    """Return the outputs without and with speculation, and print the figures of the server."""
     client = OpenAI(base_url=url, api_key="none")
     model = client.models.list().data[0].id
     chat: Any = {"model": model, "messages": QUESTION, "max_tokens": 40}

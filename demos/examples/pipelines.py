@@ -21,7 +21,7 @@ INPUTS: dict[str, Any] = {
 
 
 def main() -> tuple[Any, Any, hf_smartspec.GenerationStatistics]:
-    """What comes out without speculation and with it, and how much was drafted."""
+    """Return the outputs without and with speculation, and print how much was drafted."""
     generator = pipeline("text-generation", model=str(MODEL), dtype=torch.float32)
     arguments = {"max_new_tokens": 48, "do_sample": False, "batch_size": 3}
     plain = {name: generator(inputs, **arguments) for name, inputs in INPUTS.items()}

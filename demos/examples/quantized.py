@@ -37,7 +37,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> tuple[Any, Any, hf_smartspec.GenerationStatistics]:
-    """What comes out without speculation and with it, and how much was drafted."""
+    """Return the outputs without and with speculation, and print how much was drafted."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--by", choices=["bitsandbytes", "torchao"], help="default: both")
     parser.add_argument("--max-new-tokens", type=int, default=32)

@@ -27,7 +27,7 @@ def ask(client: OpenAI) -> list[str]:
 
 
 def main(port: int = 8001, assistant: Any = "auto") -> tuple[Any, Any]:
-    """What comes out without speculation and with it."""
+    """Return the outputs without and with speculation."""
     server = Serve(MODEL, host="127.0.0.1", port=port, device="cpu", dtype="float32", non_blocking=True)
     client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
     try:

@@ -9,6 +9,8 @@ from .kernels.program import NORM
 from .program import DTYPES, run_operator
 from .tensor_checks import is_plain, is_vector
 
+_SMALL = 2**15  # numbers that one thread has normalized before a second one has begun
+
 
 def can_norm(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """
@@ -34,7 +36,10 @@ def few_token_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, is_shi
     x, size = x.contiguous(), x.shape[-1]
     outputs = x.new_empty(x.shape)
     addresses = x.data_ptr(), weight.data_ptr(), outputs.data_ptr()
-    run_operator(x.dtype, NORM, 1, x.numel() // size, 1, size, size, size, is_shifted, *addresses, 0, 0, eps, 1.0)
+    num_threads = torch.get_num_threads() if x.numel() > _SMALL else 1
+    run_operator(
+        x.dtype, NORM, num_threads, x.numel() // size, 1, size, size, size, is_shifted, *addresses, 0, 0, eps, 1.0
+    )
     return outputs
 
 

@@ -1,4 +1,4 @@
-"""How much of its prompt each row is fed in a step."""
+"""Lengths of the pieces of prompts that rows are fed in a step."""
 
 from collections.abc import Hashable, Mapping
 

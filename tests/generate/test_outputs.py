@@ -1,4 +1,4 @@
-"""What `return_dict_in_generate` brings: scores, logits, statistics; and `custom_generate`."""
+"""Outputs of `return_dict_in_generate`: scores, logits, statistics; and `custom_generate`."""
 
 import pytest
 import torch

@@ -92,7 +92,7 @@ def test_continuing_from_the_cache(model, first, second):
 
 
 def test_continuing_behind_finished_rows(model):
-    """Where padding is EOS, the mask cannot be inferred and the padding's keys and values count."""
+    """The mask cannot be inferred where padding is EOS, and the padding's keys and values count."""
     model.generation_config.update(eos_token_id=[EOS, 8, 12], pad_token_id=EOS)
     inputs = {"input_ids": prompts([6, 6, 6])["input_ids"]}
     settings = inputs | {"max_new_tokens": 20, "return_dict_in_generate": True}

@@ -21,7 +21,7 @@ FILE = CACHE / GGUF  # as it was downloaded
 
 
 def real_model() -> str | None:
-    """Return the model's folder, made from its file where needed; None where the file, or `gguf` to read it, lacks."""
+    """Return the model's folder, made from its file where needed; None without the file, or `gguf` to read it."""
     if not FOLDER.is_dir() and (file := _file()) is not None and find_spec("gguf") is not None:
         with locked():
             if not FOLDER.is_dir():

@@ -112,11 +112,19 @@ def decode_speculatively(
 
 
 def tokens_by_default(
-    model: PreTrainedModel, inputs: dict[str, torch.Tensor], decoding: Decoding, max_new_tokens: int, assistant: Any
+    model: PreTrainedModel,
+    inputs: dict[str, torch.Tensor],
+    decoding: Decoding,
+    max_new_tokens: int,
+    assistant: Any,
+    seeds: list[int] | None = None,
 ) -> torch.Tensor:
-    """Return the new tokens of `generate` with `assistant=` and no other output: rows are then freed as they end."""
+    """
+    Return the new tokens of `generate` with `assistant=` and no other output: rows are then freed as they end. `seeds`
+    has one seed for each row that samples.
+    """
     with enabled(model):
-        arguments = decoding.own_arguments()
+        arguments = decoding.own_arguments() | ({} if seeds is None else {"seed": seeds})
         sequences = model.generate(**inputs, **arguments, assistant=assistant, max_new_tokens=max_new_tokens)
     return _new_tokens(model, inputs, sequences)
 

@@ -6,10 +6,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ...generate import enabled
 from ...serving.engine import Engine
 from ..common.models import left_padded
-from ..common.runs import Decoding, eos_ids, up_to_end
+from ..common.runs import Decoding, eos_ids, tokens_by_default, up_to_end
 from .drafts import Drafting
 
 _AT_ONCE, _PIECE = 8, 48  # requests in an engine, and tokens of their prompts in a step
@@ -67,27 +66,22 @@ class Reproducer:
             num_differing = sum(own != expected for own, expected in zip(rows, alone, strict=True))
             yield Reproduction(decoding.name, way.name, size, len(rows), sum(map(len, rows)), num_differing)
 
-    def _arguments(self, decoding: Decoding, seed: Any) -> dict[str, Any]:
-        arguments = decoding.own_arguments() | {"max_new_tokens": self.max_new_tokens}
-        return arguments if decoding.seed is None else arguments | {"seed": seed}
-
     def _generate(self, decoding: Decoding, start: int, size: int, assistant: Any) -> list[list[int]]:
         """Return the new tokens of neighbouring prompts, decoded in one batch."""
         prompts = self.prompts[start : start + size]
         inputs = left_padded(prompts, self.model.generation_config.pad_token_id, self.model.device)
-        arguments = self._arguments(decoding, [(decoding.seed or 0) + start + row for row in range(len(prompts))])
-        with enabled(self.model):
-            tokens: Any = self.model.generate(**inputs, **arguments, assistant=assistant)
-        first = 1 if self.model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
-        return [self._up_to_end(row) for row in tokens[:, first:].tolist()]
+        call = self.model, inputs, decoding, self.max_new_tokens, assistant
+        seeds = None if decoding.seed is None else [decoding.seed + start + row for row in range(len(prompts))]
+        return [self._up_to_end(row) for row in tokens_by_default(*call, seeds).tolist()]
 
     def _serve(self, decoding: Decoding, assistant: Any) -> list[list[int]]:
         """Return the new tokens of all prompts, as an engine decodes them."""
+        arguments = decoding.own_arguments() | {"max_new_tokens": self.max_new_tokens}
         with Engine(self.model, assistant, max_batch_size=_AT_ONCE, max_prefill_tokens=_PIECE) as engine:
-            names = [
-                engine.add_request(prompt, **self._arguments(decoding, (decoding.seed or 0) + number))
-                for number, prompt in enumerate(self.prompts)
-            ]
+            names = []
+            for number, prompt in enumerate(self.prompts):
+                seed = {} if decoding.seed is None else {"seed": decoding.seed + number}
+                names.append(engine.add_request(prompt, **arguments | seed))
             outputs: list[Any] = [engine.get_result(name) for name in names]
         return [self._up_to_end(output.generated_tokens) for output in outputs]
 

@@ -108,7 +108,7 @@ def _attend(a, first_token, last_token, begin, end, scale, queries, keys, values
     """
     firsts, counts, groups, size = int64_at(a[_FIRSTS]), int64_at(a[_COUNTS]), a[_GROUPS], a[_SIZE]
     first, last = firsts[first_token], firsts[first_token] + counts[first_token]
-    low, high = first, last  # lines that all tokens attend to
+    low, high = first, last  # lines that all tokens attend to; none, where their windows have none in common
     for token in range(first_token + 1, last_token):
         first, last = min(first, firsts[token]), max(last, firsts[token] + counts[token])
         low, high = max(low, firsts[token]), min(high, firsts[token] + counts[token])
@@ -151,35 +151,28 @@ def _attend(a, first_token, last_token, begin, end, scale, queries, keys, values
         for head in range(end - begin):
             own, sums = ahead(scores, head * some * num + shared - first), ahead(results, head * some * size)
             # Each token's lines in their order: those before the ones that all attend to, these, and those after them.
-            for token in range(first_token, last_token):
-                own_low, own_high = max(block, firsts[token]), min(stop, firsts[token] + counts[token], low)
-                row = (token - first_token) * groups
-                _add(
-                    a,
-                    begin + head,
-                    groups,
-                    own_low,
-                    own_high,
-                    num,
-                    ahead(own, row * num),
-                    values,
-                    ahead(sums, row * size),
-                )
+            _add_own(a, first_token, last_token, begin + head, block, min(stop, low), num, own, values, sums)
             _add(a, begin + head, some, max(block, low), min(stop, high), num, own, values, sums)
-            for token in range(first_token, last_token):
-                own_low, own_high = max(block, firsts[token], high), min(stop, firsts[token] + counts[token])
-                row = (token - first_token) * groups
-                _add(
-                    a,
-                    begin + head,
-                    groups,
-                    own_low,
-                    own_high,
-                    num,
-                    ahead(own, row * num),
-                    values,
-                    ahead(sums, row * size),
-                )
+            _add_own(a, first_token, last_token, begin + head, max(block, high), stop, num, own, values, sums)
+
+
+@inner
+def _add_own(a, first_token, last_token, head, low, high, num, weights, values, sums):
+    """Add up the values of lines from `low` to `high`, each token those that it attends to, as `_add` does."""
+    for token in range(first_token, last_token):
+        begin, row = int64_at(a[_FIRSTS])[token], (token - first_token) * a[_GROUPS]
+        own, found = ahead(weights, row * num), ahead(sums, row * a[_SIZE])
+        _add(
+            a,
+            head,
+            a[_GROUPS],
+            max(low, begin),
+            min(high, begin + int64_at(a[_COUNTS])[token]),
+            num,
+            own,
+            values,
+            found,
+        )
 
 
 @inner
@@ -233,7 +226,7 @@ def _exponentiate(scores, num, scale):
     for line in range(num):
         found = _exponential((scores[line] - highest) * scale)
         scores[line] = found
-        total += np.int64(found * _UNITS)
+        total += np.int64(found * _UNITS)  # any number for a NaN, whose own weight stays NaN
     return np.float32(total) / _UNITS
 
 

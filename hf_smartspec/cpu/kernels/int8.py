@@ -9,6 +9,7 @@ from ...jit import inner
 from ...jit.pointers import ahead, float32_at, get, int8_at, int32_at, like, put, take
 from ...jit.writing import FLOAT, I32, I64, call, written
 from .dots import GROUP, OFFSET, PART, PARTS, SIDE, dots, vector_size
+from .multiply import tile_width
 
 # Compiled code is called with the address of these numbers, int64 each.
 # next: incremented by the thread that takes the next share of the work.
@@ -120,7 +121,7 @@ def multiply_int8(a, kind):
                 num, most = 1, _most_of_a_block()
             token = 0
             while token < num_tokens:
-                width = _width(num_tokens - token, most)
+                width = tile_width(num_tokens - token, most)
                 _tile(a, kind, begin, num, token, width, sums)
                 token += width
             begin += num
@@ -171,10 +172,3 @@ def _largest_tile(num_tokens):
 @inner
 def _most_of_a_block():
     return _FEW if vector_size() > 16 else _MOST_NARROW
-
-
-@inner
-def _width(num_left, most):
-    """Return the tokens of the next tile: about as many as the tiles after it have, at least half of the most."""
-    num_tiles = (num_left + most - 1) // most
-    return (num_left + num_tiles - 1) // num_tiles

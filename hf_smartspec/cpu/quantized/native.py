@@ -4,6 +4,7 @@ from functools import cache
 
 import torch
 
+from ..few_tokens import SMALL
 from ..kernels.dots import GROUP, PARTS, SIDE, widest
 from ..kernels.program import INT8, LEVELS
 from ..kernels.tiles import num_lanes
@@ -11,7 +12,6 @@ from ..program import DTYPES, run_operator
 from ..tensor_checks import is_plain, is_vector
 from ..threads import has_threads, share_of
 
-_SMALL = 2**17  # products that one thread has computed before a second one has begun
 _FEW = 2**13  # numbers that one thread has rounded by then
 
 
@@ -56,7 +56,7 @@ def int8_linear(
     outputs, levels = x.new_empty(num_tokens, num_outputs), Rounded(num_tokens, weight.shape[1])
     fields = num_tokens, num_inputs, x.data_ptr(), *levels.addresses
     run_operator(x.dtype, LEVELS, num_threads if x.numel() > _FEW else 1, *fields)
-    num_threads = num_threads if num_tokens * weight.numel() > _SMALL else 1
+    num_threads = num_threads if num_tokens * weight.numel() > SMALL else 1
     run_operator(
         x.dtype, INT8, num_threads, num_tokens, weight.shape[1], num_outputs, blocks_of(num_outputs, num_inputs),
         weight.data_ptr(), scale.data_ptr(), *levels.addresses, 0 if bias is None else bias.data_ptr(),

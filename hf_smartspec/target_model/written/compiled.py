@@ -188,7 +188,8 @@ class _Forward:
 
     def _write(self) -> None:
         self.x, self.normed, self.out = (self._new(self.size) for _ in range(3))
-        self.rounded = Rounded(self.room, max(num_groups(item.shape[1]) for item in _products(self.plan)))
+        groups = [num_groups(item.shape[1]) for item in _products(self.plan) if item.whole().scale is not None]
+        self.rounded = Rounded(self.room, max(groups, default=0))  # for products in int8
         layers = self.plan.layers
         self.queries = self._new(max(layer.num_heads * layer.head_dim for layer in layers))
         self.attended = self._new(max(layer.num_heads * layer.head_dim for layer in layers))

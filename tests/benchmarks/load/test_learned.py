@@ -27,6 +27,8 @@ def folder(tmp_path_factory):
 def _own_profiles(monkeypatch):
     cost = CostModel(alpha=0.0, gamma=1e-5, delta=20e-3)  # where drafts pay
     monkeypatch.setattr(load_runs, "load_or_profile", lambda model: cost)
+    # Of a step that took long beside other work, an auction would learn not to draft.
+    monkeypatch.setattr(CostModel, "observe", lambda *_: None)
 
 
 def call(command, folder, *arguments):
@@ -44,7 +46,7 @@ def test_load(folder, tmp_path):
     for (_, policy), row in rows.items():
         if policy == "none":
             assert row["drafted_per_step"] == 0
-        elif policy != "auction" or row["drafted_per_step"] > 1:  # after slow steps it drafts hardly any nodes
+        else:
             assert row["acceptance_rate"] > 0
 
 

@@ -15,6 +15,7 @@ from hf_smartspec.cpu.kernels import dots
 from hf_smartspec.cpu.quantized import native, product
 from hf_smartspec.cpu.quantized.product import dequantized, in_blocks, int8_linear, plain_int8_linear, to_levels
 from hf_smartspec.target_model.written import written_decoder
+from hf_smartspec.target_model.written.compiled import CompiledDecoder
 
 from ...models import new_model
 
@@ -160,7 +161,9 @@ def test_a_product_takes_few_calls(monkeypatch):
 
 @pytest.mark.parametrize("is_written", [True, False])
 def test_decoding_multiplies_with_compiled_code(monkeypatch, is_written):
-    model, calls, run = quantize(new_model("llama")), [], native.run_operator
+    model, calls, run = quantize(new_model("llama", head_dim=16)), [], native.run_operator
+    programs, run_program = [], CompiledDecoder.run
+    monkeypatch.setattr(CompiledDecoder, "run", lambda *own: (programs.append(own), run_program(*own))[1])
     plain = copy.deepcopy(model)
     monkeypatch.setattr(native, "run_operator", lambda *arguments: (calls.append(arguments), run(*arguments)))
     with hf_smartspec.target_model.written.written_decoders(is_written):
@@ -169,7 +172,7 @@ def test_decoding_multiplies_with_compiled_code(monkeypatch, is_written):
             ids, arguments = torch.arange(3, 12)[None], {"max_new_tokens": 12, "do_sample": False}
             calls.clear()
             actual = model.generate(ids, **arguments, assistant="auto")
-            assert is_written or len(calls) > 100  # a written-out decoder is one program
+            assert len(programs) > 5 and len(calls) < 50 if is_written else len(calls) > 100 and not programs
     monkeypatch.setattr(native, "can_multiply", lambda *_: False)
     calls.clear()
     assert torch.equal(plain.generate(ids, **arguments), actual) and not calls

@@ -30,7 +30,7 @@ def serve(source, name, prompt, answer, namespace=""):
 
 
 def held(source):
-    """What is remembered, by namespace, in any order."""
+    """Texts that are remembered, by namespace, in any order."""
     return sorted((namespace, tokens.tolist()) for _, namespace, tokens in source.outputs())
 
 

@@ -198,7 +198,7 @@ def test_every_bit_in_int8_is_that_of_the_layers(name, dtype, programs):
     forward = tried(model)
     programs.clear()
     found = logits_of(forward)
-    assert programs or name == "gemma3_text"
+    assert len(programs) == (0 if name == "gemma3_text" else 2)  # whose window is short
     assert torch.equal(found, logits_of(by_layers(other)))
 
 
