@@ -18,18 +18,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--kinds", nargs="+", default=list(KINDS), choices=KINDS, metavar="KIND",
-        help="of weights: float32, bfloat16, and int8, which is Q8_0 for those that read GGUF (default: all)",
+        help="of weights: float32, bfloat16, int8, which is Q8_0 in GGUF, and int4, Q4_1 in GGUF and read by llama.cpp "
+        "alone (default: all)",
     )  # fmt: skip
     for name, kind, metavar, about in (
         ("--prompts", Path, "FILE", ".jsonl with prompts and their category, or lines of text"),
-        ("--texts", str, "CATEGORY", "of the prompts (default: sql chat)"),
-        ("--batch-sizes", positive, "B", "rows at once, different prompts (default: 1 16)"),
+        ("--texts", str, "CATEGORY", "of the prompts (default: all of them)"),
+        ("--batch-sizes", positive, "B", "rows at once, different prompts (default: 1 8 16)"),
     ):
         parser.add_argument(name, nargs="+", type=kind, metavar=metavar, help=about)
     add_options(
         parser,
-        ("--model", str, None, "MODEL", "a Llama, folder or hub id (default: the embedded target)"),
-        ("--draft", str, None, "MODEL", "its draft model (default: the embedded one)"),
+        ("--model", str, None, "MODEL", "a Llama, folder or hub id (default: SmolLM2, or the embedded target)"),
+        ("--draft", str, None, "MODEL", "its draft model (default: the embedded target has one)"),
         ("--parameters", number, None, "N", "of the target, enlarged without a change of its output; 0 leaves it as it "
          "is (default: 2e+08 for the embedded target, 0 for others)"),
         ("--num-prompts", positive, None, "N", "of each category, decoded one by one (default: 4)"),

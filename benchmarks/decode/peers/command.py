@@ -2,6 +2,7 @@
 
 import argparse
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from hf_smartspec.commands.common.arguments import PARAMETERS, UsageError
 from hf_smartspec.commands.common.cost_matched import enlarge
 from hf_smartspec.commands.common.models import demo_folder, load_draft, load_model, load_tokenizer
 
+from ...kit.models import choose_model
 from ...kit.session import new_session, print_head
 from .known import PEERS
 from .measuring import PeerBench
@@ -21,16 +23,14 @@ _MAX_PROMPT = 256  # tokens of a prompt, its end
 _DEFAULTS = {
     "peers": list(PEERS),
     "parameters": PARAMETERS,
-    "texts": ["sql", "chat"],
     "num_prompts": 4,
-    "batch_sizes": [1, 16],
+    "batch_sizes": [1, 8, 16],
     "max_new_tokens": 64,
     "repeats": 3,
 }
 _SMOKE = {
     "peers": [name for name in PEERS if name != "compiled"],  # which takes a minute to compile
     "parameters": 0,
-    "texts": ["sql", "chat"],
     "num_prompts": 1,
     "batch_sizes": [1, 3],
     "max_new_tokens": 16,
@@ -44,6 +44,8 @@ _LEGEND = (
 
 
 def run(args: argparse.Namespace) -> int:
+    if not args.smoke:
+        choose_model(args)
     if args.model and args.parameters is None:
         args.parameters = 0
     for name, value in (_SMOKE if args.smoke else _DEFAULTS).items():
@@ -51,10 +53,11 @@ def run(args: argparse.Namespace) -> int:
             setattr(args, name, value)
     torch.set_num_threads(args.threads)
     session = new_session(args, free=_FREE, peers={})
-    name = args.model or "the embedded target"
+    name = Path(args.model).name if args.model else "the embedded target"
     size = f"{name} at {args.parameters / 1e6:.0f} M parameters" if args.parameters else f"{name} as it is"
     console = print_head(session, "peers", f"{size}, {args.max_new_tokens} new tokens; each has the threads")
-    with PeerBench(args, session, partial(_models, args), _prompts(args)) as bench:
+    prompts = _prompts(args)
+    with PeerBench(args, session, partial(_models, args), prompts) as bench:
         try:
             return session.run(bench.sections(), console)
         finally:
@@ -68,24 +71,23 @@ def _print_end(console: Console, report: dict[str, Any]) -> None:
 
 
 def _prompts(args: argparse.Namespace) -> Prompts:
-    name = _named(args, "model")
+    name = args.model or _embedded("target")
     tokenizer = load_tokenizer(name)
     if tokenizer is None:
         raise UsageError(f"--model: {name!r} has no tokenizer")
-    files = args.prompts or [demo_folder() / "prompts.jsonl"]
+    files = args.prompts or [demo_folder() / ("real_prompts.jsonl" if args.model else "prompts.jsonl")]
     return Prompts.read([str(file) for file in files], tokenizer, _MAX_PROMPT)
 
 
-def _named(args: argparse.Namespace, kind: str) -> str:
-    """Return the folder or hub id of the "model" or the "draft"."""
-    embedded = {"model": "target", "draft": "draft"}[kind]
-    return getattr(args, kind) or str(demo_folder() / "models" / embedded)
+def _embedded(name: str) -> str:
+    return str(demo_folder() / "models" / name)
 
 
-def _models(args: argparse.Namespace, dtype: str) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """Return target and draft model."""
-    target = load_model(_named(args, "model"), dtype)
-    draft = load_draft(_named(args, "draft"), target, dtype)
+def _models(args: argparse.Namespace, dtype: str) -> tuple[PreTrainedModel, PreTrainedModel | None]:
+    """Return target and draft model; models that are not embedded have none but that of `--draft`."""
+    target = load_model(args.model or _embedded("target"), dtype)
+    name = args.draft or (None if args.model else _embedded("draft"))
+    draft = load_draft(name, target, dtype) if name else None
     try:
         return (enlarge(target, args.parameters) if args.parameters else target), draft
     except ValueError as error:

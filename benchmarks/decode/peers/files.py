@@ -13,11 +13,11 @@ _SIZES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "he
 
 
 def write_files(
-    target: PreTrainedModel, draft: PreTrainedModel, needed: Iterable[str], kind: str, folder: Path
+    target: PreTrainedModel, draft: PreTrainedModel | None, needed: Iterable[str], kind: str, folder: Path
 ) -> dict[str, str]:
     """
-    Write the needed files and return their paths by name. Models are in `kind`'s precision already: int8 is made of
-    bfloat16.
+    Write the needed files and return their paths by name, those of a draft only where there is one. Models are in
+    `kind`'s precision already: int8 is made of bfloat16, int4 of float32.
 
     Args:
         needed (iterable of `str`): Some of "model" and "draft" (torch's pickles), "gguf" and "draft_gguf", "arrays"
@@ -30,6 +30,8 @@ def write_files(
     paths = {}
     for name in sorted(set(needed)):
         model = draft if name.startswith("draft") else target
+        if model is None:
+            continue
         path = folder / name
         if name.endswith("gguf"):
             write_gguf(model, path, kind)
@@ -58,8 +60,9 @@ def write_arrays(model: PreTrainedModel, path: Path) -> None:
 
 # GGUF, which llama.cpp reads.
 
-_GGUF_KINDS = {"float32": ("F32", 0), "int8": ("Q8_0", 7), "bfloat16": ("BF16", 32)}  # types of tensors, and of files
-_BLOCK = 32  # numbers that share a scale in Q8_0
+# Types of tensors, and of files.
+_GGUF_KINDS = {"float32": ("F32", 0), "bfloat16": ("BF16", 32), "int8": ("Q8_0", 7), "int4": ("Q4_1", 3)}
+_BLOCK = 32  # numbers that share a scale in Q8_0 and Q4_1
 _NORMAL = 1  # type of a token
 
 
@@ -70,7 +73,8 @@ def write_gguf(model: PreTrainedModel, path: Path, kind: str) -> None:
     Args:
         model (`PreTrainedModel`): A Llama with default rotary embeddings and without biases.
         path (`Path`): The file.
-        kind (`str`): Type of its matrices: "float32", "bfloat16" or "int8" (Q8_0). Vectors stay in float32.
+        kind (`str`): Type of its matrices: "float32", "bfloat16", "int8" (Q8_0) or "int4" (Q4_1). Vectors stay in
+            float32.
 
     Raises:
         ValueError: For other models and kinds.

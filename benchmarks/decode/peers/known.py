@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from .processes import PeerError
 
-KINDS = ("float32", "bfloat16", "int8")
+KINDS = ("float32", "bfloat16", "int8", "int4")
 
 
 class Peer(NamedTuple):
@@ -24,7 +24,7 @@ class Peer(NamedTuple):
 
     runner: str
     files: tuple[str, ...]
-    kinds: tuple[str, ...] = KINDS
+    kinds: tuple[str, ...] = KINDS[:3]
     requirements: tuple[str, ...] = ()
     settings: dict[str, Any] = {}  # noqa: RUF012  never changed
 
@@ -37,7 +37,7 @@ PEERS = {
     "transformers": Peer("transformers", ("model", "draft"), KINDS[:2]),
     "compiled": Peer("transformers", ("model",), KINDS[:2], settings={"compiled": True}),
     "smartspec": Peer("smartspec", ("model", "draft"), settings={"needs_library": True}),
-    "llama.cpp": Peer("llama_cpp", ("gguf", "draft_gguf"), requirements=("xllamacpp==2026.10.11549",)),
+    "llama.cpp": Peer("llama_cpp", ("gguf", "draft_gguf"), KINDS, requirements=("xllamacpp==2026.10.11549",)),
     "openvino": Peer(
         "openvino_genai", ("arrays", "draft_arrays"), requirements=("openvino==2026.4.1", "openvino-genai==2026.4.1.0")
     ),

@@ -26,7 +26,7 @@ from .processes import PeerError, PeerProcess
 from .texts import Group, Prompts
 
 _REFERENCE_ROWS = 8  # that are decoded together
-Models = Callable[[str], tuple[PreTrainedModel, PreTrainedModel]]  # by dtype: target and draft model
+Models = Callable[[str], tuple[PreTrainedModel, PreTrainedModel | None]]  # by dtype: target and draft model
 
 
 class PeerBench:
@@ -43,7 +43,7 @@ class PeerBench:
 
     def __init__(self, args: argparse.Namespace, session: Session, load: Models, prompts: Prompts):
         self.args, self.session, self.load = args, session, load
-        groups = prompts.groups(args.texts, args.batch_sizes, args.num_prompts)
+        groups = prompts.groups(args.texts or list(dict.fromkeys(prompts.texts)), args.batch_sizes, args.num_prompts)
         asked = sorted({number for group in groups for call in group.calls for number in call})
         place = {number: index for index, number in enumerate(asked)}  # peers get the prompts that they are asked
         self.prompts = [prompts.ids[number] for number in asked]
@@ -121,7 +121,7 @@ class PeerBench:
         self._stack.close()
         self._kind, self._processes = kind, {}
         self._warm.clear()
-        models = self.load("bfloat16" if kind == "int8" else kind)
+        models = self.load({"int8": "bfloat16", "int4": "float32"}.get(kind, kind))
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="smartspec-peers-")))
         peers = {name: PEERS[name] for name in self._pythons if kind in PEERS[name].kinds}
         files = {file for peer in peers.values() for file in peer.files}

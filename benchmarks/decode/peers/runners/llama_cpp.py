@@ -13,7 +13,8 @@ _ROOM = 64  # tokens after a row's end, for drafts
 
 
 def load(job: dict[str, Any]) -> Engine:
-    names = {"plain": "none", "draft model": "draft_simple", **{name.replace("_", "-"): name for name in _LOOKUPS}}
+    names = {"plain": "none"} | ({"draft model": "draft_simple"} if "draft_gguf" in job["files"] else {})
+    names |= {name.replace("_", "-"): name for name in _LOOKUPS}
     ways = {name: Servers(job, kind) for name, kind in names.items()}
     kernels = " ".join(re.findall(r"(\w+) = 1", xllamacpp.get_system_info()))
     about = f"xllamacpp {xllamacpp.__version__}, kernels with {kernels}"

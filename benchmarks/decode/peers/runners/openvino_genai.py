@@ -22,7 +22,7 @@ _MATCHED = 3  # tokens, at most
 
 def load(job: dict[str, Any]) -> Engine:
     folders = {}
-    for name in ("arrays", "draft_arrays"):
+    for name in job["files"].keys() & {"arrays", "draft_arrays"}:
         folders[name] = Path(name).absolute()
         write_graph(Path(job["files"][name]), job["kind"], folders[name])
     precision = "f32" if job["kind"] == "float32" else "bf16"
@@ -31,8 +31,9 @@ def load(job: dict[str, Any]) -> Engine:
         "INFERENCE_PRECISION_HINT": precision,
         "KV_CACHE_PRECISION": precision,
     }
-    draft = genai.draft_model(folders["draft_arrays"], "CPU", **settings)
-    found = {"plain": {}, "prompt lookup": {"prompt_lookup": True}, "draft model": {"draft_model": draft}}
+    found: dict[str, dict[str, Any]] = {"plain": {}, "prompt lookup": {"prompt_lookup": True}}
+    if "draft_arrays" in folders:
+        found["draft model"] = {"draft_model": genai.draft_model(folders["draft_arrays"], "CPU", **settings)}
     pipelines = {name: Pipeline(name, folders["arrays"], settings | extra) for name, extra in found.items()}
     capabilities = " ".join(openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"))
     about = f"openvino {openvino.__version__}, {capabilities}"

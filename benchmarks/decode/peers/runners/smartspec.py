@@ -11,9 +11,10 @@ from .protocol import Engine, Way, serve
 
 
 def load(job: dict[str, Any]) -> Engine:
-    model, draft = load_model(job), load_model(job, "draft")
+    model = load_model(job)
     ways: dict[str, dict[str, Any]] = {name: {"assistant": name} for name in ("none", "prompt_lookup", "auto")}
-    ways["draft model"] = {"assistant": draft}
+    if "draft" in job["files"]:
+        ways["draft model"] = {"assistant": load_model(job, "draft")}
     if job["kind"] == "int8":
         hf_smartspec.quantize(model, "int8")
         ways = {"generate on it": {}} | ways

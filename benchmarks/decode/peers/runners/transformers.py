@@ -12,12 +12,13 @@ def load(job: dict[str, Any]) -> Engine:
     model = load_model(job)
     if job["settings"].get("compiled"):
         return Engine({"static cache": Way(generated(model, _compiled(job)), in_batches=True)}, about())
-    draft = load_model(job, "draft")
     ways = {
         "plain": Way(generated(model), in_batches=True),
         "prompt lookup": Way(generated(model, {"prompt_lookup_num_tokens": 10})),
-        "draft model": Way(generated(model, {"assistant_model": draft}), prepare=unlearning(draft)),
     }
+    if "draft" in job["files"]:
+        draft = load_model(job, "draft")
+        ways["draft model"] = Way(generated(model, {"assistant_model": draft}), prepare=unlearning(draft))
     return Engine(ways, about())
 
 

@@ -122,6 +122,17 @@ def test_what_failed_once_is_tried_again(bench, demo):
     assert status == 0 and not report["failures"] and len(rows_of(report)) == 5
 
 
+def test_a_model_of_ones_own_has_no_draft_and_all_kinds_of_its_prompts(bench, demo, tmp_path):
+    (jobs, _), target = demo, tmp_path / "models" / "target"
+    (tmp_path / "prompts.jsonl").rename(tmp_path / "real_prompts.jsonl")
+    peers = ("--peers", "transformers", "broken")
+    _, report = bench("--model", target, "--kinds", "float32", "int4", *peers)
+    assert {frozenset(job["files"]) for job in jobs} == {frozenset({"model", "gguf"})}
+    assert {section.split(", ")[1] for section in report["results"]} == {"chat", "sql", "mixed"}
+    bench("--model", target, "--draft", tmp_path / "models" / "draft", "--kinds", "float32", *peers)
+    assert set(jobs[-1]["files"]) == {"model", "gguf", "draft", "draft_gguf"}
+
+
 def test_rows_say_how_fast_and_how_equal(bench, demo):
     status, report = bench("--kinds", "float32")
     rows = rows_of(report)
@@ -144,14 +155,14 @@ def test_what_is_measured_is_not_measured_again(bench, demo, tmp_path, capsys):
     FakeProcess.interrupted_at = 9  # the first group is measured, and the second is warming up
     assert bench(*options)[0] == cli.INTERRUPTED
     before = rows_of(json.loads((tmp_path / "out.json").read_text()))
-    assert set(before) == {("float32, sql, batch 1", f"transformers, {way}") for way in ("plain", "lookup")}
+    assert set(before) == {("float32, chat, batch 1", f"transformers, {way}") for way in ("plain", "lookup")}
     assert "lookup" in capsys.readouterr().out
     FakeProcess.interrupted_at = None
     calls.clear()
     status, report = bench(*options)
     rows = rows_of(report)
     assert status == 0 and len(rows) == 5 and all(rows[name] == row for name, row in before.items())
-    assert len([item for item in calls if item != "closed"]) == 2 * (4 + 1)  # chat, and the batch
+    assert len([item for item in calls if item != "closed"]) == 2 * (4 + 1)  # SQL, and the batch
     calls.clear()
     assert bench(*options)[0] == 0 and calls == ["closed"]
     assert bench(*options, "--num-prompts", "1")[0] == 2 and "options" in capsys.readouterr().err

@@ -30,7 +30,7 @@ def read(path):
     return {name: field.contents() for name, field in reader.fields.items()}, tensors
 
 
-@pytest.mark.parametrize(("kind", "error"), [("float32", 0), ("bfloat16", 2**-8), ("int8", 0.01)])
+@pytest.mark.parametrize(("kind", "error"), [("float32", 0), ("bfloat16", 2**-8), ("int8", 0.01), ("int4", 0.07)])
 def test_a_file_holds_every_weight_once(tmp_path, kind, error):
     model = new_llama()
     write_gguf(model, tmp_path / "x.gguf", kind)
@@ -39,7 +39,8 @@ def test_a_file_holds_every_weight_once(tmp_path, kind, error):
     assert set(tensors) == set(expected) and len(expected) == 2 + 2 * 9  # embeddings, the last norm, two layers
     for name, weight in expected.items():
         stored, found = tensors[name]
-        assert found == ("F32" if weight.ndim == 1 else {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0"}[kind])
+        kinds = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_1"}
+        assert found == ("F32" if weight.ndim == 1 else kinds[kind])
         assert (torch.from_numpy(stored.copy()) - weight).abs().max() <= error * weight.abs().max()
 
 
