@@ -149,7 +149,7 @@ def connect(
 
 
 def _title(world: World) -> str:
-    same = "the same text" if world.is_exact else "the same up to rounding"
+    same = "the same text" if world.is_reproducible else "the same up to rounding"
     return (
         f'<header class="ss-title"><div><h1>Faster text, {same}</h1><p>Speculative decoding: something cheap '
         "drafts several tokens, the model checks them all in one forward and keeps those that it would have written "

@@ -151,15 +151,15 @@ def _verdict_html(world: World, race: Race) -> str:
     place = race.first_difference
     if place is None:
         verdict = f'<b class="ss-same">Identical.</b> All {len(race.plain.tokens)} tokens are the same in both lanes.'
-    elif world.is_exact:
+    elif world.is_exact or (world.is_reproducible and race.settings.baseline == ENGINE):
         verdict = (
             f'<b class="ss-differs">Not identical</b> from token {place + 1} on, which must not be: please report it.'
         )
     else:
         verdict = (
-            f'<b class="ss-differs">Not identical</b> from token {place + 1} on. In {world.dtype}, forwards of several '
-            "tokens round differently from forwards of one, and a tie between two words may fall otherwise; in float32 "
-            "(--dtype float32) texts are the same."
+            f'<b class="ss-differs">Not identical</b> from token {place + 1} on. In {world.dtype}, these two forwards '
+            "round differently, and a tie between two words may fall otherwise; in float32 (--dtype float32) texts are "
+            "the same."
         )
     facts = (
         f"{counts.steps} forwards for {len(race.drafted.tokens)} tokens "

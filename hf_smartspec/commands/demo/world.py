@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...candidates import SuffixTreeCandidates, TreeCandidateGenerator
 from ...candidates.base import NoCandidates
+from ...target_model.written import written_decoder
 from ..common.arguments import AUTO, UsageError
 from ..common.console import environment
 from ..common.drafters import DrafterFiles
@@ -135,8 +136,14 @@ class World:
 
     @property
     def is_exact(self) -> bool:
-        """Return whether texts must be identical to the last token."""
+        """Return whether texts must be those of transformers' own `generate`, to the last token."""
         return self.model.dtype == torch.float32
+
+    @property
+    def is_reproducible(self) -> bool:
+        """Return whether texts must be those of this library without drafts, to the last token."""
+        decoder = written_decoder(self.model)
+        return self.is_exact or (decoder is not None and decoder.is_reproducible)
 
 
 def _millions(model: PreTrainedModel) -> str:

@@ -24,7 +24,7 @@ from hf_smartspec.commands.demo.race import (
 )
 from hf_smartspec.commands.demo.texts import pieces, visible
 from hf_smartspec.commands.demo.trees import best_step, tree_html
-from hf_smartspec.commands.demo.world import AUTO, NONE, RefusedError
+from hf_smartspec.commands.demo.world import AUTO, NONE, RefusedError, World
 
 TOKENS = 24
 
@@ -58,8 +58,22 @@ def test_both_lanes_write_the_same(world, baseline):
 def test_in_half_precision_the_plain_lane_is_our_own_and_the_page_says_why(world):
     assert usual_baseline(world) == GENERATE and "Faster text, the same text" in _title(world)
     half = replace(world, model=copy.deepcopy(world.model).bfloat16())
-    assert usual_baseline(half) == ENGINE and "the same up to rounding" in _title(half)
+    assert usual_baseline(half) == ENGINE
+    assert ("Faster text, the same text" in _title(half)) == half.is_reproducible
     assert "In bfloat16, transformers' generate rounds otherwise" in why_baseline(half)
+
+
+@pytest.mark.parametrize("is_reproducible", [True, False])
+@pytest.mark.parametrize("baseline", [GENERATE, ENGINE])
+def test_a_difference_is_to_be_reported_where_texts_must_be_the_same(world, monkeypatch, is_reproducible, baseline):
+    half = replace(world, model=copy.deepcopy(world.model).bfloat16())
+    monkeypatch.setattr(World, "is_reproducible", is_reproducible)
+    assert ("the same up to rounding" in _title(half)) != is_reproducible
+    race = _race(half, baseline=baseline, max_new_tokens=4)
+    race.drafted.tokens[1] = race.plain.tokens[1] + 1
+    page = race_html(half, race)
+    assert "from token 2 on" in page
+    assert ("please report it" in page) == (is_reproducible and baseline == ENGINE)
 
 
 def test_every_source_of_the_page_drafts(world):
