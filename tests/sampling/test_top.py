@@ -15,6 +15,16 @@ def test_argmax_takes_the_lowest_of_equal_tokens(lines):
         assert argmax(torch.tensor(lines, dtype=dtype)) == expected
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_ties_and_scores_that_are_not_finite_are_ordered_as_by_torch(dtype):
+    scores = torch.randn(8, 700, generator=torch.Generator().manual_seed(2)).round(decimals=1).to(dtype)
+    scores[1], scores[1, 300], scores[1, 500] = -1, -0.0, 0.0
+    scores[2], scores[3, 699] = -torch.inf, torch.inf
+    scores[4, 350], scores[5, 20], scores[5, 600] = torch.nan, -torch.nan, torch.nan
+    assert argmax(scores) == scores.argmax(dim=-1).tolist()
+    assert torch.equal(top_tokens(scores, 6), scores.sort(dim=-1, descending=True, stable=True).indices[:, :6])
+
+
 def test_argmax_rounds_to_float32_as_plain_decoding_does():
     assert argmax(torch.tensor([[1.0, 1.0 + 1e-12]], dtype=torch.float64)) == [0]
 
@@ -28,7 +38,7 @@ def test_top_tokens_are_those_of_topk(vocab_size, count):
     torch.manual_seed(vocab_size)
     scores = torch.randn(50, vocab_size)
     scores[torch.rand_like(scores) < 0.3] = -torch.inf
-    scores[:, -1] = torch.randn(50)  # behind the last whole block
+    scores[:, -1] = torch.randn(50)  # after the last whole block
     assert torch.equal(top_tokens(scores, count), scores.topk(count).indices)
 
 

@@ -1,0 +1,1 @@
+"""Compiled loops over the scores of whole vocabularies."""

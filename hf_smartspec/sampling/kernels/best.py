@@ -1,0 +1,99 @@
+"""The best tokens of lines of scores, found by the bits of the scores in one pass over memory."""
+
+import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
+from numba.extending import intrinsic
+
+from ...jit import compiled
+from ...jit.writing import call
+
+_BLOCK = 128  # tokens whose maximum is taken first: few blocks have a token that is among the best
+
+
+@compiled
+def find_best(bits, infinity, best):
+    """
+    Write the best tokens of every line to `best` (int64 `[lines, count]`), best first. NaN is the best score, as in
+    `torch.argmax`, and ties go to the lowest token.
+
+    Args:
+        bits: Bits of the scores, `[lines, vocab_size]` int16 or int32, C-contiguous; `vocab_size` is at least `count`.
+        infinity: Bits of the infinite score.
+    """
+    num_lines, vocab_size = bits.shape
+    count = best.shape[1]
+    keys = np.empty(count, np.int64)
+    for line in range(num_lines):
+        scores, num = bits[line], 0
+        for start in range(0, vocab_size, _BLOCK):
+            end = min(start + _BLOCK, vocab_size)
+            if num == count and end - start == _BLOCK and _highest_key(scores, start, infinity) <= keys[num - 1]:
+                continue
+            for token in range(start, end):
+                key = _key(scores, token, infinity)
+                if num == count and key <= keys[num - 1]:
+                    continue
+                num = min(num + 1, count)
+                place = num - 1
+                while place > 0 and keys[place - 1] < key:
+                    keys[place], best[line, place] = keys[place - 1], best[line, place - 1]
+                    place -= 1
+                keys[place], best[line, place] = key, token
+
+
+def _key_of(builder, bits, infinity):
+    """Return integers that order scores as their bits, scalars or vectors; 0 and -0 are equal, all NaN the highest."""
+    kind, width = bits.type, getattr(bits.type, "element", bits.type).width
+
+    def all_of(number):
+        return kind([number] * kind.count) if isinstance(kind, ir.VectorType) else kind(number)
+
+    magnitude = builder.and_(bits, all_of(2 ** (width - 1) - 1))
+    sign = builder.ashr(bits, all_of(width - 1))  # -1 or 0
+    signed = builder.sub(builder.xor(magnitude, sign), sign)
+    return builder.select(builder.icmp_signed(">", magnitude, infinity), all_of(2 ** (width - 1) - 1), signed)
+
+
+@intrinsic
+def _key(typing_context, scores, token, infinity):
+    """Return the key of one score."""
+
+    def generate(context, builder, signature, args):
+        data, narrow = _data(context, builder, signature, args)
+        return builder.sext(_key_of(builder, builder.load(builder.gep(data, [args[1]])), narrow), ir.IntType(64))
+
+    return types.int64(scores, types.int64, types.int64), generate
+
+
+@intrinsic
+def _highest_key(typing_context, scores, first, infinity):
+    """Return the highest key of the `_BLOCK` scores from `first` on."""
+
+    def generate(context, builder, signature, args):
+        data, narrow = _data(context, builder, signature, args)
+        count = 512 // narrow.type.width
+        kind = ir.VectorType(narrow.type, count)
+        limit = ir.Constant(kind, ir.Undefined)
+        for place in range(count):
+            limit = builder.insert_element(limit, narrow, ir.IntType(32)(place))
+        highest = None
+        for start in range(0, _BLOCK, count):
+            place = builder.gep(data, [builder.add(args[1], ir.IntType(64)(start))])
+            loaded = builder.load(builder.bitcast(place, kind.as_pointer()))
+            loaded.align = narrow.type.width // 8
+            keys = _key_of(builder, loaded, limit)
+            if highest is None:
+                highest = keys
+            else:
+                highest = builder.select(builder.icmp_signed(">", keys, highest), keys, highest)
+        name = f"llvm.vector.reduce.smax.v{count}i{narrow.type.width}"
+        return builder.sext(call(builder, name, narrow.type, highest), ir.IntType(64))
+
+    return types.int64(scores, types.int64, types.int64), generate
+
+
+def _data(context, builder, signature, args):
+    """Return the pointer to the scores' bits, and infinity's bits in their type."""
+    array = context.make_array(signature.args[0])(context, builder, args[0])
+    return array.data, builder.trunc(args[2], context.get_value_type(signature.args[0].dtype))
