@@ -10,8 +10,7 @@ from ..candidates.committed import Likeliest
 from ..device import fetch_together, has_float64, to_device
 from ..drafts.kernels.trees import walk
 from ..drafts.tree import DraftTree
-from ..sampling.noise import add_gumbel_noise, uniform_noise
-from ..sampling.top import argmax
+from ..sampling.noise import noisy_argmax, uniform_noise
 from .call import Place, Request
 
 _TOP_LINES = 32  # lines of a step whose likeliest tokens sources get: more would cost more than sources learn
@@ -88,10 +87,7 @@ def coupled_picks(places: Sequence[Place], scores: torch.Tensor) -> list[int]:
     Return the target's own tokens: the arg max of processed scores (`[places, vocab_size]`), with Gumbel noise added
     in sampling rows. A draft node is accepted if it *is* the token, so the outcome cannot depend on the drafts.
     """
-    seeds = [place.request.seed for place in places]
-    if any(seed is not None for seed in seeds):
-        scores = add_gumbel_noise(scores, seeds, [place.position for place in places])
-    return argmax(scores)
+    return noisy_argmax(scores, [place.request.seed for place in places], [place.position for place in places])
 
 
 def rejection_picks(places: Sequence[Place], scores: torch.Tensor) -> list[int]:

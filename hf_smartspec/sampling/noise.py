@@ -1,5 +1,6 @@
 """Repeatable Gumbel noise: the arg max of scores plus noise is an exact sample."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,11 +10,13 @@ from transformers import LogitsProcessor
 
 from ..device import has_float64, send_together
 from ..validate import check_seed
+from .kernels.noise import likely_picks
 from .top import argmax
 
 # Upper bound of the noise of a uniform variate of 52 bits: -log(-log(1 - 2**-53)).
 _LARGEST_NOISE = 36.74
 
+_MOST_LIKELY = 8  # tokens that may be the highest but for rounding
 _CPU_BLOCK, _BLOCK = 2**16, 2**24  # scores processed at a time, on a CPU and on other devices
 
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -107,6 +110,33 @@ def add_gumbel_noise(scores: torch.Tensor, seeds: Sequence[int | None], position
     if noise is None:
         return scores.clone()
     return add_noise(scores, NoiseKeys(*send_together(noise, scores.device)))
+
+
+def noisy_argmax(scores: torch.Tensor, seeds: Sequence[int | None], positions: Sequence[int]) -> list[int]:
+    """
+    Return `argmax(add_gumbel_noise(...))`. On a CPU, compiled code finds the few tokens, mostly one, that are the
+    highest but for rounding, and only their noise is made.
+    """
+    if scores.device.type != "cpu" or scores.dtype != torch.float32:
+        return argmax(add_gumbel_noise(scores, seeds, positions))
+    scores, picks = scores.contiguous(), argmax(scores)
+    for line, (seed, position) in enumerate(zip(seeds, positions)):
+        if seed is not None:
+            picks[line] = _noisy_pick(scores[line], seed, position, picks[line])
+    return picks
+
+
+def _noisy_pick(scores: torch.Tensor, seed: int, position: int, best: int) -> int:
+    """Return the arg max of a line with noise; `best` is that of the line without."""
+    tokens, num = np.empty(_MOST_LIKELY, np.int64), _MOST_LIKELY + 1
+    if math.isfinite(scores[best]):
+        num = likely_picks(scores.data_ptr(), len(scores), _keys([seed], [position])[0], best, tokens)
+    if num == 1:
+        return int(tokens[0])
+    if num > len(tokens):
+        return argmax(add_gumbel_noise(scores[None], [seed], [position]))[0]
+    own = torch.from_numpy(tokens[:num])
+    return int(tokens[argmax((scores[own] + gumbel_noise(seed, position, own))[None])[0]])
 
 
 class NoiseKeys(NamedTuple):

@@ -11,7 +11,7 @@ from scipy import stats
 
 from hf_smartspec import SeededGumbelLogitsProcessor
 from hf_smartspec.sampling import noise as module
-from hf_smartspec.sampling.noise import add_gumbel_noise, draft_seed, gumbel_noise, row_seed
+from hf_smartspec.sampling.noise import add_gumbel_noise, draft_seed, gumbel_noise, noisy_argmax, row_seed
 from hf_smartspec.sampling.top import argmax
 
 VOCAB_SIZE = 50
@@ -133,6 +133,22 @@ def test_sparing_noise_picks_the_token_that_full_noise_picks(line, seed, positio
     full = line + gumbel_noise(seed, position, torch.arange(len(line)))
     assert argmax(sparing[None]) == argmax(full[None])
     assert torch.equal(sparing.isneginf(), line.isneginf())
+
+
+@given(score_lines(), seeds, st.integers(0, 50), st.sampled_from([1, 60]))
+def test_the_pick_of_few_tokens_is_that_of_full_noise(line, seed, position, times):
+    lines = torch.stack([line, -line]).repeat(1, times)
+    for scores in (lines, lines.bfloat16(), lines.where(lines.abs() < 0.5, torch.nan)):
+        expected = argmax(add_gumbel_noise(scores, [seed, None], [position, 0]))
+        assert noisy_argmax(scores, [seed, None], [position, 0]) == expected
+
+
+def test_picks_among_scores_with_noise_that_round_to_the_same():
+    """Most of these tokens round to the highest score: more than compiled code returns, and the lowest is picked."""
+    scores = torch.full((1, 3000), 1e9)
+    assert noisy_argmax(scores, [3], [5]) == argmax(add_gumbel_noise(scores, [3], [5]))
+    scores[0, 5:] = 0.0
+    assert noisy_argmax(scores, [3], [5]) == argmax(add_gumbel_noise(scores, [3], [5])) == [0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
