@@ -3,6 +3,7 @@ Settings of the whole test suite. What is heavy is imported where it is used: th
 several workers needs nothing of it.
 """
 
+import gc
 import logging
 from collections import Counter
 from functools import cache
@@ -24,6 +25,10 @@ def pytest_configure(config):
         config.addinivalue_line("filterwarnings", f"error::DeprecationWarning:{module}")
     # Arguments of forwards that have another name now: whoever calls a module, torch's `__call__` is named.
     config.addinivalue_line("filterwarnings", r"error:`\w+` is deprecated:FutureWarning:torch\.nn\.modules\.module")
+
+
+def pytest_collection_finish():
+    gc.freeze()  # a million objects of imported packages, which tests that collect garbage need not look at
 
 
 def pytest_collection_modifyitems(config, items):

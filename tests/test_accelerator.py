@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.long
+@pytest.mark.end_to_end  # most of a minute
 @pytest.mark.skipif(
     not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"), reason="torch has no Python backends"
 )

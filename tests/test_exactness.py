@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from .comparison import Tally, run_cases
-from .covering import IS_EXHAUSTIVE
+from .covering import IS_EXHAUSTIVE, exhaustive
 from .models import PACKED, ROWWISE
 
 # One test of the exhaustive run: ten greedy and ten sampled settings of one architecture, in six cases each.
@@ -36,7 +36,7 @@ def test_every_architecture_generates_the_plain_tokens(architecture, record_prop
     check(tally)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "gemma3_text"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", *exhaustive(["mistral"], ["gemma2"])])
 def test_rows_attended_to_apart_generate_the_plain_tokens(architecture, monkeypatch):
     """A call of attention costs nothing: every difference in length makes a part."""
     monkeypatch.setattr("hf_smartspec.target_model.forward.ragged.call_columns", lambda *_: 0)

@@ -202,6 +202,7 @@ def test_import_writes_nothing(package):
     assert sorted(path.name for path in package.rglob("*")) == ["__init__.py", "called.py", "caller.py"]
 
 
+@pytest.mark.end_to_end
 def test_import_of_the_library_writes_and_deletes_no_machine_code(tmp_path):
     """Of a copy, beside whose machine code no other process of the tests writes its own."""
     copied = tmp_path / "hf_smartspec"

@@ -252,8 +252,8 @@ def test_verify_takes_what_generate_takes(folder, tmp_path, capsys):
     model = LlamaForCausalLM.from_pretrained(folder / "target")
     MedusaTraining(model, 2).heads.save_pretrained(heads, base_model_name_or_path="target")
     few = [*SHORT, "--max-new-tokens", "6", "--batch-sizes", "3"]
-    names = ["early_exit:1", f"datastore:{store}", heads, f"suffix+{folder / 'draft'}"]
-    for name in [*names, *["auto", "suffix", "none"] * IS_EXHAUSTIVE]:
+    others = ["early_exit:1", f"suffix+{folder / 'draft'}", "auto", "suffix", "none"]
+    for name in [f"datastore:{store}", heads, *others * IS_EXHAUSTIVE]:
         assert call("verify", folder / "target", *few, "--assistant", name) == 0, name
         assert "Lossless: the same tokens in every comparison." in capsys.readouterr().out, name
 
@@ -272,7 +272,7 @@ def test_verify_refuses_what_generate_refuses(folder, name, message, capsys):
     assert "--assistant: " in err and message in err
 
 
-@pytest.mark.parametrize("name", ["prompts.txt", "prompts.jsonl"])
+@pytest.mark.parametrize("name", ["prompts.jsonl", *exhaustive(["prompts.txt"])])
 def test_verify_takes_prompts_from_a_file(folder, tmp_path, name, capsys):
     lines = ["The first prompt", "another"]
     rows = lines if name.endswith(".txt") else [json.dumps({"prompt": line, "id": 1}) for line in lines]

@@ -20,6 +20,7 @@ from hf_smartspec.decoding.alarm import AcceptanceAlarm, is_near_zero
 
 from ..candidates.heads.by_heart import texts_of, trained_eagle
 from ..candidates.heads.fitted import fitted_heads
+from ..covering import exhaustive
 from ..generate.helpers import prompts, tiny_llama
 
 SAID = "hardly ever drafts what comes"
@@ -87,8 +88,9 @@ def test_loops_of_several_threads_report_a_source_once(caplog):
     assert len(alarms(caplog)) == 1
 
 
-@pytest.mark.parametrize("way", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("num_nodes", [3, None], ids=["fixed", "goodput"])
+@pytest.mark.parametrize(
+    ("way", "num_nodes"), [(GREEDY, 3), *exhaustive((SAMPLED, 3), (GREEDY, None), (SAMPLED, None))]
+)
 def test_a_random_draft_model_is_reported_once_over_several_calls(target, caplog, way, num_nodes):
     assistant = SmartSpecConfig(random_draft(), num_nodes=num_nodes)
     inputs = prompts(LENGTHS * 4)

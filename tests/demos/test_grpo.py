@@ -19,6 +19,7 @@ def losses_of(trainer):
     return [item["loss"] for item in trainer.state.log_history if "loss" in item]
 
 
+@pytest.mark.end_to_end
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of names that TRL still uses
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_training_does_not_depend_on_what_drafts(example):

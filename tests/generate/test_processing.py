@@ -12,6 +12,7 @@ from transformers.generation import (
 
 import hf_smartspec
 
+from ..covering import IS_EXHAUSTIVE
 from .helpers import BOS, EOS, PAD, VOCAB_SIZE, Oracle, Spy, check_same, draft_source, prompts, tiny_llama
 
 BATCH = prompts([5, 9, 2, 7])
@@ -61,7 +62,8 @@ def test_greedy(model, settings):
     output, _ = check_same(model, BATCH | settings)
     plain = model.generate(**BATCH, max_new_tokens=16)
     assert output.shape != plain.shape or not torch.equal(output, plain), "the setting has no effect on this model"
-    check_same(model, {"input_ids": IDS[1:2]} | settings)
+    if IS_EXHAUSTIVE or len(settings) > 2:
+        check_same(model, {"input_ids": IDS[1:2]} | settings)
 
 
 @pytest.mark.parametrize("name", ["repetition_penalty", "bad_words_ids", "exponential_decay", "several"])

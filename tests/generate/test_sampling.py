@@ -12,6 +12,7 @@ import hf_smartspec
 from hf_smartspec import LengthPolicy, SeededGumbelLogitsProcessor, SmartSpecConfig
 from hf_smartspec.sampling.noise import add_gumbel_noise, row_seed
 
+from ..covering import exhaustive
 from .helpers import EOS, VOCAB_SIZE, Oracle, Spy, check_same, draft_source, noisy_copy, prompts
 
 BATCH = prompts([5, 9, 2, 7])
@@ -72,7 +73,7 @@ def test_warpers(model, settings, warpers):
     assert not torch.equal(output[:, :12], model.generate(**BATCH, max_new_tokens=20)[:, :12])
 
 
-@pytest.mark.parametrize("seed", [0, 1, -3, 2**63, 2**80, [5, 6, 7, 8], (5, 5, 5, 5)])
+@pytest.mark.parametrize("seed", [0, -3, 2**80, [5, 6, 7, 8], *exhaustive([1], [2**63], [(5, 5, 5, 5)])])
 def test_seeds(model, seed):
     check_sampling(model, {"max_new_tokens": 20}, seed=list(seed) if isinstance(seed, tuple) else seed)
 
@@ -305,7 +306,7 @@ def test_what_was_drawn_does_not_decide_what_is_verified_by_rejection(model):
     assert len(read["coupled"].probs) > 5
 
 
-@pytest.mark.parametrize("num_nodes", [6, None])
+@pytest.mark.parametrize("num_nodes", [6, *exhaustive([None])])
 def test_typical_acceptance_keeps_more_and_changes_nothing_in_greedy_rows(model, num_nodes):
     """Every token is the target's own, or one that was drafted and is likely enough."""
     draft = noisy_copy(model, scale=0.1)

@@ -18,6 +18,7 @@ from hf_smartspec.online.options import LearningOptions
 from hf_smartspec.online.recorder import SampleRecorder
 from hf_smartspec.online.samples import Batch
 
+from ..covering import exhaustive
 from ..models import new_model
 from .helpers import EAGER, are_equal, generate, new_drafter, new_target, sample_of, student_with, weights_of
 
@@ -161,7 +162,7 @@ def test_a_drafter_reads_its_branches_as_if_each_stood_alone(target, sampling):
     assert next(logits, None) is None and torch.isfinite(found.logits).all()
 
 
-@pytest.mark.parametrize("loss", ["kl", "labels"])
+@pytest.mark.parametrize("loss", ["kl", *exhaustive(["labels"])])
 def test_what_is_learnt_behind_rejected_tokens_brings_the_drafter_nearer_there(target, loss):
     online, draft = online_that_keeps(), new_drafter("draft", target)
     for seed in range(3):

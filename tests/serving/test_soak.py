@@ -15,7 +15,7 @@ from ..covering import IS_EXHAUSTIVE
 from ..generate.helpers import noisy_copy, tiny_llama
 from .helpers import random_requests
 
-NUM_REQUESTS = 10_000 if IS_EXHAUSTIVE else 150
+NUM_REQUESTS = 10_000 if IS_EXHAUSTIVE else 60
 NUM_CLIENTS = 6
 TIMEOUT = 120.0
 

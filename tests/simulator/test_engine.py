@@ -88,9 +88,9 @@ def test_latency_at_low_load_is_the_service_time_and_rises_with_load():
 
 
 def test_one_slot_is_a_queue_with_deterministic_service():
-    """M/D/1: the mean wait is load / (2 * (1 - load)) services; 4,000 requests bring it within 15 %."""
+    """M/D/1: the mean wait is load / (2 * (1 - load)) services; 500 requests bring it within 15 %."""
     service = SimulatedEngine(COST, NoCandidates()).run(same_requests([0.0], 4, 2), NoSpeculation()).mean_latency
-    requests = same_requests(poisson(0.5 / service, 4000, rng(2)), 4, 2)
+    requests = same_requests(poisson(0.5 / service, 500, rng(2)), 4, 2)
     result = SimulatedEngine(COST, NoCandidates(), max_batch_size=1).run(requests, NoSpeculation())
     assert result.mean_latency == pytest.approx(service * (1 + 0.5), rel=0.15)
 

@@ -12,8 +12,10 @@ from hf_smartspec.goodput.policy import StepRows
 from hf_smartspec.simulator import SimulatedEngine, TableCandidates, poisson, with_acceptance
 from hf_smartspec.simulator.oracle import DraftOracle
 
+from ..covering import exhaustive
 
-@pytest.mark.parametrize("alpha", [0.2, 0.8])
+
+@pytest.mark.parametrize("alpha", [0.8, *exhaustive([0.2])])
 def test_the_oracle_of_drafts_is_an_upper_bound(alpha):
     world = World(30, {})
     requests = world.chat_lengths(poisson(6.0, world.num_requests, world.rng(9)))

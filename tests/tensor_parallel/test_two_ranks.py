@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..covering import IS_EXHAUSTIVE
 
-pytestmark = pytest.mark.long  # all in one worker, which starts the processes once
+pytestmark = [pytest.mark.long, pytest.mark.end_to_end]  # all in one worker, which starts the processes once
 REPOSITORY = Path(__file__).parents[2]
 SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "max_position_embeddings": 256, "head_dim": 16}  # fmt: skip

@@ -11,6 +11,7 @@ from hf_smartspec.training.checkpoints import distinct, load_weights, newest_che
 from hf_smartspec.training.draft import DraftTraining
 from hf_smartspec.training.loop import Schedule, train
 
+from ..covering import exhaustive
 from ..generate.helpers import tiny_llama
 from .test_medusa import texts_of
 
@@ -46,7 +47,9 @@ def test_the_newest_is_kept_and_one_to_step_back_to(module, tmp_path, every_step
     assert steps_in(tmp_path) == [5, 6]
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json", None])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", None, *exhaustive(["optimizer.pt"], ["scheduler.pt"], ["trainer_state.json"])]
+)
 def test_a_half_written_one_is_skipped(module, tmp_path, every_step, caplog, name):
     whole = module()
     train(whole, texts_of(16), tmp_path, SCHEDULE)

@@ -105,7 +105,7 @@ def test_load_replays_every_data_set_with_every_source_after_a_past(folder, tmp_
 def test_virtual_sweeps_are_reproducible_with_a_profile(folder, tmp_path, monkeypatch, capsys):
     out = tmp_path / "load.json"
     asked = ["--virtual", "--profile", tmp_path / "profile.json", "--remember", "3", "--policies", "k=2", "table"]
-    asked += ["auction", "oracle", "--sources", *SOURCES, "--rates", "200", "--seconds", "0.2", "--json", out]
+    asked += ["auction", "oracle", "--sources", *SOURCES, "--rates", "200", "--seconds", "0.1", "--json", out]
     served = []
     monkeypatch.setattr(load_bench, "serve", lambda *_: served.append(None))
     monkeypatch.setattr(load_runs, "_TABLE_BATCHES", 4)

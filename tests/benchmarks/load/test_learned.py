@@ -68,6 +68,7 @@ def test_batch(folder, tmp_path):
     }
 
 
+@pytest.mark.exhaustive
 def test_timeline(folder, tmp_path):
     out = tmp_path / "timeline.json"
     asked = ["--rates", "60", "20", "--period", "0.1", "--phases", "2", "--source", folder / "medusa", "--json", out]

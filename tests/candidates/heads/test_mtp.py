@@ -86,10 +86,13 @@ class Spy(FeatureCandidates):
     ("name", "num_layers", "way"),
     [
         ("glm4_moe", 2, "whole"),
-        ("mellum", 1, "chunks"),
         ("deepseek_v3", 3, "chunks"),
         *exhaustive(
-            ("glm4_moe", 1, "whole"), ("glm4_moe", 1, "chunks"), ("mellum", 1, "whole"), ("deepseek_v3", 1, "whole")
+            ("mellum", 1, "chunks"),
+            ("glm4_moe", 1, "whole"),
+            ("glm4_moe", 1, "chunks"),
+            ("mellum", 1, "whole"),
+            ("deepseek_v3", 1, "whole"),
         ),
     ],
 )

@@ -16,7 +16,7 @@ from hf_smartspec.sampling.noise import add_gumbel_noise, draft_seed
 from hf_smartspec.target_model.forward.packed import PackedForward
 
 from ...cases import left_padded
-from ...covering import part_of
+from ...covering import exhaustive, part_of
 from ...models import VOCAB_SIZE, new_model, noisy_model, shared_model
 from ...strategies import path_to
 from .checks import PROMPTS, check_tree, count_forwards, look_at_the_end, next_scores, sharp_model, start
@@ -35,7 +35,9 @@ def test_drafts_follow_the_text_whatever_was_accepted(architecture, width):
     check_that_drafts_follow(shared_model(architecture), width)
 
 
-@pytest.mark.parametrize(("architecture", "width"), [("llama", 1), ("mistral", 3), ("gemma2", 2), ("gpt2", 4)])
+@pytest.mark.parametrize(
+    ("architecture", "width"), [("llama", 1), ("gemma2", 2), *exhaustive(("mistral", 3), ("gpt2", 4))]
+)
 def test_drafts_that_are_looked_at_in_the_end_follow_the_text(architecture, width, monkeypatch):
     """Nodes see those that they descend from, though the layout has not known which these are."""
     look_at_the_end(monkeypatch)

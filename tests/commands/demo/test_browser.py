@@ -7,7 +7,7 @@ import pytest
 from ...browser import DESK, NEEDED, PHONE
 
 pytest.importorskip("gradio", reason="the page is made with Gradio")
-pytestmark = NEEDED
+pytestmark = [NEEDED, pytest.mark.end_to_end]
 TIMEOUT = 120_000  # milliseconds, which only a failure takes
 
 

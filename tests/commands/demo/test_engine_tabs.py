@@ -12,13 +12,13 @@ from hf_smartspec.commands.demo.world import AUTO, RefusedError
 
 def test_a_load_is_served_without_speculation_and_with_it(world, monkeypatch):
     monkeypatch.setattr(load, "_PATIENCE", 1000.0)  # a busy machine takes its time
-    settings = LoadSettings(AUTO, ["sql"], rate=8.0, seconds=1.0, max_new_tokens=12)
+    settings = LoadSettings(AUTO, ["sql"], rate=8.0, seconds=0.5, max_new_tokens=12)
     frames = [
         (doing, runs, load_html(doing, settings, runs)) for doing, runs in run_load(world, settings, threading.Event())
     ]
     plain, drafted = frames[-1][1]
     for run in (plain, drafted):
-        assert run.num_sent == len(run.outputs) == 8 and not run.was_cut and len(run.latencies) == 8
+        assert run.num_sent == len(run.outputs) == 4 and not run.was_cut and len(run.latencies) == 4
         assert run.num_tokens >= sum(len(item.generated_tokens) for item in run.outputs)
         times = [time for time, *_ in run.buckets()]
         assert times == sorted(times) and sum(item[3] for item in run.buckets()) == pytest.approx(run.num_tokens)
@@ -26,7 +26,7 @@ def test_a_load_is_served_without_speculation_and_with_it(world, monkeypatch):
     assert texts[0] == texts[1]
     assert sum(step[2] for step in plain.steps) == 0
     page = frames[-1][2]
-    assert page.count("<svg") == 3 and "8 / 8" in page and "Draft nodes:" in page
+    assert page.count("<svg") == 3 and "4 / 4" in page and "Draft nodes:" in page
 
 
 def test_a_load_is_stopped(world):

@@ -218,6 +218,7 @@ def test_a_folder_has_one_salt(tmp_path, protocol):
     assert not any(name.startswith(".") for name in SharedFolder(url)._all())
 
 
+@pytest.mark.end_to_end
 def test_processes_that_come_at_once_find_one_salt(tmp_path):
     folder = "from hf_smartspec.replicas.sharing.folder import SharedFolder as Folder"
     code = f"{folder}; print(Folder({str(tmp_path)!r}).salt().hex())"

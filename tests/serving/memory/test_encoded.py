@@ -12,6 +12,7 @@ from hf_smartspec.serving.memory.encoded_memory import EncodedMemory
 from hf_smartspec.serving.memory.row_memory import RowMemory
 from hf_smartspec.target_model.compat import RequestStatus
 
+from ...covering import exhaustive
 from ...generate.helpers import EOS, VOCAB_SIZE, Spy, noisy_copy, set_special_tokens, tiny_tokenizer
 from ...models import new_model
 from ..helpers import TIMEOUT, Asked, StopsAt, check_all, random_requests, suffix
@@ -144,7 +145,7 @@ def test_weights_change_in_a_pause_while_requests_run_and_wait(architecture):
         assert output.generated_tokens == tokens + rest.alone(model)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, *exhaustive([1])])
 def test_memory_stays_within_its_bound(seed):
     model, rng, taken = model_of("t5"), np.random.default_rng(seed), []
     requests = [

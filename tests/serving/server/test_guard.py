@@ -14,6 +14,7 @@ from hf_smartspec.serving.server.guard.keys import ApiKeys, read_keys
 from hf_smartspec.serving.server.guard.limits import Limits
 from hf_smartspec.serving.server.request.sampling import Settings
 
+from ...covering import exhaustive
 from .running import TIMEOUT, check_nothing_is_left, check_serves, is_idle, running, wait_until
 
 CHAT = "/v1/chat/completions"
@@ -39,7 +40,7 @@ def test_who_leaves_frees_the_slot(server, demo, path, form, stream):
     check_nothing_is_left(server)
 
 
-@pytest.mark.parametrize("path, form", [("/v1/completions", {}), (CHAT, {"messages": MESSAGES})])
+@pytest.mark.parametrize("path, form", [(CHAT, {"messages": MESSAGES}), *exhaustive(("/v1/completions", {}))])
 def test_who_leaves_a_stream_of_choices_leaves_nothing_even_where_no_garbage_is_collected(server, path, form):
     body = LONG | form | {"n": 4}
     if path == CHAT:

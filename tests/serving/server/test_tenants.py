@@ -13,6 +13,7 @@ from hf_smartspec.serving.server.errors import ApiError
 from hf_smartspec.serving.server.guard.keys import CALLER, Caller
 from hf_smartspec.serving.server.guard.limits import Limits, OpenRequests
 
+from ...covering import exhaustive
 from .running import TIMEOUT, check_nothing_is_left, running, wait_until
 
 KEYS = ("key of a", "key of b")
@@ -81,7 +82,7 @@ def test_forms_log_probabilities_and_penalties_go_on_after_turns(demo, monkeypat
     """Requests that give way to one another again and again get what each of them gets alone."""
     monkeypatch.setattr(scheduler, "TURN", 2)
     settings = (
-        {"extra_body": {"structured_outputs": {"regex": "[a-f]{40}"}}},
+        {"extra_body": {"structured_outputs": {"regex": "[a-f]{20}"}}},
         {"logprobs": 3, "temperature": 1.0, "seed": 7},
         {"frequency_penalty": 1.5, "presence_penalty": 0.5, "logit_bias": {"20": 5}},
         {"stop": ["SELECT", "9"], "echo": True},
@@ -90,7 +91,7 @@ def test_forms_log_probabilities_and_penalties_go_on_after_turns(demo, monkeypat
         clients = [server.client(key) for key in KEYS]
 
         def ask(client, own) -> tuple[str, list | None]:
-            (choice,) = client.completions.create(model="demo", prompt="1, 2, 3,", max_tokens=40, **own).choices
+            (choice,) = client.completions.create(model="demo", prompt="1, 2, 3,", max_tokens=20, **own).choices
             return choice.text, choice.logprobs and choice.logprobs.tokens
 
         alone = [ask(clients[0], own) for own in settings]
@@ -105,7 +106,7 @@ def test_forms_log_probabilities_and_penalties_go_on_after_turns(demo, monkeypat
     "attack",
     [
         {"prompt": ["a"] * 1024, "max_tokens": 2000, "ignore_eos": True},
-        {"prompt": "a", "n": 32, "logprobs": 5, "max_tokens": 2000, "ignore_eos": True, "stream": True},
+        *exhaustive([{"prompt": "a", "n": 32, "logprobs": 5, "max_tokens": 2000, "ignore_eos": True, "stream": True}]),
     ],
     ids=["prompts", "choices"],
 )

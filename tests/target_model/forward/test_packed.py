@@ -12,6 +12,7 @@ from hf_smartspec.target_model.forward.packed import PackedForward
 from hf_smartspec.target_model.layout.rows import CacheRow, RowInput
 from hf_smartspec.target_model.support.capabilities import can_pack
 
+from ...covering import exhaustive
 from ...models import PACKED, PLAIN, ROWWISE, VOCAB_SIZE, WINDOW, in_float64, new_model, shared_model
 from ...sources import random_tree
 from ...strategies import path_to
@@ -127,7 +128,7 @@ def test_long_feeds_are_run_in_pieces(architecture, chunk):
     run_two_steps(shared_model(architecture), prefill_chunk=chunk, capacity=1)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma3_text"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", *exhaustive(["mistral"])])
 def test_random_rows_and_trees_over_many_steps(architecture):
     """Rows come and go, texts outgrow the window and the slots that they begin with many times over."""
     rng = np.random.default_rng(1)

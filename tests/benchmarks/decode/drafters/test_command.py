@@ -58,6 +58,7 @@ def test_all_parts(folder, tmp_path, capsys):
     assert "| suffix+medusa | 6 |" in text and "x draft" in text and "NO" not in text
 
 
+@pytest.mark.exhaustive  # all benches resume by their kit
 def test_what_has_been_measured_is_not_measured_again(folder, tmp_path, monkeypatch):
     out = tmp_path / "results.json"
     options = ["--nodes", "4", "--parts", "steps", "trees", "--json", out]

@@ -150,6 +150,7 @@ def test_rows_say_how_fast_and_how_equal(bench, demo):
     assert all(row["num_same_tokens"] == row["num_tokens"] for row in rows.values())
 
 
+@pytest.mark.exhaustive  # all benches resume by their kit
 def test_what_is_measured_is_not_measured_again(bench, demo, tmp_path, capsys):
     (_, calls), options = demo, ("--kinds", "float32", "--resume")
     FakeProcess.interrupted_at = 9  # the first group is measured, and the second is warming up

@@ -85,9 +85,9 @@ def test_live_parts(folder, tmp_path, kind):
 
 def test_latency_beside_learning(folder, tmp_path, capsys):
     out = tmp_path / "results.json"
-    assert call(folder, "--parts", "load", "--parameters", "0", "--load-requests", "4", "--json", out) == 0
+    assert call(folder, "--parts", "load", "--parameters", "0", "--load-requests", "2", "--json", out) == 0
     rows = parts_of(out.read_text())["load"]["rows"]
-    assert all(len(row["on"]) == len(row["off"]) == 16 for row in rows.values())
+    assert all(len(row["on"]) == len(row["off"]) == 8 for row in rows.values())
     assert "Latency beside learning" in capsys.readouterr().out
 
 

@@ -7,6 +7,7 @@ from hf_smartspec import RoutedCandidates, SmartSpecConfig, TreeCandidateGenerat
 from hf_smartspec.candidates.combined.routed.bandit import DrafterBandit, Outcome
 from hf_smartspec.candidates.combined.routed.neighbours import Neighbours
 
+from ....covering import exhaustive
 from ....generate.helpers import Oracle, prompts, tiny_llama
 from .articles import ARTICLES
 
@@ -159,7 +160,7 @@ class Clock:
         return self.now
 
 
-@pytest.mark.parametrize("costly", [False, True])
+@pytest.mark.parametrize("costly", [True, *exhaustive([False])])
 def test_in_generate_the_better_drafter_serves_after_a_while(costly):
     """One drafter is always right, the other never: unless the first takes so long that it is not worth it."""
     model = enable(tiny_llama(eos_token_id=None))

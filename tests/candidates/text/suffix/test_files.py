@@ -29,6 +29,7 @@ def save_often(path, token, has_begun, may_end):
         has_begun.set()
 
 
+@pytest.mark.end_to_end
 def test_readers_find_whole_files_while_two_processes_save(tmp_path):
     context, path = multiprocessing.get_context("spawn"), tmp_path / "trees"
     has_begun, may_end = context.Event(), context.Event()
