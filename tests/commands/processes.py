@@ -64,8 +64,8 @@ def run_launched(words):
     launch.launch_command(launch.launch_command_parser().parse_args(words))
 
 
-def run_served(arguments, output):
-    """`smartspec serve`, with what it says in a file."""
+def run_logged(arguments, output):
+    """Run a command line whose messages go to a file."""
     sys.stderr = open(output, "w", buffering=1)  # noqa: SIM115
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(cli.main(arguments))

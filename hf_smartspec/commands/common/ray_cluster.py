@@ -68,6 +68,7 @@ def ray_cluster(address: str | None, num_cpus: float) -> Iterator[bool]:
 
     own: dict[str, Any] = {}
     if is_own(address):
+        address = "local"  # else Ray joins a cluster that `ray start` has left running on this machine
         own = {"num_cpus": max(os.cpu_count() or 1, int(num_cpus) + 1), "include_dashboard": False}
     try:
         ray.init(address=address, log_to_driver=False, configure_logging=False, **own)

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("ray")
 import psutil
 
-from hf_smartspec.commands.common.ray_cluster import keep_private
+from hf_smartspec.commands.common import ray_cluster
 
 SCRIPT = """
 import json, os, sys
@@ -53,14 +53,24 @@ def listening(pid):
     return found
 
 
+def test_a_cluster_that_runs_on_this_machine_is_not_joined(monkeypatch):
+    asked = {}
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray_cluster, "keep_private", lambda address: None)
+    monkeypatch.setattr("ray.init", lambda **options: asked.update(options))
+    monkeypatch.setattr("ray.shutdown", lambda: None)
+    with ray_cluster.ray_cluster(None, 1) as is_own:
+        assert is_own and asked["address"] == "local"
+
+
 def test_what_the_operator_has_set_stays_and_clusters_of_others_are_left_alone(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "1")
     for name in ("RAY_AUTH_MODE", "RAY_enable_metrics_collection", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"):
         monkeypatch.setenv(name, "x")  # put back at the end
         monkeypatch.delenv(name)
-    keep_private("somewhere:6379")
+    ray_cluster.keep_private("somewhere:6379")
     environment = os.environ
     assert "RAY_AUTH_MODE" not in environment
-    keep_private(None)
+    ray_cluster.keep_private(None)
     assert environment["RAY_AUTH_MODE"] == "token" and environment["RAY_USAGE_STATS_ENABLED"] == "1"

@@ -113,7 +113,7 @@ def test_names_of_models():
 def test_what_runs_is_finished_when_the_server_is_told_to_end(tmp_path):
     """By SIGTERM: the stream goes on to its end, nobody else is let in, and the exit status is 0."""
     options = ["--port", "0", "--assistant", "none", "--dtype", "float32", "--api-key", "k"]
-    process = processes.start(processes.run_served, ["serve", f"demo={EMBEDDED}", *options], tmp_path / "said")
+    process = processes.start(processes.run_logged, ["serve", f"demo={EMBEDDED}", *options], tmp_path / "said")
     try:
         url = _address(process, tmp_path / "said")
         body = {"prompt": "1, 2, 3,", "max_tokens": 200, "ignore_eos": True, "stream": True}
