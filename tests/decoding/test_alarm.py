@@ -167,7 +167,9 @@ def test_good_heads_at_a_high_temperature_are_not_reported(target, caplog):
     assert total.drafted_tokens > 300 and total.acceptance_rate < 0.02 and not alarms(caplog)
 
 
-@pytest.mark.parametrize("assistant", ["prompt_lookup", "suffix", ["suffix", "prompt_lookup"]], ids=str)
+@pytest.mark.parametrize(
+    "assistant", [["suffix", "prompt_lookup"], *exhaustive(["prompt_lookup"], ["suffix"])], ids=str
+)
 def test_sources_of_text_are_never_reported(target, caplog, assistant):
     """Texts that repeat themselves, and a target that does not go on so."""
     ids = torch.tensor([[5, 6, 7, 8] * 6] * 8)

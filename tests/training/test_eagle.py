@@ -179,6 +179,7 @@ def test_what_is_learnt_is_saved_loaded_and_resumed(target, tmp_path):
         assert torch.equal(resumed.heads.parts.state_dict()[name], item), "there is nothing left to do"
 
 
+@pytest.mark.exhaustive  # by the loop that all share: tests of Medusa's heads show it
 def test_training_goes_on_where_it_was_interrupted(target, tmp_path, monkeypatch):
     schedule = Schedule(steps=12, batch_size=4, max_length=MAX_LENGTH)
     texts = texts_of(32)

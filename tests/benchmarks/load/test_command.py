@@ -147,7 +147,9 @@ def test_batch_marks_the_best_length(folder, tmp_path, capsys):
     assert best_length({0: 3.0, 1: 2.0, 2: 2.5}) == 1
 
 
-@pytest.mark.parametrize("simulated", [["--replay", "--remember", "2", "--explain"], ["--simulated", "--explain"]])
+@pytest.mark.parametrize(
+    "simulated", [["--replay", "--remember", "2", "--explain"], *exhaustive([["--simulated", "--explain"]])]
+)
 def test_timeline_tells_busy_from_quiet(folder, tmp_path, capsys, simulated):
     out = tmp_path / "time.json", tmp_path / "time.png"
     asked = ["--rates", "60", "20", "--period", "0.1", "--group", "2", "--source", "prompt_lookup", *simulated]

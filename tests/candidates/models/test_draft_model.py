@@ -318,7 +318,7 @@ def test_bad_arguments_are_refused(arguments, error, match):
         DraftModelCandidates(**{"model": shared_model("llama")} | arguments)
 
 
-@pytest.mark.parametrize("architecture", ROW_BY_ROW)
+@pytest.mark.parametrize("architecture", part_of(ROW_BY_ROW, "bloom", "falcon", "llama4_text"))
 @pytest.mark.parametrize("samples", [False, True])
 def test_models_that_cannot_be_packed_draft_for_batches(architecture, samples):
     target, prompts = shared_model(architecture), [[5, 9, 5, 9, 5], [11], [3, 4, 5, 6, 7, 8, 9, 10]]

@@ -12,7 +12,7 @@ from hf_smartspec.serving.memory.encoded_memory import EncodedMemory
 from hf_smartspec.serving.memory.row_memory import RowMemory
 from hf_smartspec.target_model.compat import RequestStatus
 
-from ...covering import exhaustive
+from ...covering import exhaustive, part_of
 from ...generate.helpers import EOS, VOCAB_SIZE, Spy, noisy_copy, set_special_tokens, tiny_tokenizer
 from ...models import new_model
 from ..helpers import TIMEOUT, Asked, StopsAt, check_all, random_requests, suffix
@@ -34,7 +34,7 @@ def with_decoder_prompts(requests: list[Asked], seed: int = 0) -> list[Asked]:
     return requests
 
 
-@pytest.mark.parametrize("architecture", [*SHARING, ROWWISE])
+@pytest.mark.parametrize("architecture", [*part_of(SHARING, "t5"), ROWWISE])
 def test_many_requests_with_their_own_settings(architecture):
     model, spy = model_of(architecture), Spy(suffix())
     requests = with_decoder_prompts(random_requests(12, max_new_tokens=16))
