@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .cost_fit import Measurements, fit_coefficients
-from .kernels.forwards import by_tokens
+from .kernels.forwards import by_tokens, correct
 
 _NUM_BINS = 21  # bins of the running correction, at 1, 2, 4, ... tokens per forward
 _WRONG = 1.5  # ratio of two sizes' corrections from which a profile counts as wrong
@@ -139,14 +139,11 @@ class CostModel:
             return
         low, share = self._bin(batched)
         self._is_corrected = True
-        doubt = (1 - _FADING) * self._doubt + _DRIFT  # a copy: calls in other threads may observe at the same time
-        shared = (1 - share) * doubt[low] + share * doubt[low + 1]  # covariance of this size and each bin
-        variance = float((1 - share) * shared[low] + share * shared[low + 1]) + _STEP**2
         error = math.log(seconds / predicted)
         self._mean_error += _MEMORY * (min(abs(error), 1.0) - self._mean_error)
-        gain = shared / (variance * max(abs(error) / (_SURPRISE * math.sqrt(variance)), 1.0))
-        self._log_factors += gain * error
-        self._doubt = doubt - np.multiply.outer(gain, shared)
+        doubt = np.empty_like(self._doubt)  # a new one: calls in other threads may observe at the same time
+        correct(low, share, error, _STEP, _SURPRISE, 1 - _FADING, _DRIFT, self._doubt, self._log_factors, doubt)
+        self._doubt = doubt
         self._num_observed[low] += 1 - share
         self._num_observed[low + 1] += share
 

@@ -1,6 +1,8 @@
-"""Costs of forwards of consecutive sizes."""
+"""Costs of forwards of consecutive sizes, and their correction by measured steps."""
 
 import math
+
+import numpy as np
 
 from ...jit import compiled
 
@@ -31,3 +33,30 @@ def by_tokens(first, knots, curve, gamma, delta, log_factors, seconds, factors):
             low = int(place)
             share = place - low
             factors[number] = math.exp(log_factors[low] * (1.0 - share) + log_factors[low + 1] * share)
+
+
+@compiled
+def correct(low, share, error, step, surprise, kept, drift, doubt, log_factors, new_doubt):
+    """
+    Do a step of a Kalman filter: correct the `log_factors` of all bins by the `error` of one measured step, the
+    logarithm of measured by predicted seconds.
+
+    Args:
+        low, share: Bin below the step's size, and the size's distance from it.
+        step, surprise: Standard deviation of single steps, and the number of deviations beyond which one counts less.
+        kept, drift, doubt: The covariance of the factors before the step, `[bins, bins]`, is `kept * doubt + drift`.
+        new_doubt: Buffer for the covariance after the step.
+    """
+    num = len(log_factors)
+    shared = np.empty(num)  # covariance of this size and each bin
+    for place in range(num):
+        for other in range(num):
+            new_doubt[place, other] = kept * doubt[place, other] + drift[place, other]
+    for place in range(num):
+        shared[place] = (1 - share) * new_doubt[low, place] + share * new_doubt[low + 1, place]
+    variance = (1 - share) * shared[low] + share * shared[low + 1] + step**2
+    weight = 1 / (variance * max(abs(error) / (surprise * math.sqrt(variance)), 1.0))
+    for place in range(num):
+        log_factors[place] += weight * shared[place] * error
+        for other in range(num):
+            new_doubt[place, other] -= weight * shared[place] * shared[other]
