@@ -215,6 +215,7 @@ class Drafting:
             padded_context=padded_context(
                 [request for request in rows if len(feeds[request]) == 1] if prompts else rows
             ),
+            num_remaining=_remaining(rows),
         )
         if len({request.call.namespace for request in feeds}) > 1:
             step.caps = self._shared_caps(step)
@@ -294,6 +295,14 @@ def _own_caps(
 def _is_prefilling(request: Request, feed: np.ndarray) -> bool:
     """Return whether the row is still in prefill, so that the target has no states of its earlier tokens."""
     return not request.tokens and (len(feed) > 1 or not request.cache_row.length)
+
+
+def _remaining(rows: Sequence[Request]) -> np.ndarray | None:
+    """Return how many tokens each of several rows of one call generates at most; None for rows of several calls."""
+    if len(rows) < 2 or any([request.call is not rows[0].call for request in rows]):
+        return None
+    numbers = [request.num_remaining for request in rows]
+    return None if None in numbers else np.array(numbers, np.int64)
 
 
 def _cap(request: Request) -> int:

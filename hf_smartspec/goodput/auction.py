@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,6 +35,9 @@ _DEPTHS = 8  # levels of a draft for which the cost of a further one is computed
 _NODE_COUNTS = (8, 16, 32, 64)  # nodes of a row among which a further one is cheapest
 _UNPROMISING = 0.3  # tokens: another source is tried beside drafts that promise less
 _LEAST_RATE = 0.1  # lower bound on the acceptance rate of levels
+# Tokens by which a row is ahead if it is e times less likely than another to be the last one to end, at least; and as a
+# share of the tokens to go, since the more there are, the likelier rows end before.
+_SPREAD, _SPREAD_SHARE = 4.0, 1 / 16
 _EPSILON = 1e-9  # relative amount by which a child bids less than its parent at equal probability
 
 
@@ -66,6 +69,8 @@ class GoodputAuction(LengthPolicy):
     steps, goodput over all of them is highest (Dinkelbach's theorem on ratios); the highest goodput of every single
     step would draft too little where drafts are good, and too much where they are poor. The time that prompts add to
     the forward is left out, since speculation does not change it.
+
+    Where all rows are waited for together (`StepRows.num_remaining`), tokens of rows that are behind are worth more.
 
     Path probabilities are products of the drafts' own probabilities, corrected by their observed acceptance (`Trust`).
 
@@ -122,6 +127,23 @@ class GoodputAuction(LengthPolicy):
         self._earlier_plan, self._plan = self._plan, Plan(rows, plain, prefill)
         self._plan.is_baseline = self._needs_baseline(rows)
         self._plan.node_price = self._node_price(rows) if len(rows) else 0.0
+
+    def _worth(self, rows: StepRows, promises: Any = 0.0) -> Any:
+        """
+        Return the worth of a token of each row, 1 in the mean: 1, or `[rows]` float64. Where all rows are waited for
+        together, a further token of a row saves the row's own part of a forward, and the rest of a forward only if the
+        row is the last one to end: likely one that will have most tokens to go after this step, whose drafts promise so
+        many tokens (`promises`, `[rows]`).
+        """
+        num, plain = len(rows), self._plan.plain_seconds
+        if num < 2 or rows.num_remaining is None:
+            return 1.0
+        alone = float(self.cost.seconds(*rows.without_prefill().first(1).forward_size()))
+        own = min(max(plain - alone, 0.0) / (num - 1), plain / num)
+        left = rows.num_remaining - promises
+        most = left.max()
+        is_last = np.exp((left - most) / max(_SPREAD_SHARE * most, _SPREAD))
+        return (own * num + (plain - own * num) * num * is_last / is_last.sum()) / plain
 
     def _needs_baseline(self, rows: StepRows) -> bool:
         """Return whether this step must run without speculation, since the cost of such steps is not known well."""
@@ -193,7 +215,7 @@ class GoodputAuction(LengthPolicy):
         most = np.minimum(-(-caps // stage.cost.width), _DEEPEST)
         gains = self.records[stage.cost].gains(rows.request_ids, before.promises, int(most.max()), in_doubt)
         gains[np.arange(gains.shape[1]) >= most[:, None]] = 0.0
-        return gains
+        return gains * np.reshape(self._worth(rows), (-1, 1))
 
     def _with_probes(self, stage: Stage, levels: np.ndarray, may: np.ndarray) -> np.ndarray:
         """Add one level now and then to rows without a draft: acceptance is learnt from it, verified or not."""
@@ -319,6 +341,8 @@ class GoodputAuction(LengthPolicy):
         costs, so that sizes that are too expensive only by a wrong profile are run, and thus measured.
         """
         gains = forest.along_paths(forest.probs)
+        self._plan.worth = self._worth(rows, np.bincount(forest.row, gains, minlength=len(rows)))
+        gains *= np.broadcast_to(self._plan.worth, len(rows))[forest.row]
         # Strictly less than the parent's, rounding or not; nodes that cannot be accepted stay out.
         bids = gains * (1 - _EPSILON * forest.depths)
         order = np.argsort(-bids)[: np.count_nonzero(bids > _EPSILON)]
@@ -370,7 +394,8 @@ class GoodputAuction(LengthPolicy):
             self.cost.observe(context, batched, seconds.forward + seconds.other, width)
         plan = self._earlier_plan if self._earlier_plan.rows is rows else self._plan
         if len(rows) and not plan.is_baseline:
-            self._speedup.add(plan.plain_tokens, outcome.num_tokens, _SPEEDUP_DECAY)
+            accepted = float(np.sum(plan.worth * np.asarray(outcome.accepted)))
+            self._speedup.add(plan.plain_tokens, len(rows) + accepted, _SPEEDUP_DECAY)
             self.speedup = max(self._speedup.rate, 1.0)
         for stage in rows.stages:
             self.records[stage.cost].learn_time(stage, rows.request_ids)

@@ -3,7 +3,7 @@
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,6 +40,7 @@ class Plan:
         rows (`StepRows`, *optional*): The step's rows.
         plain_seconds, prefill_seconds (`float`): T without drafts and prompts, and the time that prompts add to it.
         node_price (`float`): Cost of verifying a node, in tokens.
+        worth (`float` or `np.ndarray` of shape `[rows]`): Worth of a token of each row, 1 in the mean.
         is_baseline (`bool`): Whether the step runs without speculation, so that the cost of such steps stays known.
         plain_tokens (`float`): Tokens that plain decoding would have yielded in the step's time.
         has_saved (`bool`): Whether the step's share of time for probes has been saved.
@@ -52,6 +53,7 @@ class Plan:
     plain_seconds: float = 0.0
     prefill_seconds: float = 0.0
     node_price: float = 0.0
+    worth: Any = 1.0
     is_baseline: bool = False
     plain_tokens: float = 0.0
     has_saved: bool = False

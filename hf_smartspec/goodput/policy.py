@@ -44,6 +44,8 @@ class StepRows:
         stages (list of `Stage`): The sources that may be asked, in this order. By default, one that costs no time.
         padded_context (`int`, *optional*): Columns that attention reads for the rows, without prompts. By default, as
             many for every row as for the longest.
+        num_remaining (`np.ndarray` of shape `[rows]`, int, *optional*): Tokens that each row still generates at most,
+            where all rows are waited for together: one call of `generate` returns when its last row has ended.
     """
 
     request_ids: Sequence[Hashable]
@@ -55,6 +57,7 @@ class StepRows:
     num_waiting: int = 0
     stages: list[Stage] = field(default_factory=list)
     padded_context: int | None = None
+    num_remaining: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         self.stages = self.stages or [Stage(DraftCost(), self.caps)]
@@ -97,7 +100,8 @@ class StepRows:
         ids, lens = self.request_ids[:num_rows], self.context_lens[:num_rows]
         share = float(np.sum(lens)) / max(float(np.sum(self.context_lens)), 1.0)
         padded = None if self.padded_context is None else round(share * self.padded_context)
-        return replace(self, request_ids=ids, context_lens=lens, padded_context=padded)
+        remaining = None if self.num_remaining is None else self.num_remaining[:num_rows]
+        return replace(self, request_ids=ids, context_lens=lens, padded_context=padded, num_remaining=remaining)
 
     def without_prefill(self) -> "StepRows":
         """Return the step without its prompts."""

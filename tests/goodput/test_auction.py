@@ -124,6 +124,18 @@ def test_speculates_less_as_the_batch_grows():
     assert lengths[0] > lengths[1] > lengths[2]
 
 
+def test_where_all_rows_are_waited_for_the_last_one_drafts_most():
+    chain, cost = DraftTree.chain(np.arange(8), np.full(8, 0.6)), line()
+    kept = {}
+    for name, remaining in {"apart": None, "alike": [90] * 8, "one late": [30, 30, 30, 90, 30, 30, 30, 30]}.items():
+        rows = rows_of([chain] * 8, num_remaining=None if remaining is None else np.array(remaining))
+        policy = GoodputAuction(cost, calibrates=False)
+        kept[name] = [len(tree) for tree in policy.select(rows, [chain] * 8)]
+    assert kept["alike"] == kept["apart"]
+    late = kept["one late"].pop(3)
+    assert late > max(kept["apart"]) and max(kept["one late"]) < min(kept["apart"])
+
+
 def test_a_gain_within_the_margin_is_none():
     chain = DraftTree.chain([1], [0.5])
     cost = CostModel(0, 0.0098, 0.0)  # (1 + 0.5) / (2 * 0.0098) against 1 / 0.0098
