@@ -140,6 +140,13 @@ class Corpus:
     train: dict[str, list[Example]]
     heldout: dict[str, list[Example]]
 
+    @property
+    def heldout_by_file(self) -> dict[str, list[Example]]:
+        found: dict[str, list[Example]] = {}
+        for item in (item for items in self.heldout.values() for item in items):
+            found.setdefault(item.file, []).append(item)
+        return found
+
 
 def load_corpus(folder: Path) -> Corpus:
     """Read every file of `SOURCES` that `folder` has, and split it by question.

@@ -16,6 +16,8 @@ from .accuracy import accuracy, likeliest
 from .texts import IGNORED, Text
 
 _DECAY = 0.8  # of the weight of each further step in the loss
+_CALM = 0.3  # of the final norm's weights: logits that are too sure cost the first updates
+_NOISE = 0.05  # of random weights beside those that pass a hidden state on
 _ROPE = ("default", "linear", "llama3", "yarn")  # types that the heads copy from the target
 
 
@@ -24,6 +26,7 @@ def new_heads(
 ) -> EagleHeads:
     """
     Return untrained EAGLE-3 heads in float32, with the target's attention heads and a copy of its output weights.
+    Where the target's last layer is like theirs, they begin as it.
 
     Args:
         token_ids (`torch.Tensor` of shape `[own vocab]`, *optional*): Tokens that the heads may draft, ascending; all
@@ -50,10 +53,37 @@ def new_heads(
     for norm in ("input_layernorm", "hidden_norm", "post_attention_layernorm", "norm"):
         tensors[f"{norm}.weight"] = torch.ones(size)
     weight = output.weight.detach().float().cpu()
+    _copy_last_layer(tensors, target)
     tensors["lm_head.weight"] = weight.clone() if token_ids is None else weight[token_ids]
     if token_ids is not None:
         tensors["d2t"] = token_ids - torch.arange(len(token_ids))
     return EagleHeads(config, tensors, layers, target).to(output.weight.device)
+
+
+def _copy_last_layer(tensors: dict[str, torch.Tensor], target: PreTrainedModel) -> None:
+    """
+    Replace random weights by those of the target's final norm and last layer, as far as their shapes are the same, if
+    that is a Llama's: features begin as the last hidden state that the heads read, which such a layer continues.
+    """
+    decoder: Any = target.get_decoder()
+    layer: Any = decoder.layers[-1] if hasattr(decoder, "layers") else nn.Module()
+    norms = {"hidden_norm": "input_layernorm", "post_attention_layernorm": "post_attention_layernorm"}
+    sources = {name: f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")} | norms
+    sources |= {name: f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")}
+    weights = {name.removesuffix(".weight") for name, _ in layer.named_parameters() if name.endswith(".weight")}
+    if weights != set(sources.values()) or not hasattr(decoder, "norm"):
+        return
+    size = len(tensors["norm.weight"])
+    ones = torch.ones(1, size, dtype=target.dtype, device=target.device)  # some norms add 1 to their weights
+    tensors["norm.weight"] = _CALM * decoder.norm(ones)[0].detach().float().cpu()
+    for name, source in sources.items():
+        module, wanted = layer.get_submodule(source), tensors[f"{name}.weight"]
+        found = module(ones)[0] if name in norms else module.weight
+        own = wanted[:, size:] if wanted.shape[-1] == 2 * size else wanted  # of features, after those of embeddings
+        if found.shape == own.shape:
+            own.copy_(found.detach())
+    fc = tensors["fc.weight"].mul_(_NOISE)
+    fc[:, -size:] += torch.eye(size)
 
 
 def _layer_config(target: PreTrainedModel, neurons: int | None) -> Any:
@@ -212,9 +242,12 @@ class EagleTraining(nn.Module):
         with torch.autocast(device, self.target.dtype, enabled=self.target.dtype.itemsize == 2):
             states, hidden = self._target_states(input_ids)
             losses = [next(self.parts.parameters()).sum() * 0.0]  # a loss with gradients where texts are too short
+            is_learnt = labels[:, 1:] != IGNORED
+            probs = self._target_probs(hidden[:, :-1][is_learnt], input_ids[:, 1:][is_learnt])  # once for all steps
+            places = is_learnt.flatten().cumsum(0).view_as(is_learnt) - 1
             for step, (logits, where) in enumerate(self._drafts(input_ids, labels, states)):
                 if len(logits):
-                    wanted = self._target_probs(hidden[:, step + 1 :][where])
+                    wanted = probs[places[:, step + 1 :][where[:, :-1]]]
                     losses.append(-(_DECAY**step) * (wanted * logits.float().log_softmax(dim=-1)).sum(-1).mean())
         return {"loss": torch.stack(losses).sum()}
 
@@ -229,11 +262,18 @@ class EagleTraining(nn.Module):
         return states.to(self.heads.dtype), output.last_hidden_state
 
     @torch.no_grad()
-    def _target_probs(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the target's probabilities `[n, own vocab]` of the heads' tokens from last states `[n, hidden]`."""
+    def _target_probs(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """
+        Return the target's probabilities `[n, own vocab]` among the heads' tokens from last states `[n, hidden]`; all 0
+        where the text's own next token, in `tokens` (`[n]`), is none of these: such places are not learnt.
+        """
         output: Any = self.target.get_output_embeddings()
-        probs, ids = output(hidden).float().softmax(dim=-1), self.heads.token_ids
-        return probs if ids is None else probs.index_select(-1, ids)
+        ids = self.heads.token_ids
+        if ids is None:
+            return output(hidden).float().softmax(dim=-1)
+        bias = None if output.bias is None else output.bias[ids]
+        logits = torch.nn.functional.linear(hidden, output.weight[ids], bias)  # most of all tokens' cost is saved
+        return logits.float().softmax(dim=-1) * torch.isin(tokens, ids)[:, None]
 
     def accuracy(self, texts: Sequence[Text], max_length: int, batch_size: int = 8) -> list[dict[int, float]]:
         """

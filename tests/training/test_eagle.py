@@ -92,8 +92,9 @@ def test_what_is_learnt_from_is_what_will_be_drafted(target, kind):
             probs = []
             for text, own in zip(texts, expected):
                 ids = torch.tensor([[*text.prompt, *text.response]])
-                all_probs = target(ids).logits[0].softmax(-1)[:, heads.token_ids]
-                probs += [all_probs[place - 1] for place, _ in own[step]]
+                all_probs = target(ids).logits[0][:, heads.token_ids].softmax(-1)
+                is_own = torch.isin(ids[0], heads.token_ids)
+                probs += [all_probs[place - 1] * is_own[place] for place, _ in own[step]]
             losses.append(-(torch.stack(probs) * logits.log_softmax(-1)).sum(-1).mean())
     expected_loss = sum(0.8**step * loss for step, loss in enumerate(losses))
     torch.testing.assert_close(module(**batch)["loss"].detach(), expected_loss)
@@ -129,6 +130,9 @@ def test_frequent_tokens_are_those_of_responses():
 def test_new_heads_are_of_the_targets_sizes(target):
     ids = torch.tensor([3, 9, 50])
     heads = new_heads(target, ids, neurons=24, seed=3)
+    last = target.get_decoder().layers[-1]
+    assert torch.equal(heads.part("o_proj").weight, last.self_attn.o_proj.weight), "they begin as the last layer"
+    assert torch.equal(heads.part("q_proj").weight[:, target.config.hidden_size :], last.self_attn.q_proj.weight)
     assert torch.equal(heads.part("lm_head").weight, target.get_output_embeddings().weight[ids])
     assert heads.token_ids.tolist() == [3, 9, 50] and heads.config.intermediate_size == 24
     again, other = new_heads(target, ids, 24, seed=3), new_heads(target, ids, 24, seed=4)

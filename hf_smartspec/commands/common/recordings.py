@@ -33,6 +33,7 @@ class Texts(NamedTuple):
 
     context: list[str]  # the prompt, or the turns before the response
     response: str
+    is_cut: bool = False  # at the most tokens of an answer: the text does not end where the response does
 
 
 class Recording(NamedTuple):
@@ -75,7 +76,7 @@ def _requests(row: dict[str, Any], fields: Fields, place: str, needs_responses: 
     for name in (fields.prompt, fields.response):
         if not isinstance(row.get(name), str):
             raise UsageError(f'{place} has no text under "{name}"')
-    return [Texts([row[fields.prompt]], row[fields.response])]
+    return [Texts([row[fields.prompt]], row[fields.response], row.get("finish_reason") == "length")]
 
 
 def _turns(turns: Any, place: str) -> list[Texts]:

@@ -120,8 +120,9 @@ def _texts(
     end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
     recordings = [
         item._replace(response=np.append(item.response, np.array(end, np.int64)))
-        for item in tokenized(requests, tokenizer, args.max_length)
+        for item in tokenized([item for item in requests if not item.is_cut], tokenizer, args.max_length)
     ]
+    recordings += tokenized([item for item in requests if item.is_cut], tokenizer, args.max_length)
     if args.own_outputs:
         recordings = _answers(args, recordings, tokenizer, model, known)
     return [Text(item.prompt, item.response) for item in recordings if len(item.response) > 1]

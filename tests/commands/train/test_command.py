@@ -141,6 +141,23 @@ def test_answers_are_kept_for_the_same_target_only(target, texts, tmp_path):
     assert learnt(3)["responses"] not in (first["responses"], known["responses"])
 
 
+def test_answers_that_were_cut_are_not_learnt_to_end_there(target, tmp_path, monkeypatch):
+    path, seen = tmp_path / "answers.jsonl", []
+    rows = [{"prompt": "abc", "response": "xyz", "finish_reason": reason} for reason in ("stop", "length")]
+    path.write_text("\n".join(map(json.dumps, rows)))
+
+    def refused(texts, *_):
+        seen.extend(texts)
+        raise ValueError("enough")
+
+    monkeypatch.setattr("hf_smartspec.commands.train.command.split", refused)
+    assert status_of(["train", str(target), str(path), "--output", str(tmp_path / "heads")]) == 2
+    end = tiny_tokenizer().eos_token_id
+    assert [item.response[-1] == end for item in seen] == [True, False] and len(seen[0].response) > len(
+        seen[1].response
+    )
+
+
 def test_targets_with_an_encoder_are_refused(texts, tmp_path, capsys):
     folder = tmp_path / "t5"
     new_model("t5").save_pretrained(folder)

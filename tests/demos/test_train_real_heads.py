@@ -1,0 +1,89 @@
+"""One command answers questions, trains heads on the answers, and measures them on questions that were held out."""
+
+import json
+import sys
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+
+from ..generate.helpers import tiny_llama, tiny_tokenizer
+
+DEMOS = Path(__file__).resolve().parents[2] / "demos"
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(str(DEMOS))
+    import train_real_heads
+
+    monkeypatch.setattr(train_real_heads, "BLOCK", 5)
+    monkeypatch.setattr(train_real_heads, "MAX_NEW_TOKENS", 12)
+    monkeypatch.setattr(train_real_heads, "HELD_OUT_TOKENS", 8)
+    monkeypatch.setattr(train_real_heads, "TRAINING", ["--kind", "eagle3", "--num-heads", "2", "--batch-size", "2"])
+    threads = torch.get_num_threads()
+    yield train_real_heads
+    torch.set_num_threads(threads)
+    for name in [name for name in sys.modules if name == "train_real_heads" or name.split(".")[0] == "training"]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def arguments(script, tmp_path) -> list[str]:
+    """Twelve questions that are learnt and two that are held out, and a target without an end of text."""
+    from training.corpus import is_heldout
+
+    groups: dict[bool, list[str]] = {True: [], False: []}
+    for name in (f"q{number}" for number in count()):
+        groups[is_heldout(name)].append(name)
+        if len(groups[True]) >= 2 and len(groups[False]) >= 12:
+            break
+    chosen = groups[False][:12] + groups[True][:2]
+    rows = [
+        {"id": name, "prompt": "abc"[: 1 + place % 3] + "x" * place, "response": "yz"}
+        for place, name in enumerate(chosen)
+    ]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = tiny_llama(tie_word_embeddings=True, eos_token_id=None)
+    model.save_pretrained(tmp_path / "target")
+    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    options = {"data": "data", "target": "target", "output": "heads", "work": "work"}
+    return [
+        *(item for name, path in options.items() for item in (f"--{name}", str(tmp_path / path))),
+        "--dtype",
+        "float32",
+    ]
+
+
+def test_answers_are_kept_and_learnt_from_by_heads_that_draft(script, arguments, tmp_path, capsys):
+    from training.corpus import is_heldout
+
+    assert script.main([*arguments, "--blocks", "1"]) == 0
+    printed = capsys.readouterr().out
+    accepted = json.loads((tmp_path / "heads" / "accepted.json").read_text())
+    assert (
+        1 <= accepted["math"] == accepted["all"] <= 1 + script.NUM_NODES and f"math {accepted['math']:.2f}" in printed
+    )
+    answers = tmp_path / "work" / "target" / "answers-00.jsonl"
+    before = answers.read_text()
+    rows = [json.loads(line) for line in before.splitlines()]
+    assert len(rows) == 5 and all(row["finish_reason"] == "length" for row in rows)
+
+    assert script.main([*arguments, "--blocks", "1"]) == 0
+    assert "Going on at step" in capsys.readouterr().out and answers.read_text() == before
+
+    further = ["--blocks", "1", "2", "--draft", str(tmp_path / "heads"), "--output", str(tmp_path / "better")]
+    assert script.main([*arguments, *further]) == 0
+    others = [json.loads(line) for line in (tmp_path / "work" / "target" / "answers-01.jsonl").read_text().splitlines()]
+    assert {row["prompt"] for row in others}.isdisjoint(row["prompt"] for row in rows)
+    assert not any(is_heldout(row["id"]) for row in rows + others)
+    assert (tmp_path / "better" / "model.safetensors").exists()
+
+
+def test_a_model_that_is_not_here_is_named(script, monkeypatch, capsys):
+    monkeypatch.setattr(script, "real_model", lambda: None)
+    with pytest.raises(SystemExit):
+        script.main(["--data", "data", "--output", "heads"])
+    assert "make setup" in capsys.readouterr().err
