@@ -320,7 +320,9 @@ class Learning(Priced):
     ("source", "name"),
     [
         *[("lookup", "warped"), ("chain", "greedy")],
-        *exhaustive(("lookup", "greedy"), ("chain", "warped"), ("lookup", "penalty"), ("chain", "penalty")),
+        *exhaustive(
+            ("lookup", "greedy"), ("chain", "warped"), ("chain", "penalty")
+        ),  # what is looked up, a penalty bans
     ],
 )
 def test_policies_learn_while_the_device_computes(on_device, expected, accelerator, monkeypatch, source, name):

@@ -388,7 +388,7 @@ def first_steps(cost, accuracy, num_rows, silent=False):
 )
 def test_an_answer_that_begins_with_a_wrong_price_finds_the_right_one_inside_itself(wrong, accuracy, num_rows, silent):
     right, found = (first_steps(cost, accuracy, num_rows, silent) for cost in (REAL, priced(**wrong)))
-    assert found[0] > 0.5 * right[0] and found[1] > 0.88 * right[1]
+    assert found[0] > 0.4 * right[0] and found[1] > 0.88 * right[1]
 
 
 def test_what_a_provisional_profile_finds_too_dear_is_tried():

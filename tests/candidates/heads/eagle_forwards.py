@@ -61,5 +61,6 @@ def run(forward: FeatureForward, rows, items, cuts=()) -> list[torch.Tensor]:
 def check(found, published: Published, target, items) -> None:
     for logits, (text, states) in zip(found, items):
         expected = text_logits(published, target, text, states, TREE)[len(text) - 2 :]
-        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+        # Either is up to 1e-5 away from the same arithmetic in float64: logits are up to 12 in size.
+        torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5)
         assert logits.std() > 0.5, "of a size at which differences are seen"
