@@ -177,7 +177,6 @@ class _Forward:
         self.plan, self.room, self.num_threads, self.layers = plan, room, num_threads, layers
         self.operators: list[tuple[int, dict[str, float]]] = []
         self.sized: list[int] = []  # operators on all tokens
-        # What operators have addresses of: own memory, and weights, whose memory may be replaced while a text goes on.
         self.memory: list[torch.Tensor] = []
         self.rotated: list[int] = []  # operators of each kind
         self.attending: list[int] = []
@@ -219,9 +218,6 @@ class _Forward:
         self.memory.append(torch.empty(self.room, size, dtype=self.dtype, device="cpu"))
         return self.memory[-1]
 
-    def _hold(self, *weights: torch.Tensor | None) -> None:
-        self.memory += [weight.detach() for weight in weights if weight is not None]
-
     def _add(self, code: int, is_sized: bool = True, /, **fields: float) -> int:
         """Append an operator, on all tokens if `is_sized`; return its number."""
         self.operators.append((code, fields))
@@ -250,7 +246,6 @@ class _Forward:
         return self._norm_vectors(norm, 1, self.size, is_sized, **fields)
 
     def _norm_vectors(self, norm: Any, vectors: int, stride: int, is_sized: bool = True, /, **fields: float) -> int:
-        self._hold(norm.weight())
         return self._add(
             codes.NORM,
             is_sized,
@@ -267,7 +262,6 @@ class _Forward:
     def _multiply(self, item: Any, x: torch.Tensor, outputs: torch.Tensor, is_sized: bool = True) -> int:
         """Write a product; return the number of its last operator."""
         weight, bias, scale = item.whole()
-        self._hold(weight, bias, scale)
         num_outputs, num_inputs = item.shape
         fields = {
             "num_outputs": num_outputs,
