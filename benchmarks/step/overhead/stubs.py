@@ -58,7 +58,7 @@ class StubForward(PackedForward):
     """
 
     def __init__(self, num_rows: int, cost: CostModel, clock: EventClock, look: Callable[[], None]):
-        super().__init__(LlamaForCausalLM(stub_config()).eval(), num_rows, 4096, choose=self._chosen)
+        super().__init__(LlamaForCausalLM(stub_config()).eval(), num_rows, 4096, choose=self._decoder)
         self.cost, self.clock, self.seconds, self._look = cost, clock, 0.0, look
         self._logits = torch.zeros(1, VOCAB_SIZE)
         self._texts: dict[CacheRow, list[int]] = {}
@@ -88,7 +88,7 @@ class StubForward(PackedForward):
         self.seconds += time.perf_counter() - start
         return logits, offsets
 
-    def _chosen(self, goes_on: bool) -> Any:
+    def _decoder(self) -> Any:
         self._look()
         return self._decode
 

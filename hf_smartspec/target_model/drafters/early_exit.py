@@ -34,8 +34,8 @@ class EarlyExitForward(PackedForward):
     def remove(self, row: CacheRow) -> None:
         """Do nothing: the row belongs to the whole forward."""
 
-    def _first_layers(self, goes_on: bool) -> WrittenDecoder:
-        whole = written_decoder(self.model, goes_on=goes_on)
+    def _first_layers(self) -> WrittenDecoder:
+        whole = written_decoder(self.model)
         if whole is None:
             raise RuntimeError("the first layers cannot be run by themselves: the model was changed or hooked")
         if self._decoders is None or self._decoders[0] is not whole:

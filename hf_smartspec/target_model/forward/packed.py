@@ -1,7 +1,7 @@
 """One forward of a causal language model for all rows: tokens packed as one sequence."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +35,7 @@ class PackedForward(RaggedForward):
         prefill_chunk (`int`): Longer feeds are run in pieces of this many tokens a row, which bounds the memory of
             attention masks and activations.
         choose (`Callable`, *optional*): Returns, before every forward, the written-out decoder that computes it, or
-            None for the model's own forward. Its argument `goes_on` is True if all rows were run before. If not given,
-            the model's own forward computes all.
+            None for the model's own forward. If not given, the model's own forward computes all.
     """
 
     def __init__(
@@ -45,7 +44,7 @@ class PackedForward(RaggedForward):
         num_rows: int = 1,
         capacity: int = 256,
         prefill_chunk: int = 512,
-        choose: "Callable[..., WrittenDecoder | None] | None" = None,
+        choose: "Callable[[], WrittenDecoder | None] | None" = None,
     ):
         config = model.config.get_text_config(decoder=True)
         super().__init__(config, model.device, model.dtype, num_rows, capacity, prefill_chunk)
@@ -89,8 +88,8 @@ class PackedForward(RaggedForward):
         return planned
 
     def run_series(self, series: ForwardSeries) -> list[np.ndarray]:
-        if self.recordings is not None and not self.taps.is_taking:
-            decoder = self._decoder(series.planned)
+        if self.recordings is not None and self._choose is not None and not self.taps.is_taking:
+            decoder = self._choose()
             if decoder is not None:
                 return self.recordings.run_series(decoder, series, self.cache, self.run)
         return super().run_series(series)
@@ -102,21 +101,13 @@ class PackedForward(RaggedForward):
 
     def _run(self, planned: PlannedForward) -> torch.Tensor:
         layout = planned.layout
-        decoder = self._decoder([planned])
+        decoder = None if self._choose is None else self._choose()
         if decoder is None and self.recordings is not None:
             self.recordings.may_serve = False
         if decoder is not None:
             return self._run_written(decoder, planned)
         with tree_attention_step(self._configs, layout), self._lengths_step(planned), self.taps.installed():
             return self._compute(layout)
-
-    def _decoder(self, planned: Sequence[PlannedForward]) -> "WrittenDecoder | None":
-        """Return the written-out decoder that computes these forwards; None for the model's own forward."""
-        if self._choose is None:
-            return None
-        # A text that begins, or begins anew, feeds several tokens, but for prompts of one.
-        goes_on = all([len(item.feed) < 2 and item.row.length > 0 for step in planned for item in step.rows])
-        return self._choose(goes_on=goes_on)
 
     def _compute(self, layout: StepLayout) -> torch.Tensor:
         """Run the model's own forward."""

@@ -89,22 +89,18 @@ def packed_forward(
     return PackedForward(model, num_rows, capacity, prefill_chunk, partial(written_decoder, model))
 
 
-def written_decoder(model: PreTrainedModel, thoroughly: bool = False, goes_on: bool = False) -> WrittenDecoder | None:
+def written_decoder(model: PreTrainedModel, thoroughly: bool = False) -> WrittenDecoder | None:
     """
     Return the model's written-out decoder. None where the model's own forward must run: its structure is unknown, the
     two differ, a module was hooked or replaced, or `HF_SMARTSPEC_WRITTEN=0` is set in the environment.
 
     Args:
         thoroughly (`bool`): Whether to look for rare changes, too.
-        goes_on (`bool`): Whether texts go on that were run by this decoder before: then only signs of a change make
-            all modules be looked at.
     """
     if not _is_switched_on() or is_sharded(model):  # transformers' own layers multiply split weights
         return None
     state = state_of(model)
     entry: _Entry | None = state.written
-    if goes_on and entry is not None and entry.is_tried and entry.watch is not None and entry.watch.shows_no_change():
-        return entry.decoder
     if entry is None or not entry.holds(model, thoroughly):
         with _lock:
             entry = state.written  # another thread may have been faster

@@ -22,9 +22,9 @@ _OTHERS = {"training", "_attn_implementation"}  # the one is checked before ever
 
 class Watch:
     """
-    Detector of changes to a model: modules, weights and hooks where texts begin; what hardly ever changes (numbers in
-    modules and configs, classes) once per use of the model; a few signs of change before forwards that continue texts.
-    Dictionaries of modules are held while all of these modules live.
+    Detector of changes to a model: modules, weights and hooks before every forward, which takes microseconds; what
+    hardly ever changes (numbers in modules and configs, classes) once per use of the model. Dictionaries of modules are
+    held while all of these modules live.
 
     Args:
         model (`nn.Module`): The whole model.
@@ -45,14 +45,12 @@ class Watch:
         self._names = READ.union(*(mentions(kind) for kind in set(map(type, every)))) - _OTHERS
         self._device_type = next(model.parameters()).device.type
         self._calm: list[int] | None = None  # numbers of hooks and attributes when last found undisturbed
-        self._outer = self._parameters[:1] + self._parameters[-1:]
-        self._signs: list[int] | None = None  # when last found bypassable
         self._quick, self._thorough = self._look(), self._look_closely()
 
     def end(self) -> None:
         """Drop all references, since a module is gone."""
         self._is_over = True
-        for entries in (self._attributes, self._droppers, self._children, self._parameters, self._outer):
+        for entries in (self._attributes, self._droppers, self._children, self._parameters):
             entries.clear()
 
     def _look(self) -> tuple[list[int], list[int]]:
@@ -90,12 +88,7 @@ class Watch:
 
     def is_bypassable(self, thoroughly: bool = False) -> bool:
         """Return whether calling the modules would now do no more than compute."""
-        found = self._is_bypassable(thoroughly)
-        self._signs = self._read_signs() if found else None
-        return found
-
-    def _is_bypassable(self, thoroughly: bool) -> bool:
-        if self._is_affected_from_outside():
+        if torch_modules._has_any_global_hook() or torch.is_autocast_enabled(self._device_type):
             return False
         if any([attributes["training"] and drops(attributes) for attributes in self._droppers]):
             return False
@@ -107,24 +100,6 @@ class Watch:
         is_calm = not any(map(_has_awake_hooks, self._attributes))
         self._calm = present if is_calm and not replaced else None
         return is_calm and not any(map(self._is_replaced, replaced))
-
-    def shows_no_change(self) -> bool:
-        """
-        Return whether the modules were bypassable, and nothing that is read in a moment has changed since: no module is
-        gone or hooked, the model is not in another mode, and its first and last weights, which move when the model
-        does, are where they were. In large models, whose weights leave nothing else in the processor's cache, to look
-        at all modules takes as long as to multiply by a layer.
-        """
-        is_over = self._is_over or self._signs is None
-        return not is_over and self._read_signs() == self._signs and not self._is_affected_from_outside()
-
-    def _read_signs(self) -> list[int]:
-        modes = [attributes["training"] for attributes in self._attributes[:1]]
-        weights = chain.from_iterable(map(dict.values, self._outer))
-        return [RemovableHandle.next_id, *modes, *[item.data_ptr() for item in weights if item is not None]]
-
-    def _is_affected_from_outside(self) -> bool:
-        return bool(torch_modules._has_any_global_hook()) or torch.is_autocast_enabled(self._device_type)
 
     def _is_replaced(self, attributes: dict[str, Any]) -> bool:
         """Return whether a module runs other code than its class's forward: another function, or a compiled one."""

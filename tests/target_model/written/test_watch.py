@@ -4,14 +4,12 @@ import gc
 import threading
 import weakref
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import hf_smartspec
 from hf_smartspec.target_model.forward.packed import PackedForward
-from hf_smartspec.target_model.layout.rows import RowInput
 from hf_smartspec.target_model.support.dropout import is_random
 from hf_smartspec.target_model.written import packed_forward, registry, written_decoder, written_decoders
 
@@ -140,52 +138,6 @@ def test_what_is_replaced_is_not_kept(name):
     assert old() is None
     assert is_written(model)
     assert torch.allclose(logits_of(packed_forward(model)), logits_of(PackedForward(model)), atol=1e-5)
-
-
-def next_logits(forward, row):
-    return forward.forward([RowInput(row, np.array([5]))])[0].float()
-
-
-@pytest.mark.parametrize("change", ["module", "move", "hook", "mode"])
-@torch.no_grad()
-def test_changes_amid_a_text_are_followed(change):
-    """Only signs of changes are looked for where a text goes on."""
-    model = new_model("llama", attention_dropout=0.5)
-    forward, calls = packed_forward(model), []
-    row = forward.add()
-    forward.forward([RowInput(row, np.arange(1, 9))])
-    next_logits(forward, row)
-    if change == "module":
-        model.model.layers[0].mlp.up_proj = nn.Linear(32, model.config.intermediate_size, bias=False).eval()
-    elif change == "move":
-        model.bfloat16()
-        model.float()
-        model.lm_head.weight.mul_(2)
-    elif change == "hook":
-        model.model.layers[0].register_forward_hook(lambda *args: calls.append(1))
-    else:
-        model.train()
-    assert (forward._choose(goes_on=True) is None) == (change in ("hook", "mode"))
-    actual = next_logits(forward, row)
-    if change == "mode":
-        return
-    own = PackedForward(model)
-    own.cache, own_row = forward.cache, row
-    own_row.length -= 1
-    assert torch.allclose(actual, next_logits(own, own_row), atol=1e-4)
-    assert bool(calls) == (change == "hook")
-
-
-@torch.no_grad()
-def test_weights_that_are_replaced_amid_a_text_are_followed_from_the_next_one_on():
-    model = new_model("llama")
-    forward = packed_forward(model)
-    row = forward.add()
-    forward.forward([RowInput(row, np.arange(1, 9))])
-    weight = model.model.layers[0].mlp.up_proj.weight
-    weight.data = weight.data * 3
-    expected = logits_of(PackedForward(model))
-    assert torch.allclose(logits_of(forward), expected, atol=1e-4)
 
 
 def test_disable_forgets():
