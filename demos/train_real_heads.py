@@ -55,6 +55,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--work", type=Path, default=Path.home() / ".cache/hf-smartspec/heads", help="gets questions and answers"
     )
     args = parser.parse_args(argv)
+    if len(args.blocks) > 2:
+        parser.error("--blocks takes one or two numbers")
     args.target = args.target or real_model()
     if args.target is None:
         parser.error("the model is not here: run `make setup`, or name another --target")

@@ -320,9 +320,7 @@ class Learning(Priced):
     ("source", "name"),
     [
         *[("lookup", "warped"), ("chain", "greedy")],
-        *exhaustive(
-            ("lookup", "greedy"), ("chain", "warped"), ("chain", "penalty")
-        ),  # what is looked up, a penalty bans
+        *exhaustive(("lookup", "greedy"), ("chain", "warped"), ("lookup", "penalty"), ("chain", "penalty")),
     ],
 )
 def test_policies_learn_while_the_device_computes(on_device, expected, accelerator, monkeypatch, source, name):
@@ -345,7 +343,9 @@ def test_policies_learn_while_the_device_computes(on_device, expected, accelerat
         config = SmartSpecConfig(drafter, policy=policies[-1])
         monkeypatch.setitem(SOURCES, "learning", lambda draft, config=config: config)
         output = generate(on_device, "learning", OPTIONS[name])
-        assert tokens_of(output) == tokens_of(expected[name]) and output.statistics.accepted_tokens > 0
+        assert tokens_of(output) == tokens_of(expected[name])
+        # What was looked up is what the penalty is on.
+        assert output.statistics.accepted_tokens > 0 or (source, name) == ("lookup", "penalty")
         moments = policies[-1].moments
         at_once = [moment == (number, True) for number, moment in enumerate(moments, start=1)]
         late = [moment == (number + 1, False) for number, moment in enumerate(moments, start=1)]

@@ -132,8 +132,8 @@ class GoodputAuction(LengthPolicy):
         """
         Return the worth of a token of each row, 1 in the mean: 1, or `[rows]` float64. Where all rows are waited for
         together, a further token of a row saves the row's own part of a forward, and the rest of a forward only if the
-        row is the last one to end: likely one that will have most tokens to go after this step, whose drafts promise so
-        many tokens (`promises`, `[rows]`).
+        row is the last one to end. That is likely where many tokens are left after this step, in which a row gains
+        `promises` (`[rows]`) tokens of its draft.
         """
         num, plain = len(rows), self._plan.plain_seconds
         if num < 2 or rows.num_remaining is None:
@@ -327,7 +327,10 @@ class GoodputAuction(LengthPolicy):
         if forest.num_nodes and not plan.is_baseline:
             won = self._winners(rows, forest, mask) or won
         draft_seconds = sum([self.records[stage.cost].seconds(stage.cost, stage.levels) for stage in rows.stages])
-        self.prediction = Prediction(won.tokens, won.seconds + plan.prefill_seconds, draft_seconds)
+        tokens = won.tokens
+        if won.num_nodes and np.ndim(plan.worth):  # those of `won` are weighed
+            tokens = len(rows) + float(forest.along_paths(forest.probs)[mask].sum())
+        self.prediction = Prediction(tokens, won.seconds + plan.prefill_seconds, draft_seconds)
         plan.plain_tokens = len(rows) * (won.seconds + draft_seconds) / plain if len(rows) else 0.0
         self._learn_benefits(rows, trees, won.tokens - len(rows), won.seconds - plain)
         self._num_since_baseline = self._num_since_baseline + 1 if won.num_nodes else 0
@@ -394,7 +397,8 @@ class GoodputAuction(LengthPolicy):
             self.cost.observe(context, batched, seconds.forward + seconds.other, width)
         plan = self._earlier_plan if self._earlier_plan.rows is rows else self._plan
         if len(rows) and not plan.is_baseline:
-            accepted = float(np.sum(plan.worth * np.asarray(outcome.accepted)))
+            worth = plan.worth if plan.rows is rows else 1.0
+            accepted = float(np.sum(worth * np.asarray(outcome.accepted)))
             self._speedup.add(plan.plain_tokens, len(rows) + accepted, _SPEEDUP_DECAY)
             self.speedup = max(self._speedup.rate, 1.0)
         for stage in rows.stages:

@@ -48,7 +48,8 @@ def _best(scores: torch.Tensor, count: int) -> np.ndarray:
     """As `top_tokens`, for scores on the CPU; ties go to the lowest token."""
     infinity, integers = _BITS[scores.dtype]
     best = np.empty((len(scores), count), np.int64)
-    find_best(scores.detach().contiguous().view(integers).numpy(), infinity, best)
+    if count:
+        find_best(scores.detach().contiguous().view(integers).numpy(), infinity, best)
     return best
 
 

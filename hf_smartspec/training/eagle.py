@@ -71,7 +71,8 @@ def _copy_last_layer(tensors: dict[str, torch.Tensor], target: PreTrainedModel) 
     sources = {name: f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")} | norms
     sources |= {name: f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")}
     weights = {name.removesuffix(".weight") for name, _ in layer.named_parameters() if name.endswith(".weight")}
-    if weights != set(sources.values()) or not hasattr(decoder, "norm"):
+    has_biases = any(name.endswith("norm.bias") for name, _ in layer.named_parameters())  # unlike RMS norms
+    if weights != set(sources.values()) or has_biases or not hasattr(decoder, "norm"):
         return
     size = len(tensors["norm.weight"])
     ones = torch.ones(1, size, dtype=target.dtype, device=target.device)  # some norms add 1 to their weights
@@ -79,7 +80,7 @@ def _copy_last_layer(tensors: dict[str, torch.Tensor], target: PreTrainedModel) 
     for name, source in sources.items():
         module, wanted = layer.get_submodule(source), tensors[f"{name}.weight"]
         found = module(ones)[0] if name in norms else module.weight
-        own = wanted[:, size:] if wanted.shape[-1] == 2 * size else wanted  # of features, after those of embeddings
+        own = wanted[:, size:] if name in ("q_proj", "k_proj", "v_proj") else wanted  # features, after embeddings
         if found.shape == own.shape:
             own.copy_(found.detach())
     fc = tensors["fc.weight"].mul_(_NOISE)

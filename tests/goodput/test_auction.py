@@ -131,6 +131,8 @@ def test_where_all_rows_are_waited_for_the_last_one_drafts_most():
         rows = rows_of([chain] * 8, num_remaining=None if remaining is None else np.array(remaining))
         policy = GoodputAuction(cost, calibrates=False)
         kept[name] = [len(tree) for tree in policy.select(rows, [chain] * 8)]
+        expected = 8 + sum((0.6 ** np.arange(1, num + 1)).sum() for num in kept[name])
+        assert policy.prediction.tokens == pytest.approx(expected, rel=1e-5)
     assert kept["alike"] == kept["apart"]
     late = kept["one late"].pop(3)
     assert late > max(kept["apart"]) and max(kept["one late"]) < min(kept["apart"])
@@ -388,7 +390,9 @@ def first_steps(cost, accuracy, num_rows, silent=False):
 )
 def test_an_answer_that_begins_with_a_wrong_price_finds_the_right_one_inside_itself(wrong, accuracy, num_rows, silent):
     right, found = (first_steps(cost, accuracy, num_rows, silent) for cost in (REAL, priced(**wrong)))
-    assert found[0] > 0.4 * right[0] and found[1] > 0.88 * right[1]
+    # Fewer nodes may do: with this price they yield 0.987 of the goodput.
+    is_frugal = wrong == {"scale": 15.0, "drafts": 3.0} and (accuracy, num_rows) == (0.6, 8)
+    assert found[0] > (0.4 if is_frugal else 0.5) * right[0] and found[1] > 0.88 * right[1]
 
 
 def test_what_a_provisional_profile_finds_too_dear_is_tried():

@@ -40,6 +40,7 @@ def test_top_tokens_are_those_of_topk(vocab_size, count):
     scores[torch.rand_like(scores) < 0.3] = -torch.inf
     scores[:, -1] = torch.randn(50)  # after the last whole block
     assert torch.equal(top_tokens(scores, count), scores.topk(count).indices)
+    assert top_tokens(scores, 0).shape == (len(scores), 0)
 
 
 @pytest.mark.parametrize("vocab_size", [2, 700])

@@ -127,6 +127,12 @@ def test_frequent_tokens_are_those_of_responses():
     assert frequent_tokens(texts, 10, 10) is None
 
 
+def test_heads_of_a_target_with_layer_norms_begin_with_ones():
+    """A LayerNorm of ones is its bias."""
+    parts = new_heads(new_model("stablelm")).parts
+    assert all((parts[name].weight == 1).all() for name in ("norm", "hidden_norm", "post_attention_layernorm"))
+
+
 def test_new_heads_are_of_the_targets_sizes(target):
     ids = torch.tensor([3, 9, 50])
     heads = new_heads(target, ids, neurons=24, seed=3)
