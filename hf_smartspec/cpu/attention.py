@@ -141,8 +141,6 @@ def runs_of(rows: np.ndarray) -> np.ndarray:
     Return `SeenLines.runs` for tokens that attend to lines of these rows (`[N]`, grouped by row). Runs of a row differ
     in length by one token at most.
     """
-    if len(rows) == 1:  # at most steps of a single request
-        return np.array([0, 1])
     starts = np.append(np.flatnonzero(np.diff(rows, prepend=-1)), len(rows))
     if len(starts) > len(rows):  # one token per row
         return starts

@@ -12,7 +12,6 @@ from ...cpu.few_tokens import ROWS, SMALL, most_tokens, widens
 from ...cpu.gates import has_gates
 from ...cpu.kernels import program as codes
 from ...cpu.kernels.multiply import tokens_at_once, wide_size
-from ...cpu.kernels.tiles import num_lanes
 from ...cpu.norms import has_norms
 from ...cpu.program import DTYPES, Program, column
 from ...cpu.quantized import native
@@ -345,7 +344,6 @@ class _Forward:
         self.wide = column(codes.MULTIPLY, "wide")
         sizes = rows[self.multiplied, column(codes.MULTIPLY, "wide_size")]
         self.most_wide = int(sizes.max(initial=0))
-        self.counts = 0, 0  # of tokens, and of those that are kept
         self.addresses: np.ndarray | None = None  # those of `SlotCache.addresses` that operators have
         self.memories = _places(codes.ROTATE, self.rotated, _MEMORY), _places(codes.ATTEND, self.attending, _MEMORY)
         layers = self.plan.layers
@@ -369,9 +367,7 @@ class _Forward:
         kept = [x.new_empty(num, self.size) for _ in self.kept]
         for number, states in zip(self.kept.values(), kept):
             program.set(number, "outputs", states.data_ptr())
-        if self.counts != (num, num_kept):
-            self.counts = num, num_kept
-            self.token_counts[self.sized], self.token_counts[self.last] = num, num_kept
+        self.token_counts[self.sized], self.token_counts[self.last] = num, num_kept
         program.set(self.last_norm, "lines", 0 if lines is None else lines.data_ptr())
         program.set(self.head, "outputs", logits.data_ptr())
         program.run(self.num_threads)
@@ -410,7 +406,7 @@ class _Forward:
         if widens(self.dtype, len(x)):
             held.append(x.new_empty(self.num_threads * self.most_wide, dtype=torch.float32))
             rows[self.multiplied, self.wide] = held[-1].data_ptr()
-        elif num_lanes() == 8:  # others never widen
+        else:
             rows[self.multiplied, self.wide] = 0
         return held
 
