@@ -8,7 +8,6 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
 from ...device import to_device
-from ..layout.kernels.lines import move_lines
 from ..layout.rows import CacheRow
 from ..layout.shared_prefix import pieces_of
 from ..layout.step_layout import StepLayout
@@ -100,9 +99,8 @@ class SlotCache(Cache):
         self.slabs = Slabs(num_slots * capacity)
         self._spare: list[torch.Tensor] = []  # memory that layers may take, as long as its number of lines fits
         self._most_columns = 0  # the most that a row has had
-        # Of keys and values, `[layers, 2]` int64, and the bytes of a line, `[layers]`. Compiled forwards set them; None
-        # after memory was allocated or moved.
-        self.addresses: tuple[np.ndarray, np.ndarray] | None = None
+        # Of keys and values, `[layers, 2]` int64, for compiled forwards; None after memory was allocated or moved.
+        self.addresses: np.ndarray | None = None
         self.layout: StepLayout | None = None
 
     @property
@@ -369,9 +367,7 @@ class SlotCache(Cache):
                     sources.append(end + node)
                     targets.append(end + target)
             row.length, row.num_nodes = row.length + len(path), 0
-        if sources and self.addresses is not None and len(self.addresses[0]) == len(self.layers):
-            move_lines(*self.addresses, np.array([sources, targets]))
-        elif sources:
+        if sources:
             device = self.layers[0].keys.device
             index = to_device(np.array([sources, targets]), device)
             for layer in self.layers:

@@ -1,7 +1,7 @@
 """A written-out decoder as one compiled program: all layers in one call, on a CPU."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -380,7 +380,7 @@ class _Forward:
     def _set_places(self, given: DecoderInput) -> list[torch.Tensor]:
         """Set the memory of layers, what tokens attend to, and rotary embeddings; return what must stay meanwhile."""
         (x, layout, cache, tables), rows = given, self.program.rows
-        addresses = _addresses(self.plan.layers, cache, x)
+        addresses = self._addresses(cache, x)
         if addresses is not self.addresses:
             self.addresses = addresses
             for where in self.memories:
@@ -410,18 +410,18 @@ class _Forward:
             rows[self.multiplied, self.wide] = 0
         return held
 
-
-def _addresses(layers: Sequence[LayerPlan], cache: SlotCache, x: torch.Tensor) -> np.ndarray:
-    """Return the addresses of the layers' keys and values, for which memory is allocated where there is none."""
-    if cache.addresses is None or len(cache.addresses[0]) < len(layers):
-        memories = [cache.layer(index) for index in range(len(layers))]
-        for memory, layer in zip(memories, layers):
-            if not memory.is_initialized:
-                empty = x.new_empty(1, layer.kv_heads, 1, layer.head_dim)
-                memory.lazy_initialization(empty, empty)
-        places = np.array([(memory.keys.data_ptr(), memory.values.data_ptr()) for memory in memories])
-        cache.addresses = places, np.array([memory.keys[0].numel() * x.itemsize for memory in memories])
-    return cache.addresses[0]
+    def _addresses(self, cache: SlotCache, x: torch.Tensor) -> np.ndarray:
+        """Return the addresses of the layers' keys and values, for which memory is allocated where there is none."""
+        layers, addresses = self.plan.layers, cache.addresses
+        if addresses is None or len(addresses) < len(layers):
+            memories = [cache.layer(index) for index in range(len(layers))]
+            for memory, layer in zip(memories, layers):
+                if not memory.is_initialized:
+                    empty = x.new_empty(1, layer.kv_heads, 1, layer.head_dim)
+                    memory.lazy_initialization(empty, empty)
+            addresses = np.array([(memory.keys.data_ptr(), memory.values.data_ptr()) for memory in memories])
+            cache.addresses = addresses
+        return addresses
 
 
 def _places(code: int, operators: list[int], names: list[str]) -> tuple[np.ndarray, list[int]]:
