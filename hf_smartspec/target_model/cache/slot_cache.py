@@ -34,7 +34,7 @@ class SlotLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate memory for states of this kind, `[..., heads, length, head_dim]`."""
         self.keys, self.values = self._allocate(key_states), self._allocate(value_states)
-        self.is_initialized, self.cache.addresses = True, None
+        self.is_initialized = True
 
     def _allocate(self, states: torch.Tensor) -> torch.Tensor:
         return self.cache.memory(states, states.shape[1], states.shape[3])
@@ -99,8 +99,6 @@ class SlotCache(Cache):
         self.slabs = Slabs(num_slots * capacity)
         self._spare: list[torch.Tensor] = []  # memory that layers may take, as long as its number of lines fits
         self._most_columns = 0  # the most that a row has had
-        # Of keys and values, `[layers, 2]` int64, for compiled forwards; None after memory was allocated or moved.
-        self.addresses: np.ndarray | None = None
         self.layout: StepLayout | None = None
 
     @property
@@ -167,7 +165,6 @@ class SlotCache(Cache):
                 slots[:, : self._most_columns].zero_()
         self.slabs, self._spare = Slabs(self.num_lines), []
         self.layers.clear()
-        self.addresses = None
         return memories
 
     # Rows
@@ -347,7 +344,7 @@ class SlotCache(Cache):
                 torch.index_select(memory, 0, sources, out=saved[_kind(memory)])
                 other.index_copy_(0, targets, saved[_kind(memory)])
         if is_new:
-            new, self.addresses = iter(others), None
+            new = iter(others)
             for layer in self.layers:
                 if layer.is_initialized:
                     layer.keys, layer.values = next(new), next(new)

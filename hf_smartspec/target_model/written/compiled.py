@@ -26,12 +26,10 @@ from .parts import MLP, Fused, Halves, RMSNorm, gate_of
 from .plan import DecoderPlan, LayerPlan
 
 Tables = tuple[torch.Tensor, torch.Tensor]
-_NO_TABLE = "no rotary embeddings"
 _LEAST, _MOST = 16, 256  # tokens for which programs have room: their memory is kept
 # Fields that are set before every forward.
-_MEMORY = ["keys", "values"]
-_ROTATE = "lines dim cos sin".split()
-_ATTEND = "scratch num_runs parts scratch_size runs firsts counts nodes bits prefixes prefix_counts".split()
+_ROTATE = "keys values lines dim cos sin".split()
+_ATTEND = "keys values scratch num_runs parts scratch_size runs firsts counts nodes bits prefixes prefix_counts".split()
 
 
 class DecoderInput(NamedTuple):
@@ -344,19 +342,8 @@ class _Forward:
         self.wide = column(codes.MULTIPLY, "wide")
         sizes = rows[self.multiplied, column(codes.MULTIPLY, "wide_size")]
         self.most_wide = int(sizes.max(initial=0))
-        self.addresses: np.ndarray | None = None  # those of `SlotCache.addresses` that operators have
-        self.memories = _places(codes.ROTATE, self.rotated, _MEMORY), _places(codes.ATTEND, self.attending, _MEMORY)
-        layers = self.plan.layers
-        tables = [layer.layer_type if layer.rotation is not None else _NO_TABLE for layer in layers]
-        self.rotations = {
-            name: _places(codes.ROTATE, [number for own, number in zip(tables, self.rotated) if own == name], _ROTATE)
-            for name in dict.fromkeys(tables)
-        }
-        kinds = [(layer.window, layer.num_heads, layer.kv_heads, layer.head_dim) for layer in layers]
-        self.attentions = {
-            kind: _places(codes.ATTEND, [number for own, number in zip(kinds, self.attending) if own == kind], _ATTEND)
-            for kind in dict.fromkeys(kinds)
-        }
+        self.rotate_places = np.array(self.rotated)[:, None], [column(codes.ROTATE, name) for name in _ROTATE]
+        self.attend_places = np.array(self.attending)[:, None], [column(codes.ATTEND, name) for name in _ATTEND]
 
     def __call__(self, given: DecoderInput, keep: Callable[[int, torch.Tensor], None] | None) -> torch.Tensor:
         x, num, program, lines = given.x, len(given.x), self.program, given.layout.kept
@@ -379,29 +366,37 @@ class _Forward:
 
     def _set_places(self, given: DecoderInput) -> list[torch.Tensor]:
         """Set the memory of layers, what tokens attend to, and rotary embeddings; return what must stay meanwhile."""
-        (x, layout, cache, tables), rows = given, self.program.rows
-        addresses = self._addresses(cache, x)
-        if addresses is not self.addresses:
-            self.addresses = addresses
-            for where in self.memories:
-                rows[where] = addresses[: len(self.plan.layers)]
+        (x, layout, cache, tables), layers, rows = given, self.plan.layers, self.program.rows
+        memories = [cache.layer(index) for index in range(len(layers))]
+        for memory, layer in zip(memories, layers):
+            if not memory.is_initialized:
+                empty = x.new_empty(1, layer.kv_heads, 1, layer.head_dim)
+                memory.lazy_initialization(empty, empty)
+        places = [(memory.keys.data_ptr(), memory.values.data_ptr()) for memory in memories]
 
         assert all(part.dtype is self.dtype for pair in tables.values() for part in pair)
-        held, lines = [part.contiguous() for pair in tables.values() for part in pair], layout.lines.data_ptr()
-        for name, cos, sin in zip(tables, held[::2], held[1::2]):
-            rows[self.rotations[name]] = lines, cos.shape[-1], cos.data_ptr(), sin.data_ptr()
-        if _NO_TABLE in self.rotations:
-            rows[self.rotations[_NO_TABLE]] = lines, 0, 0, 0
+        held = [part.contiguous() for pair in tables.values() for part in pair]
+        factors = {
+            name: (cos.shape[-1], cos.data_ptr(), sin.data_ptr())
+            for name, cos, sin in zip(tables, held[::2], held[1::2])
+        }
+        lines = layout.lines.data_ptr()
+        rows[self.rotate_places] = [
+            (*place, lines, *(factors[layer.layer_type] if layer.rotation is not None else (0, 0, 0)))
+            for layer, place in zip(layers, places)
+        ]
 
-        settings, most = [], 0
-        for window, heads, kv_heads, head_dim in self.attentions:
+        kinds = [(layer.window, layer.num_heads, layer.kv_heads, layer.head_dim) for layer in layers]
+        settings, most = {}, 0
+        for kind in dict.fromkeys(kinds):
+            window, heads, kv_heads, head_dim = kind
             seen = lines_of(layout, layout.parts, window)
             parts, size = division(seen, heads, kv_heads, head_dim, self.num_threads)
-            settings.append((len(seen.runs) - 1, parts, size, *seen.addresses))
+            settings[kind] = len(seen.runs) - 1, parts, size, *seen.addresses
             most = max(most, size)
         held.append(x.new_empty(self.num_threads * most, dtype=torch.float32))
-        for where, setting in zip(self.attentions.values(), settings):
-            rows[where] = held[-1].data_ptr(), *setting
+        scratch = held[-1].data_ptr()
+        rows[self.attend_places] = [(*place, scratch, *settings[kind]) for kind, place in zip(kinds, places)]
 
         if widens(self.dtype, len(x)):
             held.append(x.new_empty(self.num_threads * self.most_wide, dtype=torch.float32))
@@ -409,21 +404,3 @@ class _Forward:
         else:
             rows[self.multiplied, self.wide] = 0
         return held
-
-    def _addresses(self, cache: SlotCache, x: torch.Tensor) -> np.ndarray:
-        """Return the addresses of the layers' keys and values, for which memory is allocated where there is none."""
-        layers, addresses = self.plan.layers, cache.addresses
-        if addresses is None or len(addresses) < len(layers):
-            memories = [cache.layer(index) for index in range(len(layers))]
-            for memory, layer in zip(memories, layers):
-                if not memory.is_initialized:
-                    empty = x.new_empty(1, layer.kv_heads, 1, layer.head_dim)
-                    memory.lazy_initialization(empty, empty)
-            addresses = np.array([(memory.keys.data_ptr(), memory.values.data_ptr()) for memory in memories])
-            cache.addresses = addresses
-        return addresses
-
-
-def _places(code: int, operators: list[int], names: list[str]) -> tuple[np.ndarray, list[int]]:
-    """Return the indices of fields of some operators in `Program.rows`."""
-    return np.array(operators)[:, None], [column(code, name) for name in names]
