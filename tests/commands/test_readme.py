@@ -27,10 +27,10 @@ _COMMANDS = re.compile(r"^(?:smartspec|python -m benchmarks) [^\n]+$", re.MULTIL
 LINES = sorted({line for page in PAGES for line in _COMMANDS.findall(page.read_text())})
 _REAL = 'folder = os.path.expanduser("~/.cache/hf-smartspec/real-model/SmolLM2-135M-Instruct")'
 _OUTPUTS = ("--output", "--json", "--plot")
-# Of pip, accelerate, torchrun, lm-eval, transformers and guidellm.
+# Of pip, accelerate, torchrun, lm-eval, transformers, guidellm and scripts in demos.
 _OTHERS = {
-    "--apply_chat_template", "--backend", "--batch_size", "--constraint", "--continuous-batching", "--cpu", "--data",
-    "--include_path", "--index-url", "--model_args", "--multi_gpu", "--no_python", "--nproc-per-node",
+    "--apply_chat_template", "--backend", "--batch_size", "--blocks", "--constraint", "--continuous-batching", "--cpu",
+    "--data", "--include_path", "--index-url", "--model_args", "--multi_gpu", "--no_python", "--nproc-per-node",
     "--num_processes", "--profile", "--tasks", "--tokenizer",
 }  # fmt: skip
 
