@@ -70,7 +70,7 @@ class GoodputAuction(LengthPolicy):
     step would draft too little where drafts are good, and too much where they are poor. The time that prompts add to
     the forward is left out, since speculation does not change it.
 
-    Where all rows are waited for together (`StepRows.num_remaining`), tokens of rows that are behind are worth more.
+    Where all rows are waited for together (`StepRows.num_remaining`), tokens of rows with many to go are worth more.
 
     Path probabilities are products of the drafts' own probabilities, corrected by their observed acceptance (`Trust`).
 
