@@ -142,9 +142,11 @@ class Corpus:
 
     @property
     def heldout_by_file(self) -> dict[str, list[Example]]:
+        """Return the held-out examples by their file, as `train` has the others."""
         found: dict[str, list[Example]] = {}
-        for item in (item for items in self.heldout.values() for item in items):
-            found.setdefault(item.file, []).append(item)
+        for items in self.heldout.values():
+            for item in items:
+                found.setdefault(item.file, []).append(item)
         return found
 
 

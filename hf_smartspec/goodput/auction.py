@@ -125,6 +125,9 @@ class GoodputAuction(LengthPolicy):
         plain = float(self.cost.seconds(*rows.without_prefill().forward_size()))
         prefill = float(self.cost.seconds(*rows.forward_size())) - plain if rows.num_prefill_tokens else 0.0
         self._earlier_plan, self._plan = self._plan, Plan(rows, plain, prefill)
+        if len(rows) > 1 and rows.num_remaining is not None:
+            alone = float(self.cost.seconds(*rows.without_prefill().first(1).forward_size()))
+            self._plan.row_seconds = min(max(plain - alone, 0.0) / (len(rows) - 1), plain / len(rows))
         self._plan.is_baseline = self._needs_baseline(rows)
         self._plan.node_price = self._node_price(rows) if len(rows) else 0.0
 
@@ -135,11 +138,9 @@ class GoodputAuction(LengthPolicy):
         row is the last one to end. That is likely where many tokens are left after this step, in which a row gains
         `promises` (`[rows]`) tokens of its draft.
         """
-        num, plain = len(rows), self._plan.plain_seconds
-        if num < 2 or rows.num_remaining is None:
+        num, plain, own = len(rows), self._plan.plain_seconds, self._plan.row_seconds
+        if own is None or rows.num_remaining is None:
             return 1.0
-        alone = float(self.cost.seconds(*rows.without_prefill().first(1).forward_size()))
-        own = min(max(plain - alone, 0.0) / (num - 1), plain / num)
         left = rows.num_remaining - promises
         most = left.max()
         is_last = np.exp((left - most) / max(_SPREAD_SHARE * most, _SPREAD))

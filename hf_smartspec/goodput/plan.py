@@ -39,6 +39,8 @@ class Plan:
     Args:
         rows (`StepRows`, *optional*): The step's rows.
         plain_seconds, prefill_seconds (`float`): T without drafts and prompts, and the time that prompts add to it.
+        row_seconds (`float`, *optional*): Part of `plain_seconds` that each row adds, where all rows are waited for
+            together.
         node_price (`float`): Cost of verifying a node, in tokens.
         worth (`float` or `np.ndarray` of shape `[rows]`): Worth of a token of each row, 1 in the mean.
         is_baseline (`bool`): Whether the step runs without speculation, so that the cost of such steps stays known.
@@ -52,6 +54,7 @@ class Plan:
     rows: StepRows | None = None
     plain_seconds: float = 0.0
     prefill_seconds: float = 0.0
+    row_seconds: float | None = None
     node_price: float = 0.0
     worth: Any = 1.0
     is_baseline: bool = False

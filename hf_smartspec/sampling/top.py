@@ -45,7 +45,7 @@ def _is_compiled(scores: torch.Tensor) -> bool:
 
 
 def _best(scores: torch.Tensor, count: int) -> np.ndarray:
-    """As `top_tokens`, for scores on the CPU; ties go to the lowest token."""
+    """Return `top_tokens` of scores on the CPU; ties go to the lowest token."""
     infinity, integers = _BITS[scores.dtype]
     best = np.empty((len(scores), count), np.int64)
     if count:

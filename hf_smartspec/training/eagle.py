@@ -272,8 +272,10 @@ class EagleTraining(nn.Module):
         ids = self.heads.token_ids
         if ids is None:
             return output(hidden).float().softmax(dim=-1)
-        bias = None if output.bias is None else output.bias[ids]
-        logits = torch.nn.functional.linear(hidden, output.weight[ids], bias)  # most of all tokens' cost is saved
+        if type(output) is nn.Linear:  # most of the cost of all tokens is saved
+            logits = nn.functional.linear(hidden, output.weight[ids], None if output.bias is None else output.bias[ids])
+        else:  # with adapters, for example
+            logits = output(hidden).index_select(-1, ids)
         return logits.float().softmax(dim=-1) * torch.isin(tokens, ids)[:, None]
 
     def accuracy(self, texts: Sequence[Text], max_length: int, batch_size: int = 8) -> list[dict[int, float]]:

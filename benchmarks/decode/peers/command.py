@@ -56,8 +56,7 @@ def run(args: argparse.Namespace) -> int:
     name = Path(args.model).name if args.model else "the embedded target"
     size = f"{name} at {args.parameters / 1e6:.0f} M parameters" if args.parameters else f"{name} as it is"
     console = print_head(session, "peers", f"{size}, {args.max_new_tokens} new tokens; each has the threads")
-    prompts = _prompts(args)
-    with PeerBench(args, session, partial(_models, args), prompts) as bench:
+    with PeerBench(args, session, partial(_models, args), _prompts(args)) as bench:
         try:
             return session.run(bench.sections(), console)
         finally:
