@@ -23,7 +23,7 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 # Each process, of which tests start many, would compile everything again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup real demo bench docs licences test end-to-end test-all test-versions tests check lint types imports format clean
+.PHONY: help setup real demo bench docs licences test end-to-end test-all test-versions check lint types imports format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F '|' '{ printf "make %-13s %s\n", $$1, $$2 }'
@@ -48,10 +48,7 @@ docs: $(INSTALLED)  ## the pages of docs/ as a site, in site/; broken links fail
 licences: $(INSTALLED)  ## licences of what the extras `serve` and `ray` bring; copyleft ones first
 	@$(BIN)/python docs/tools/licences.py serve ray
 
-test: lint  ## style, types, architecture and the tests
-	@$(MAKE) --no-print-directory --jobs=3 types imports tests
-
-tests: real
+test: lint real  ## style and the tests
 	@echo "== tests"
 	@$(PYTEST) --durations 30
 
@@ -66,7 +63,7 @@ test-all: check real  ## everything, with every combination of every option: lon
 test-versions: $(INSTALLED)  ## a part of them with every supported release of transformers; writes the table in README.md
 	@$(BIN)/python tests/releases.py --workers $(WORKERS)
 
-check: lint types imports
+check: lint types imports  ## style, types and architecture
 
 lint: $(INSTALLED)  ## style (ruff)
 	@echo "== style"
