@@ -8,6 +8,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
 from ...device import to_device
+from ..layout.kernels.lines import move_lines
 from ..layout.rows import CacheRow
 from ..layout.shared_prefix import pieces_of
 from ..layout.step_layout import StepLayout
@@ -24,25 +25,40 @@ class SlotLayer(CacheLayerMixin):
 
     is_sliding = False
     is_compileable = False
-    keys: torch.Tensor
-    values: torch.Tensor
 
     def __init__(self, cache: "SlotCache"):
-        super().__init__()
         self.cache = cache
+        self.hold()
+
+    def hold(self, *memories: torch.Tensor) -> None:
+        """
+        Use these tensors as keys and values, and keep their addresses for compiled code: after a forward, no tensor is
+        in the processor's cache, and to ask 60 tensors for addresses takes long. Nothing else replaces memory.
+        """
+        self.memories = memories  # keys and values, once allocated
+        on_cpu = [memory for memory in memories if memory.is_cpu]
+        self.addresses = tuple([memory.data_ptr() for memory in on_cpu])
+        self.line_bytes = tuple([memory.stride(0) * memory.itemsize for memory in on_cpu])
+
+    @property
+    def keys(self) -> torch.Tensor:  # type: ignore[override]
+        """Keys, once allocated."""
+        return self.memories[0]
+
+    @property
+    def values(self) -> torch.Tensor:  # type: ignore[override]
+        """Values, once allocated."""
+        return self.memories[1]
+
+    @property
+    def is_initialized(self) -> bool:  # type: ignore[override]
+        """True if memory is allocated."""
+        return bool(self.memories)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate memory for states of this kind, `[..., heads, length, head_dim]`."""
-        self.keys, self.values = self._allocate(key_states), self._allocate(value_states)
-        self.is_initialized = True
-
-    def _allocate(self, states: torch.Tensor) -> torch.Tensor:
-        return self.cache.memory(states, states.shape[1], states.shape[3])
-
-    @property
-    def memories(self) -> list[torch.Tensor]:
-        """Keys and values, once allocated."""
-        return [self.keys, self.values] if self.is_initialized else []
+        states = key_states, value_states
+        self.hold(*[self.cache.memory(item, item.shape[1], item.shape[3]) for item in states])
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -57,15 +73,11 @@ class SlotLayer(CacheLayerMixin):
             self.lazy_initialization(key_states[None].transpose(1, 2), value_states[None].transpose(1, 2))
         layout = self.cache.layout
         assert layout is not None, "a slot cache is written by a packed forward only"
-        for memory, states in ((self.keys, key_states), (self.values, value_states)):
+        for memory, states in zip(self.memories, (key_states, value_states)):
             if states.dtype != memory.dtype:
                 states = states.to(memory.dtype)
             memory.index_copy_(0, layout.lines, states)
         return self.keys, self.values
-
-    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        for memory in self.memories:
-            memory.index_copy_(0, targets, memory.index_select(0, sources))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cache.num_lines, 0
@@ -347,7 +359,7 @@ class SlotCache(Cache):
             new = iter(others)
             for layer in self.layers:
                 if layer.is_initialized:
-                    layer.keys, layer.values = next(new), next(new)
+                    layer.hold(next(new), next(new))
 
     # Contents of rows
 
@@ -364,11 +376,16 @@ class SlotCache(Cache):
                     sources.append(end + node)
                     targets.append(end + target)
             row.length, row.num_nodes = row.length + len(path), 0
-        if sources:
-            device = self.layers[0].keys.device
-            index = to_device(np.array([sources, targets]), device)
-            for layer in self.layers:
-                layer.move(index[0], index[1])
+        if not sources:
+            return
+        moves = np.array([sources, targets])
+        if self.layers[0].keys.is_cpu:
+            addresses = np.array([address for layer in self.layers for address in layer.addresses])
+            move_lines(addresses, np.array([size for layer in self.layers for size in layer.line_bytes]), moves)
+        else:
+            index = to_device(moves, self.layers[0].keys.device)
+            for memory in self._memories():
+                memory.index_copy_(0, index[1], memory.index_select(0, index[0]))
 
     def export(
         self, rows: Sequence[CacheRow], columns: Sequence[torch.Tensor], total_length: int, cache: Cache

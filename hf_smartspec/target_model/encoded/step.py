@@ -77,7 +77,7 @@ class EncodedStep:
         **options: Any,
     ) -> torch.Tensor:
         """Compute `packed_attention` for queries `[N, heads, head_dim]` and memory `[lines, heads, head_dim]`."""
-        if any(key is layer.keys for layer in self.cross.layers):
+        if any(key is memory for layer in self.cross.layers for memory in layer.memories):
             return self._attend_across(packed, key, value, **options)
         if position_bias is None:
             return packed_attention(packed, key, value, layout, **options)

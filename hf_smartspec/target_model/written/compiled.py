@@ -372,7 +372,7 @@ class _Forward:
             if not memory.is_initialized:
                 empty = x.new_empty(1, layer.kv_heads, 1, layer.head_dim)
                 memory.lazy_initialization(empty, empty)
-        places = [(memory.keys.data_ptr(), memory.values.data_ptr()) for memory in memories]
+        places = [memory.addresses for memory in memories]
 
         assert all(part.dtype is self.dtype for pair in tables.values() for part in pair)
         held = [part.contiguous() for pair in tables.values() for part in pair]

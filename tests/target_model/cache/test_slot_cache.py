@@ -184,6 +184,7 @@ class SlotCacheAgainstLists(RuleBasedStateMachine):
             assert len(expected) - row.prefix_len <= row.stride
             assert row.num_sharers == sum(other.prefix_row is row for other in self.texts)
             for index, layer in enumerate(self.cache.layers):
+                assert layer.addresses == tuple(memory.data_ptr() for memory in layer.memories)
                 for memory, dim in ((layer.keys, KEY_DIM), (layer.values, VALUE_DIM)):
                     assert len(memory) == self.cache.num_lines
                     assert torch.equal(held(memory, row, len(expected)), states(expected, dim, index)[0])

@@ -220,6 +220,48 @@ def test_long_prompts_take_no_memory_for_good(programs):
     assert programs == [4]
 
 
+def grown(cache):
+    cache.add(10 * cache.num_lines)
+
+
+def shrunk(cache):
+    cache.remove(cache.add(10 * cache.num_lines))
+    cache.shrink(cache.num_taken)
+
+
+def dropped(cache):
+    cache.layers.clear()
+
+
+def replaced(cache):
+    cache.layers = []
+
+
+def borrowed(cache):
+    memories = [torch.zeros_like(memory) for layer in cache.layers for memory in layer.memories]
+    cache.layers.clear()
+    assert cache.borrow(memories)
+
+
+@pytest.mark.parametrize("change", [grown, shrunk, dropped, replaced, borrowed])
+def test_keys_and_values_that_move_are_found(change, programs):
+    """Whatever replaces memory between two forwards: the next one writes to the new one, as the layers do."""
+    model = model_of("llama")
+    forward, other = tried(model), by_layers(copy.deepcopy(model))
+    memories, programs[:] = [], []
+    for item in (forward, other):
+        row = item.add()
+        item.forward([RowInput(row, np.arange(3, 12))])
+        before = {memory.data_ptr(): memory for layer in item.cache.layers for memory in layer.memories}
+        copies = [memory.clone() for memory in before.values()]
+        change(item.cache)
+        item.forward([RowInput(row, np.array([7]))])
+        memories.append([memory for layer in item.cache.layers for memory in layer.memories])
+        assert not before.keys() & {memory.data_ptr() for memory in memories[-1]}
+        assert all(map(torch.equal, before.values(), copies)), "freed memory is not written to"
+    assert all(map(torch.equal, *memories)) and len(programs) == 2
+
+
 def test_weights_that_move_are_found():
     model = model_of("llama")
     forward = tried(model)
