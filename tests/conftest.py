@@ -5,6 +5,8 @@ several workers needs nothing of it.
 
 import gc
 import logging
+import ssl
+import sys
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -63,6 +65,37 @@ def _strict_session():
     logging.getLogger("transformers").addHandler(handler)
     yield
     logging.getLogger("transformers").removeHandler(handler)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _freeze():
+    """
+    Function that does what `gc.freeze` does. Commands unfreeze all objects when they end: from then on, each collection
+    of garbage would go through all imported packages, for half a second.
+    """
+    freeze = gc.freeze
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "freeze", lambda: None)
+        patch.setattr(gc, "unfreeze", lambda: None)
+        yield freeze
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _imports_stay_frozen(_freeze):
+    """Also those of large packages that a module's tests import while they run."""
+    num_before = len(sys.modules)
+    yield
+    if len(sys.modules) > num_before + 100:
+        gc.collect()
+        _freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _certificates_are_read_once():
+    """Each client of HTTP reads those of all authorities, which takes longer than most answers of tests' servers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", cache(ssl.create_default_context))
+        yield
 
 
 @pytest.fixture(scope="session")

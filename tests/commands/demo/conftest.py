@@ -1,10 +1,14 @@
 import argparse
+from importlib.util import find_spec
 
 import pytest
 
 from hf_smartspec.commands.demo.arguments import add_arguments
 from hf_smartspec.commands.demo.world import load_world
 from hf_smartspec.commands.main import Parser
+
+# The package takes seconds to import: tests import it where they run, not where they are collected.
+GRADIO = pytest.mark.skipif(find_spec("gradio") is None, reason="the page is made with Gradio")
 
 
 def _world(*arguments):

@@ -5,9 +5,9 @@ import threading
 import pytest
 
 from ...browser import DESK, NEEDED, PHONE
+from .conftest import GRADIO
 
-pytest.importorskip("gradio", reason="the page is made with Gradio")
-pytestmark = [NEEDED, pytest.mark.end_to_end]
+pytestmark = [NEEDED, GRADIO, pytest.mark.end_to_end]
 TIMEOUT = 120_000  # milliseconds, which only a failure takes
 
 

@@ -4,14 +4,14 @@ import socket
 
 import pytest
 
-pytest.importorskip("gradio", reason="the page is made with Gradio")
-
 from hf_smartspec.commands.common.models import demo_folder
 from hf_smartspec.commands.demo import world
-from hf_smartspec.commands.demo.app import build_app
 from hf_smartspec.commands.demo.world import AUTO, NONE
 
 from ..helpers import call
+from .conftest import GRADIO
+
+pytestmark = GRADIO
 
 
 @pytest.mark.parametrize(
@@ -41,6 +41,8 @@ def test_a_port_in_use(capsys):
 
 
 def test_the_real_model_is_the_default_and_the_embedded_ones_learn(default_world, monkeypatch):
+    from hf_smartspec.commands.demo.app import build_app
+
     embedded = str(demo_folder() / "models" / "target")
     monkeypatch.setattr(world, "real_model", lambda: embedded)
     found = default_world()

@@ -3,15 +3,19 @@
 import httpx
 import pytest
 
-pytest.importorskip("gradio", reason="the page is made with Gradio")
-import gradio
-
-from hf_smartspec.commands.demo.app import launch_app
 from hf_smartspec.serving.server.guard.hosts import local_hosts
+
+from .conftest import GRADIO
+
+pytestmark = GRADIO
 
 
 @pytest.fixture
 def url():
+    import gradio
+
+    from hf_smartspec.commands.demo.app import launch_app
+
     with gradio.Blocks(analytics_enabled=False) as page:
         gradio.HTML("the page")
     yield launch_app(page)

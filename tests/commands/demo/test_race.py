@@ -9,7 +9,6 @@ import pytest
 
 from hf_smartspec import TracedStep
 from hf_smartspec.commands.common.runs import Decoding
-from hf_smartspec.commands.demo.app import _title
 from hf_smartspec.commands.demo.charts import Series, chart_html
 from hf_smartspec.commands.demo.lanes import Lane
 from hf_smartspec.commands.demo.race import (
@@ -25,6 +24,8 @@ from hf_smartspec.commands.demo.race import (
 from hf_smartspec.commands.demo.texts import pieces, visible
 from hf_smartspec.commands.demo.trees import best_step, tree_html
 from hf_smartspec.commands.demo.world import AUTO, NONE, RefusedError, World
+
+from .conftest import GRADIO
 
 TOKENS = 24
 
@@ -55,20 +56,32 @@ def test_both_lanes_write_the_same(world, baseline):
     assert tree_html(race.drafted, best_step(race.drafted.steps), world.tokenizer)
 
 
-def test_in_half_precision_the_plain_lane_is_our_own_and_the_page_says_why(world):
-    assert usual_baseline(world) == GENERATE and "Faster text, the same text" in _title(world)
+@pytest.fixture
+def title():
+    """Function that returns the title of a world's page."""
+    from hf_smartspec.commands.demo.app import _title
+
+    return _title
+
+
+@GRADIO
+def test_in_half_precision_the_plain_lane_is_our_own_and_the_page_says_why(world, title):
+    assert usual_baseline(world) == GENERATE and "Faster text, the same text" in title(world)
     half = replace(world, model=copy.deepcopy(world.model).bfloat16())
     assert usual_baseline(half) == ENGINE
-    assert ("Faster text, the same text" in _title(half)) == half.is_reproducible
+    assert ("Faster text, the same text" in title(half)) == half.is_reproducible
     assert "In bfloat16, transformers' generate rounds otherwise" in why_baseline(half)
 
 
+@GRADIO
 @pytest.mark.parametrize("is_reproducible", [True, False])
 @pytest.mark.parametrize("baseline", [GENERATE, ENGINE])
-def test_a_difference_is_to_be_reported_where_texts_must_be_the_same(world, monkeypatch, is_reproducible, baseline):
+def test_a_difference_is_to_be_reported_where_texts_must_be_the_same(
+    world, title, monkeypatch, is_reproducible, baseline
+):
     half = replace(world, model=copy.deepcopy(world.model).bfloat16())
     monkeypatch.setattr(World, "is_reproducible", is_reproducible)
-    assert ("the same up to rounding" in _title(half)) != is_reproducible
+    assert ("the same up to rounding" in title(half)) != is_reproducible
     race = _race(half, baseline=baseline, max_new_tokens=4)
     race.drafted.tokens[1] = race.plain.tokens[1] + 1
     page = race_html(half, race)
