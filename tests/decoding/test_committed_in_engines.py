@@ -10,6 +10,7 @@ from hf_smartspec.candidates import FusedCandidates, StagedCandidates
 from ..candidates.toy_hidden_states import NearestStates
 from ..cases import left_padded
 from ..models import new_model, shared_model
+from ..serving import helpers
 from ..sources import Oracle, Random, WithDecoys
 from ..watching import Watching
 from .shown import LENGTH, OnlyTokens, decoded, plain
@@ -20,14 +21,17 @@ def served(engine, prompts, length=LENGTH, **arguments) -> list[list[int]]:
     return [engine.get_result(name, timeout=60).generated_tokens for name in names]
 
 
-def alone(model, prompt, length=LENGTH, **arguments) -> list[int]:
-    ids = torch.tensor([prompt])
-    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, **arguments)
-    return output[0, len(prompt) :].tolist()
+def all_alone(model, prompts, length=LENGTH) -> list[list[int]]:
+    return helpers.all_alone(model, [helpers.Asked(prompt, {"max_new_tokens": length}) for prompt in prompts])
+
+
+def alone(model, prompt, length=LENGTH) -> list[int]:
+    return all_alone(model, [prompt], length)[0]
 
 
 def known(model, prompts, length=LENGTH) -> TreeCandidateGenerator:
-    return WithDecoys(Oracle([prompt + alone(model, prompt, length) for prompt in prompts]), seed=1)
+    tokens = all_alone(model, prompts, length)
+    return WithDecoys(Oracle([prompt + continued for prompt, continued in zip(prompts, tokens)]), seed=1)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +39,7 @@ def nine():
     """Prompts, and what follows each by itself."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 97, rng.integers(1, 30)).tolist() for _ in range(9)]
-    return prompts, [alone(shared_model("llama"), prompt) for prompt in prompts]
+    return prompts, all_alone(shared_model("llama"), prompts)
 
 
 @pytest.mark.parametrize("max_batch_size", [1, 2, 8])
@@ -79,8 +83,8 @@ def test_prompts_that_begin_as_a_running_text():
     prompts = [[*range(3, 33), tail] for tail in (5, 6, 7)]
     watching = Watching(known(model, prompts, 40))
     with Engine(model, watching, max_batch_size=4, max_prefill_tokens=8) as engine:
-        assert served(engine, prompts, 40) == [alone(model, prompt, 40) for prompt in prompts]
-        assert served(engine, prompts, 40) == [alone(model, prompt, 40) for prompt in prompts]
+        assert served(engine, prompts, 40) == all_alone(model, prompts, 40)
+        assert served(engine, prompts, 40) == all_alone(model, prompts, 40)
     watching.check(model)
     assert max(watching.reused) >= 30
 
@@ -176,7 +180,7 @@ def test_the_toy_drafts_what_comes_true():
     for width in (1, 2):
         toy = NearestStates(width=width)
         with Engine(model, SmartSpecConfig(toy, policy=FixedLength(4 * width)), max_batch_size=2) as engine:
-            assert served(engine, prompts, 60) == [alone(model, prompt, 60) for prompt in prompts]
+            assert served(engine, prompts, 60) == all_alone(model, prompts, 60)
             assert engine.statistics.accepted_tokens > 20
         inputs = left_padded(prompts)
         assert torch.equal(decoded(model, toy, inputs, 60), plain(model, inputs, 60))

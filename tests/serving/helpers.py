@@ -1,16 +1,19 @@
 """Requests with all sorts of settings, and what each of them yields by itself."""
 
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteria
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel, StoppingCriteria
 
 from hf_smartspec import Engine, SeededGumbelLogitsProcessor, SmartSpecConfig, SuffixTreeCandidates
 
 from ..generate.helpers import BOS, VOCAB_SIZE
+from ..identity import identity, is_of_transformers
+from ..models import PACKED
 
 SETTINGS: list[dict[str, Any]] = [
     {},
@@ -23,9 +26,10 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 TIMEOUT = 60.0
 _SAMPLING = ("do_sample", "temperature", "top_k", "top_p")
+_OF_ROWS = {*_SAMPLING, "eos_token_id", "min_new_tokens"}  # settings that read nothing of the prompt
+_WITH_STATE = {"recurrent_gemma"}  # models whose tokens depend on what they ran before
 _PLAIN = bool | int | float | None  # values that a request is known by
-_LARGEST = 1_000_000  # parameters of models whose weights are looked at, to tell whether their tokens are known
-_known: dict[tuple[bytes, str], list[int]] = {}
+_known: dict[tuple, list[int]] = {}
 
 
 @dataclass
@@ -37,57 +41,82 @@ class Asked:
     seed: int | None = None
 
     def alone(self, model) -> list[int]:
-        """
-        Return the tokens of plain `generate`, which samples through the reference processor. Tests ask the same of
-        equal models, so each text is decoded once.
-        """
-        identity = _identity(model)
-        if identity is None or not all(isinstance(value, _PLAIN) for value in self.settings.values()):
-            return self._decoded(model)
-        key = identity, repr((self.prompt, sorted(self.settings.items()), self.seed))
-        if key not in _known:
-            _known[key] = self._decoded(model)
-        return _known[key].copy()
+        """Return the tokens of plain `generate`, which samples through the reference processor."""
+        return all_alone(model, [self])[0]
 
-    def _decoded(self, model) -> list[int]:
-        ids = torch.tensor([self.prompt])
-        settings = dict(self.settings)
-        if settings.get("do_sample"):
-            settings["do_sample"] = False
-            sampling = {name: settings.pop(name) for name in _SAMPLING if name in settings}
-            settings["logits_processor"] = LogitsProcessorList(
-                [*_warpers(model, sampling), SeededGumbelLogitsProcessor(self.seed)]
-            )
-        output = GenerationMixin.generate(model, ids, attention_mask=torch.ones_like(ids), **settings)
-        begins = len(self.prompt)
-        if model.config.is_encoder_decoder:  # its encoder reads the prompt, and its decoder has another one
-            given = settings.get("decoder_input_ids", ids[:, :0])
-            begins = given.shape[1] + int(given[0, :1].tolist() != output[0, :1].tolist())
-        return output[0, begins:].tolist()
+    @property
+    def key(self) -> str | None:
+        """All that the tokens depend on beside the model; None where that cannot be written down."""
+        is_plain = all(isinstance(value, _PLAIN) for value in self.settings.values())
+        return repr((self.prompt, sorted(self.settings.items()), self.seed)) if is_plain else None
 
     @property
     def arguments(self) -> dict[str, Any]:
         return self.settings | ({"seed": self.seed} if self.seed is not None else {})
 
 
-def _identity(model) -> bytes | None:
-    """Digest of all that a model's tokens depend on; None where it is large, or has modules that are not its own."""
-    if sum(parameter.numel() for parameter in model.parameters()) > _LARGEST:
-        return None
-    if not all(type(module).__module__.startswith(("torch.nn.", "transformers.")) for module in model.modules()):
-        return None
-    config = model.config
-    settings = type(model), config._attn_implementation, config.to_dict(), model.generation_config.to_dict()
-    digest = blake2b(repr(settings).encode(), digest_size=16)
-    for name, tensor in model.state_dict().items():
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.cpu().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.digest()
+def all_alone(model, requests: Sequence[Asked]) -> list[list[int]]:
+    """
+    Return the tokens that plain `generate` gives each request. Tests ask the same of equal models, so each text is
+    decoded once. Requests that differ in prompts, seeds and lengths only are the rows of one call.
+    """
+    own = None if model.config.model_type in _WITH_STATE else identity(model)
+    keys: list[Hashable] = [(own, asked.key) if own and asked.key else place for place, asked in enumerate(requests)]
+    found = {key: _known[key] for key in keys if key in _known}
+    calls: dict[Hashable, dict[Hashable, Asked]] = defaultdict(dict)
+    for key, asked in zip(keys, requests):
+        if key not in found:
+            calls[_alike(model, asked) or key][key] = asked
+    for call in calls.values():
+        found.update(zip(call, _decoded(model, list(call.values()))))
+    _known.update({key: tokens for key, tokens in found.items() if not isinstance(key, int)})
+    return [found[key].copy() for key in keys]
+
+
+def _alike(model, asked: Asked) -> str | None:
+    """Settings of a call that the request may be one row of; None where padding or other rows could be seen."""
+    settings = dict(asked.settings)
+    is_cut = settings.pop("max_new_tokens", None) is not None
+    is_blind = model.config.model_type in PACKED and model.dtype == torch.float32 and is_of_transformers(model)
+    return repr(sorted(settings.items())) if is_cut and is_blind and settings.keys() <= _OF_ROWS else None
+
+
+def _decoded(model, requests: Sequence[Asked]) -> list[list[int]]:
+    """Tokens of the rows of one call, whose settings differ in `max_new_tokens` only."""
+    width = max(len(asked.prompt) for asked in requests)
+    ids = torch.tensor([[0] * (width - len(asked.prompt)) + asked.prompt for asked in requests])
+    mask = torch.tensor([[0] * (width - len(asked.prompt)) + [1] * len(asked.prompt) for asked in requests])
+    settings = dict(requests[0].settings)
+    if len(requests) > 1:
+        settings["max_new_tokens"] = max(asked.settings["max_new_tokens"] for asked in requests)
+    ends = _prepared(model, settings).eos_token_id
+    if settings.get("do_sample"):
+        settings["do_sample"] = False
+        sampling = {name: settings.pop(name) for name in _SAMPLING if name in settings}
+        noise = SeededGumbelLogitsProcessor([asked.seed for asked in requests])
+        settings["logits_processor"] = LogitsProcessorList([*_warpers(model, sampling), noise])
+    output = GenerationMixin.generate(model, ids, attention_mask=mask, **settings)
+    begins = width
+    if model.config.is_encoder_decoder:  # its encoder reads the prompt, and its decoder has another one
+        given = settings.get("decoder_input_ids", ids[:, :0])
+        begins = given.shape[1] + int(given[0, :1].tolist() != output[0, :1].tolist())
+    rows = output[:, begins:].tolist()
+    if len(rows) > 1:  # each ends where it would by itself
+        ends = [] if ends is None else [ends] if isinstance(ends, int) else ends
+        for row, asked in zip(rows, requests):
+            length = next((place for place, token in enumerate(row, 1) if token in ends), len(row))
+            del row[min(length, asked.settings["max_new_tokens"]) :]
+    return rows
+
+
+def _prepared(model, settings: dict[str, Any]) -> GenerationConfig:
+    return model._prepare_generation_config(None, **settings)[0]
 
 
 def _warpers(model, sampling: dict[str, Any]) -> LogitsProcessorList:
-    config, _ = model._prepare_generation_config(None, **(sampling | {"do_sample": True}))
-    return model._get_logits_processor(config, device="cpu", logits_processor=LogitsProcessorList())
+    return model._get_logits_processor(
+        _prepared(model, sampling | {"do_sample": True}), device="cpu", logits_processor=LogitsProcessorList()
+    )
 
 
 def random_requests(count: int, seed: int = 0, longest: int = 40, max_new_tokens: int = 24) -> list[Asked]:
@@ -110,7 +139,7 @@ def suffix() -> SuffixTreeCandidates:
 
 def check_all(engine: Engine, model, requests: list[Asked], expected: list[list[int]] | None = None) -> list:
     """Adds all requests and compares every output with the request by itself: what is expected, where that is known."""
-    expected = [asked.alone(model) for asked in requests] if expected is None else expected
+    expected = all_alone(model, requests) if expected is None else expected
     names = [engine.add_request(asked.prompt, **asked.arguments) for asked in requests]
     outputs = [engine.get_result(name, timeout=TIMEOUT) for name in names]
     for asked, output, tokens in zip(requests, outputs, expected):

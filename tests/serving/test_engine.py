@@ -11,7 +11,7 @@ from ..costs import UnmovedCost
 from ..covering import exhaustive
 from ..generate.helpers import EOS, VOCAB_SIZE, Oracle, Spy, noisy_copy, set_special_tokens, tiny_llama
 from ..models import new_model
-from .helpers import TIMEOUT, Asked, change_weights_while_running, check_all, random_requests, suffix
+from .helpers import TIMEOUT, Asked, all_alone, change_weights_while_running, check_all, random_requests, suffix
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def model():
 def many():
     """Requests, and what each yields by itself."""
     requests, model = random_requests(30), tiny_llama()
-    return requests, [asked.alone(model) for asked in requests]
+    return requests, all_alone(model, requests)
 
 
 @pytest.mark.parametrize("max_prefill_tokens", [3, 512])
@@ -45,7 +45,7 @@ def test_architectures_and_sources(architecture):
     model = set_special_tokens(new_model(architecture), EOS)
     long = [Asked([(7 * i) % 30 + 3 for i in range(150)], {"max_new_tokens": 12})]  # a part of its own in attention
     requests = [*random_requests(6, seed=3), *long, *random_requests(6, seed=4)]
-    expected = [asked.alone(model) for asked in requests]
+    expected = all_alone(model, requests)
     for name, source in {"draft": noisy_copy(model), "suffix": suffix(), "none": "none"}.items():
         with Engine(model, source, max_batch_size=4, max_prefill_tokens=64) as engine:
             check_all(engine, model, requests, expected)

@@ -21,7 +21,7 @@ from ..generate.helpers import EOS, Spy, noisy_copy, set_special_tokens, tiny_ll
 from ..models import new_model
 from ..target_model.forward import test_rotary as lengthwise
 from ..watching import Watching
-from .helpers import TIMEOUT, Asked, StopsAt, of, random_requests, suffix
+from .helpers import TIMEOUT, Asked, StopsAt, all_alone, of, random_requests, suffix
 
 LONG = {"max_new_tokens": 60, "eos_token_id": None}
 SHORT = {"max_new_tokens": 4, "eos_token_id": None}
@@ -46,7 +46,7 @@ def short_turns(monkeypatch):
 
 def check_turns(engine: Engine, model, requests: list[Asked], choices, expected=None) -> list:
     """Requests of several namespaces at once, some of which give way: all get what they would get alone."""
-    expected = expected or [asked.alone(model) for asked in requests]
+    expected = expected or all_alone(model, requests)
     with engine.pause():
         names = [
             engine.add_request(asked.prompt, assistant=choice, **asked.arguments)
@@ -162,7 +162,7 @@ def test_memory_that_nobody_needed_is_not_computed_anew(model, short_turns):
 @pytest.mark.parametrize("kind", [fitted_eagle, fitted_heads])
 def test_learned_heads_go_on(model, short_turns, kind):
     requests = [Asked([3 + number, 4, 5], {"max_new_tokens": 24, "eos_token_id": None}) for number in range(6)]
-    texts = torch.tensor([asked.prompt + asked.alone(model) for asked in requests])
+    texts = torch.tensor([asked.prompt + tokens for asked, tokens in zip(requests, all_alone(model, requests))])
     heads = kind(model, texts)
     config = SmartSpecConfig(heads, policy=FixedLength(4))
     with Engine(model, config, max_batch_size=2) as engine:

@@ -13,7 +13,7 @@ from hf_smartspec.target_model.compat import RequestStatus
 
 from ..covering import IS_EXHAUSTIVE
 from ..generate.helpers import noisy_copy, tiny_llama
-from .helpers import random_requests
+from .helpers import all_alone, random_requests
 
 NUM_REQUESTS = 10_000 if IS_EXHAUSTIVE else 60
 NUM_CLIENTS = 6
@@ -85,7 +85,7 @@ def serve(engine: Engine, asked: list, expected: list, choices: list, count: int
 def test_soak():
     model = tiny_llama()
     asked = random_requests(40, seed=11)
-    expected = [item.alone(model) for item in asked]
+    expected = all_alone(model, asked)
     draft = DraftModelCandidates(noisy_copy(model))
     suffix = SuffixTreeCandidates(max_bytes=2**21, min_probability=0.02)
     lookup = PromptLookupCandidates()

@@ -15,7 +15,7 @@ from hf_smartspec.target_model.compat import RequestStatus
 from ...covering import exhaustive, part_of
 from ...generate.helpers import EOS, VOCAB_SIZE, Spy, noisy_copy, set_special_tokens, tiny_tokenizer
 from ...models import new_model
-from ..helpers import TIMEOUT, Asked, StopsAt, check_all, random_requests, suffix
+from ..helpers import TIMEOUT, Asked, StopsAt, all_alone, check_all, random_requests, suffix
 
 SHARING = ["t5", "bart", "t5gemma"]
 ROWWISE = "m2m_100"
@@ -107,7 +107,7 @@ def test_encoders_run_when_requests_begin(architecture):
 @pytest.mark.parametrize("architecture", ["bart", ROWWISE])
 def test_an_encoder_that_fails_ends_its_own_request_alone(architecture):
     model, requests = model_of(architecture), random_requests(4, longest=12, max_new_tokens=12)
-    expected = [asked.alone(model) for asked in requests]
+    expected = all_alone(model, requests)
 
     def failing(module, args, kwargs):
         if (kwargs["input_ids"] == 39).any():

@@ -11,7 +11,7 @@ from hf_smartspec.target_model.cache.slot_cache import SlotCache
 from ...covering import exhaustive
 from ...generate.helpers import VOCAB_SIZE, tiny_llama
 from ...watching import Watching
-from ..helpers import TIMEOUT, Asked, check_all, suffix
+from ..helpers import TIMEOUT, Asked, all_alone, check_all, suffix
 
 BYTES_PER_TOKEN = 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, head_dim, float32
 
@@ -63,7 +63,7 @@ def test_a_long_request_does_not_shorten_the_others(model):
             names = [engine.add_request(item.prompt, **item.arguments) for item in asked]
         outputs = [engine.get_result(name, timeout=TIMEOUT) for name in names]
         assert engine._memory.num_bytes <= (512 + 10 * 64) * BYTES_PER_TOKEN
-    assert [output.generated_tokens for output in outputs] == [item.alone(model) for item in asked]
+    assert [output.generated_tokens for output in outputs] == all_alone(model, asked)
     assert max(num for num, _ in seen) == 11
 
 

@@ -13,7 +13,16 @@ from hf_smartspec.target_model.compat import RequestStatus
 from ...architectures import small_model
 from ...generate.helpers import EOS, Oracle, Spy, set_special_tokens, tiny_tokenizer
 from ...models import new_model
-from ..helpers import TIMEOUT, Asked, StopsAt, change_weights_while_running, check_all, random_requests, suffix
+from ..helpers import (
+    TIMEOUT,
+    Asked,
+    StopsAt,
+    all_alone,
+    change_weights_while_running,
+    check_all,
+    random_requests,
+    suffix,
+)
 
 DRAFTED = ["bloom", "gpt_neo"]  # with attention of its own, and with windows
 PLAIN = ["mamba", "qwen3_next", "openai-gpt"]  # a state, a state beside attention, no cache at all
@@ -52,7 +61,7 @@ def test_many_requests_with_their_own_settings(architecture, caplog):
 def test_a_draft_that_is_always_right_or_never(is_right):
     model = model_of("bloom")
     requests = [asked for asked in random_requests(8) if not asked.settings.get("do_sample")]
-    texts = [asked.prompt + asked.alone(model) for asked in requests]
+    texts = [asked.prompt + tokens for asked, tokens in zip(requests, all_alone(model, requests))]
     longest = max(map(len, texts))
     source = Oracle(torch.tensor([text + [0] * (longest - len(text)) for text in texts]), is_right=is_right)
     with Engine(model, SmartSpecConfig(source, num_nodes=4), max_batch_size=4) as engine:
@@ -144,7 +153,7 @@ def test_streams_streamers_and_cancellation(architecture):
 @pytest.mark.parametrize("architecture", ["bloom", "mamba"])
 def test_a_forward_that_fails_ends_its_own_request_alone(architecture):
     model, requests = model_of(architecture), random_requests(4, longest=12, max_new_tokens=12)
-    expected = [asked.alone(model) for asked in requests]
+    expected = all_alone(model, requests)
     with Engine(model, suffix(), max_batch_size=4) as engine:
         call_of = engine._memory.call_of
 

@@ -21,7 +21,7 @@ from ...covering import exhaustive
 from ...generate.helpers import VOCAB_SIZE, noisy_copy, tiny_llama
 from ...models import new_model, noisy_model, shared_model
 from ...watching import Watching
-from ..helpers import SETTINGS, TIMEOUT, Asked, check_all, suffix
+from ..helpers import SETTINGS, TIMEOUT, Asked, all_alone, check_all, suffix
 
 BYTES_PER_TOKEN = 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, head_dim, float32
 PREFIX = np.random.default_rng(5).integers(3, VOCAB_SIZE, 90).tolist()
@@ -93,6 +93,12 @@ def all_at_once(engine: Engine) -> Iterator[None]:
 def end(engine: Engine, model, asked: Asked, name: str) -> None:
     output = _fetched.pop(name, None) or engine.get_result(name, timeout=TIMEOUT)
     assert output.error is None and output.generated_tokens == asked.alone(model)
+
+
+def end_all(engine: Engine, model, requests: list[Asked], names: list[str]) -> None:
+    all_alone(model, requests)  # in few calls
+    for asked, name in zip(requests, names):
+        end(engine, model, asked, name)
 
 
 def check_rows(engine: Engine) -> None:
@@ -195,8 +201,7 @@ def test_what_is_shared_lies_in_memory_once(model, monkeypatch):
             assert memory.cache.num_taken == memory.scheduler.num_taken == need
             read = memory.forward.padded_context(rows)
             assert read <= 13 * 60 + rows[0].length + 3 * memory.forward._call, "once for all of them"
-        for asked, other in zip(others, names):
-            end(engine, model, asked, other)
+        end_all(engine, model, others, names)
         engine.cancel_request(name)
 
 
@@ -209,8 +214,7 @@ def test_more_requests_run_than_copies_would_fit(model):
         engine._memory.place = lambda request, running: most.append(len(running)) or place(request, running)
         with all_at_once(engine):
             names = [engine.add_request(asked.prompt, **asked.arguments) for asked in others]
-        for asked, other in zip([base, *others], [name, *names]):
-            end(engine, model, asked, other)
+        end_all(engine, model, [base, *others], [name, *names])
         assert engine._memory.cache.num_lines <= need
     assert max(most) == 8
 
@@ -246,8 +250,7 @@ def test_what_requests_that_come_together_begin_with_is_read_once(model, togethe
                 names = [engine.add_request(item.prompt, **item.arguments) for item in asked]
                 if is_cancelled:
                     engine.cancel_request(names[0])
-            for item, name in list(zip(asked, names))[is_cancelled:]:
-                end(engine, model, item, name)
+            end_all(engine, model, asked[is_cancelled:], names[is_cancelled:])
             assert engine._memory.num_reused - reused >= (8 - is_cancelled) * len(PREFIX)
             check_rows(engine)
     assert max(num for parts in together for _, num in parts) >= 9
@@ -267,8 +270,7 @@ def test_a_kept_sharer_is_no_place_for_a_prompt_that_begins_otherwise(model, tog
     with Engine(model, "none", max_kv_bytes=640 * BYTES_PER_TOKEN) as engine:
         names = [begin(engine, base)]
         names += [engine.add_request(asked.prompt, **asked.arguments) for asked in (kept, stranger, last)]
-        for asked, name in zip((base, kept, stranger, last), names):
-            end(engine, model, asked, name)
+        end_all(engine, model, [base, kept, stranger, last], names)
         check_rows(engine)
     assert any(together)
 
@@ -308,8 +310,7 @@ def test_a_base_that_ends_first_stays_as_long_as_it_is_needed(model, together):
         names = [engine.add_request(asked.prompt, **asked.arguments) for asked in longer]
         end(engine, model, base, name)
         check_all(engine, model, [Asked([7] * 300, {"max_new_tokens": 4}), *alike(5, seed=3)])
-        for asked, other in zip(longer, names):
-            end(engine, model, asked, other)
+        end_all(engine, model, longer, names)
         check_rows(engine)
         check_all(engine, model, [Asked([7] * 800, {"max_new_tokens": 4})])
         check_rows(engine)
@@ -326,8 +327,7 @@ def test_requests_that_are_cancelled(model, together):
             engine.cancel_request(gone)
             assert engine.get_result(gone, timeout=TIMEOUT).error
         check_all(engine, model, alike(4, seed=2))
-        for asked, other in zip(others[3:], names[3:]):
-            end(engine, model, asked, other)
+        end_all(engine, model, others[3:], names[3:])
         check_rows(engine)
     assert together
 
@@ -345,8 +345,7 @@ def test_prompts_that_share_much_and_little(model, together):
         ]
         check_all(engine, model, asked)
         assert engine._memory.num_reused - reused == len(other.prompt) + 50
-        for item, name in zip((base, other), names):
-            end(engine, model, item, name)
+        end_all(engine, model, [base, other], names)
         check_rows(engine)
     assert {88, 48} <= {columns for parts in together for columns, _ in parts}
 

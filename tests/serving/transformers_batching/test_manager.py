@@ -10,7 +10,7 @@ from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, Ge
 import hf_smartspec
 
 from ...generate.helpers import BOS, EOS, PAD, tiny_llama, tiny_tokenizer
-from ..helpers import TIMEOUT, random_requests
+from ..helpers import TIMEOUT, all_alone, random_requests
 
 GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": EOS, "pad_token_id": PAD}
 PROMPT = [BOS, 7, 9, 11, 7, 9]
@@ -54,7 +54,7 @@ def test_every_request_has_its_own_settings(model, manager):
     while len(found) < len(names):
         output = manager.get_result(timeout=TIMEOUT)
         found[output.request_id] = output
-    assert [found[name].generated_tokens for name in names] == [item.alone(model) for item in requests]
+    assert [found[name].generated_tokens for name in names] == all_alone(model, requests)
     manager.stop(timeout=TIMEOUT)
     assert not manager.is_running() and manager.add_request(PROMPT) is None  # dropped, as transformers does
     assert manager.get_result(timeout=TIMEOUT) is None and list(manager) == []

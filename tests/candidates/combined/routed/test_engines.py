@@ -8,7 +8,7 @@ import torch
 from hf_smartspec import Engine, RoutedCandidates, SmartSpecConfig
 
 from ....generate.helpers import noisy_copy, prompts, tiny_llama, tiny_tokenizer
-from ....serving.helpers import TIMEOUT, Asked, random_requests
+from ....serving.helpers import TIMEOUT, Asked, all_alone, random_requests
 from ...heads.fitted import fitted_eagle, fitted_heads
 
 GREEDY = {"max_new_tokens": 20}
@@ -56,10 +56,10 @@ def test_requests_that_come_and_go_get_the_tokens_of_plain_generate(model, draft
             thread.start()
         for thread in threads:
             thread.join()
-        for index, asked in enumerate(requests):
+        for index, (asked, tokens) in enumerate(zip(requests, all_alone(model, requests))):
             output = engine.get_result(names[index], timeout=TIMEOUT)
             assert output is not None and output.error is None
-            assert output.generated_tokens == asked.alone(model), asked
+            assert output.generated_tokens == tokens, asked
     found = served(routed)
     assert sum(found.values()) == len(requests) or num_nodes is None, "a gate may turn some away"
     assert not len(routed._log) and not routed._serving
