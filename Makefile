@@ -52,7 +52,7 @@ test: lint real  ## style and the tests
 	@echo "== tests"
 	@$(PYTEST) --durations 30
 
-end-to-end: real  ## the quick start, the pages' examples and other packages, run as users would
+end-to-end: real  ## the quick start, the pages' examples, demos, benches and other packages, as users run them
 	@echo "== from end to end"
 	@$(PYTEST) -m end_to_end
 

@@ -188,6 +188,7 @@ def test_the_examples_of_the_pages_run(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.end_to_end
 @pytest.mark.usefixtures("real_folder")
 def test_the_first_example_prints_what_the_readme_shows(capsys, monkeypatch):
     """All but its counts, which differ between machines."""

@@ -11,6 +11,7 @@ from .examples import load_example
 
 pytest.importorskip("openai", reason="openai is not installed")
 pytest.importorskip("transformers.cli.serving.server", reason="transformers[serving] is not installed")
+pytestmark = pytest.mark.end_to_end
 
 
 @pytest.fixture(scope="module")

@@ -56,6 +56,7 @@ def arguments(folder, prompts):
     return [*models, "--prompts", str(prompts), *SHORT]
 
 
+@pytest.mark.end_to_end
 def test_demo_streams_measures_and_compares(demo, arguments, tmp_path, capsys):
     file = tmp_path / "results.json"
     assert demo.main([*arguments, "--dtype", "float32", "bfloat16", "--json", str(file)]) == 0

@@ -11,6 +11,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from tests.benchmarks.helpers import bench
 from tests.folders import save_tiny_models
 
+pytestmark = pytest.mark.end_to_end
 DEMOS = Path(__file__).resolve().parents[2] / "demos"
 SHAPES = ["--target-shape", "16", "2", "2", "32", "--draft-shape", "8", "1", "2", "16"]
 

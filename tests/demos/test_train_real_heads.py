@@ -57,6 +57,7 @@ def arguments(script, tmp_path) -> list[str]:
     ]
 
 
+@pytest.mark.end_to_end
 def test_answers_are_kept_and_learnt_from_by_heads_that_draft(script, arguments, tmp_path, capsys):
     from training.corpus import is_heldout
 

@@ -8,6 +8,7 @@ from transformers.utils import logging
 
 from hf_smartspec.commands.common.real_model import FILE
 
+from ..covering import part_of
 from .examples import EXAMPLES, load_example
 
 REPOSITORY = EXAMPLES.parents[1]
@@ -29,10 +30,6 @@ CASES = {
 SLOW = "datasets", "lm_eval"  # to import
 
 
-def _marks(package):
-    return [pytest.mark.end_to_end] * (package != "transformers") + [pytest.mark.exhaustive] * (package in SLOW)
-
-
 @pytest.fixture
 def at_home(monkeypatch, tmp_path):
     """In the repository's root, where examples expect to be run; what they keep stays out of the user's cache."""
@@ -45,9 +42,10 @@ def at_home(monkeypatch, tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.end_to_end
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of names that others still use
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("package", [pytest.param(name, marks=_marks(name)) for name in CASES])
+@pytest.mark.parametrize("package", part_of(CASES, *(name for name in CASES if name not in SLOW)))
 def test_examples_give_what_comes_without_us(at_home, package):
     pytest.importorskip(package, reason=f"{package} is not installed")
     if package == "gguf" and not FILE.is_file():

@@ -49,6 +49,7 @@ def models(folder):
 # --- Commands
 
 
+@pytest.mark.end_to_end
 def test_load_measures_every_source_rate_and_policy(folder, tmp_path, capsys):
     out = tmp_path / "load.json", tmp_path / "load.png"
     asked = ["--rates", "40", "80", "--seconds", "0.05", "--policies", "k=2", "auction", "--sources", "draft", "suffix"]
@@ -102,6 +103,7 @@ def test_load_replays_every_data_set_with_every_source_after_a_past(folder, tmp_
     assert "at the worst rate" in text and "Why: other, hybrid, 60/s" in text and out[1].stat().st_size > 0
 
 
+@pytest.mark.end_to_end
 def test_virtual_sweeps_are_reproducible_with_a_profile(folder, tmp_path, monkeypatch, capsys):
     out = tmp_path / "load.json"
     asked = ["--virtual", "--profile", tmp_path / "profile.json", "--remember", "3", "--policies", "k=2", "table"]

@@ -35,6 +35,7 @@ def call(command, folder, *arguments):
     return helpers.bench(command, folder / "data.jsonl", "--model", folder / "target", *TINY, *arguments)
 
 
+@pytest.mark.end_to_end
 def test_load(folder, tmp_path):
     out = tmp_path / "load.json"
     names = [folder / "medusa", f"suffix+{folder / 'medusa'}", folder / "draft"]

@@ -64,6 +64,7 @@ def chat():
 
 
 @pytest.mark.long
+@pytest.mark.end_to_end
 def test_a_chat_in_a_terminal(chat):
     chat.until("> ")
     chat.send("What is a tree?\n")

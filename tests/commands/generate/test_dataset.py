@@ -124,24 +124,34 @@ def test_chats_are_answered_without_their_last_answer(tmp_path, capsys):
     assert capsys.readouterr().out.rstrip("\n") == read(output)[0]["response"].rstrip("\n")
 
 
-@pytest.mark.long
-def test_two_processes_of_accelerate_share_the_rows(folder, data, tmp_path, monkeypatch):
-    """Both in this process, one after the other, each in what the launcher tells it."""
+def check_parts(folder, data, tmp_path, environments) -> None:
+    """All ranks in this process, one after the other, each in what a launcher tells it."""
     whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
     call(*line(folder, data, whole))
+    for environment in environments:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            assert call(*line(folder, data, output, "--assistant", "none")) == 0
+    parts = [tmp_path / f"out-0000{index}-of-00002.jsonl" for index in range(2)]
+    assert b"".join(part.read_bytes() for part in parts) == whole.read_bytes()
+
+
+def test_two_ranks_share_the_rows(folder, data, tmp_path):
+    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"} for rank in range(2)]
+    check_parts(folder, data, tmp_path, ranks)
+
+
+@pytest.mark.long
+@pytest.mark.end_to_end
+def test_two_processes_of_accelerate_share_the_rows(folder, data, tmp_path):
     note = ["bash", "-c", f"env -0 > {tmp_path}/$RANK.env"]
     words = ["--multi_gpu", "--num_processes", "2", "--main_process_port", "0", "--no_python", *note]
     launcher = processes.start(processes.run_launched, words)
     launcher.join(120)
     assert launcher.exitcode == 0
-    for rank in range(2):
-        told = dict(item.split("=", 1) for item in (tmp_path / f"{rank}.env").read_text().split("\0") if item)
-        with monkeypatch.context() as patch:
-            for name, value in told.items():
-                patch.setenv(name, value)
-            assert call(*line(folder, data, output, "--assistant", "none")) == 0
-    parts = [tmp_path / f"out-0000{index}-of-00002.jsonl" for index in range(2)]
-    assert b"".join(part.read_bytes() for part in parts) == whole.read_bytes()
+    told = [(tmp_path / f"{rank}.env").read_text().split("\0") for rank in range(2)]
+    check_parts(folder, data, tmp_path, [dict(item.split("=", 1) for item in items if item) for items in told])
 
 
 def test_parts_have_all_rows_once():

@@ -109,6 +109,7 @@ def test_names_of_models():
 
 
 @pytest.mark.long
+@pytest.mark.end_to_end
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the command would take the GPU")
 def test_what_runs_is_finished_when_the_server_is_told_to_end(tmp_path):
     """By SIGTERM: the stream goes on to its end, nobody else is let in, and the exit status is 0."""

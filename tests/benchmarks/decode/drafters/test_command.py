@@ -34,6 +34,7 @@ def drafters(folder, *more):
     return ["--drafters", "suffix", folder / "draft", folder / "medusa", f"suffix+{folder / 'medusa'}", *more]
 
 
+@pytest.mark.end_to_end
 def test_all_parts(folder, tmp_path, capsys):
     out, page = tmp_path / "results.json", tmp_path / "page.md"
     options = ["--nodes", "3", "6", "--batch-size", "1", "4", "--parameters", "300000", "--markdown", page]

@@ -46,6 +46,7 @@ def call(folder, monkeypatch, tmp_path):
     return run
 
 
+@pytest.mark.end_to_end
 def test_everything_is_measured_and_the_tokens_are_the_same(call, capsys):
     status, report = call()
     assert not report["failures"] and not report["skipped"]

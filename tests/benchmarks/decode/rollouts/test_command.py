@@ -38,6 +38,7 @@ def call(folder, problems, *arguments):
     )
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("size", ["0", *exhaustive(["300000"])])
 def test_training_is_the_same_with_every_assistant(folder, problems, tmp_path, capsys, size):
     out = tmp_path / "results.json"

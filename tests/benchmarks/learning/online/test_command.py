@@ -33,6 +33,7 @@ def parts_of(text):
     return {part: rows[part] for part, rows in json.loads(text)["results"].items()}
 
 
+@pytest.mark.end_to_end
 def test_replayed_parts(folder, tmp_path, capsys, monkeypatch):
     out, page, plots = tmp_path / "results.json", tmp_path / "page.md", tmp_path / "plots"
     outputs = ["--json", out, "--markdown", page, "--plots", plots]
@@ -83,6 +84,7 @@ def test_live_parts(folder, tmp_path, kind):
     assert parts["live"]["requests"][-1]["learning"] > 0
 
 
+@pytest.mark.end_to_end
 def test_latency_beside_learning(folder, tmp_path, capsys):
     out = tmp_path / "results.json"
     assert call(folder, "--parts", "load", "--parameters", "0", "--load-requests", "2", "--json", out) == 0

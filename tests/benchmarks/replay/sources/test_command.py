@@ -27,6 +27,7 @@ from hf_smartspec.commands.replay.loop import Replayer, Tally
 
 from .... import sources
 from ....commands.replay.test_command import write
+from ....covering import IS_EXHAUSTIVE
 from ....folders import byte_tokenizer, save_tiny_models
 from ... import helpers
 
@@ -123,7 +124,7 @@ def split(tmp_path):
 def test_every_setting_makes_a_source(split, settings):
     specs = settings(split)
     assert len({(spec.name, spec.text) for spec in specs}) == len(specs)
-    for spec in specs:
+    for spec in specs if IS_EXHAUSTIVE else specs[::3]:
         tally = Tally.of(2)
         for _ in Replayer(spec.build(), spec.num_nodes).run(split.replayed[:2], tally):
             pass
@@ -229,6 +230,7 @@ def bench(monkeypatch, tmp_path, capsys):
     return call
 
 
+@pytest.mark.end_to_end
 def test_every_ablation_is_measured_judged_and_drawn(bench, tmp_path):
     pytest.importorskip("matplotlib", reason="figures are optional")
     path, folder = tmp_path / "report.json", tmp_path / "plots"
