@@ -27,7 +27,7 @@ _CHATS = (
     f"Rewrite this with Friday in place of Tuesday, and change nothing else: {_TEXT}",
 )
 _RAW = "def is_prime(n):\n    "
-NEW, END = 32 if IS_EXHAUSTIVE else 20, 2
+NEW, END = 32 if IS_EXHAUSTIVE else 16, 2
 # By these and the seed of `sampled` the two best scores are 0.01 apart or more, everywhere: rounding changes no token.
 SAMPLING = {"temperature": 0.7, "top_p": 0.9}
 
@@ -92,7 +92,7 @@ def datastore(greedy, prompts, tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("name", part_of(SOURCES, "auto", "suffix", "draft"))
+@pytest.mark.parametrize("name", part_of(SOURCES, "auto", "draft"))
 def test_greedy_rows_have_the_plain_tokens(name, real_model, inputs, greedy, datastore):
     model = real_model(torch.float32)
     with hf_smartspec.enabled(model):
@@ -103,7 +103,7 @@ def test_greedy_rows_have_the_plain_tokens(name, real_model, inputs, greedy, dat
     assert done.accepted_tokens > 0 or name not in ARE_RIGHT
 
 
-@pytest.mark.parametrize("name", part_of(SOURCES, "suffix", "list"))
+@pytest.mark.parametrize("name", part_of(SOURCES, "list"))
 def test_sampled_rows_have_the_plain_tokens(name, real_model, inputs, sampled, datastore):
     model = real_model(torch.float32)
     settings = SAMPLING | {"do_sample": True, "top_k": 0, "seed": 3, "max_new_tokens": NEW}

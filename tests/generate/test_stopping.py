@@ -7,17 +7,17 @@ from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTime
 
 import hf_smartspec
 
-from .helpers import EOS, PAD, VOCAB_SIZE, Oracle, Spy, check_same, draft_source, prompts
+from .helpers import EOS, PAD, VOCAB_SIZE, Oracle, Spy, check_same, draft_source, prompts, tiny_llama
 
 BATCH = prompts([5, 9, 2, 7])
 IDS, MASK = BATCH["input_ids"], BATCH["attention_mask"]
 PROMPT_LENGTH = IDS.shape[1]
 
 
-@pytest.fixture
-def known(model):
+@pytest.fixture(scope="module")
+def known():
     """What follows without any end, 40 tokens a row."""
-    return model.generate(**BATCH, max_new_tokens=40, eos_token_id=None)
+    return tiny_llama().generate(**BATCH, max_new_tokens=40, eos_token_id=None)
 
 
 # Limits and EOS

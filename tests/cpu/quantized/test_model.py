@@ -293,3 +293,4 @@ def test_a_real_models_tokens_depend_neither_on_drafts_nor_on_the_batch(dtype, r
             **real_tokenizer(texts, return_tensors="pt", padding=True), **arguments, assistant="none"
         )
     assert torch.equal(together[:, -num_tokens:], torch.stack(alone))
+    assert written_decoder(model) is not None, "though one number at its next level is what all later tokens see"

@@ -88,14 +88,20 @@ def few_threads():
     torch.set_num_threads(num_threads)
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 3])
-def test_any_number_of_threads(few_threads, num_threads):
-    """Enough work for all of them: many shares of the weight, the last of them with fewer outputs."""
+@pytest.fixture(scope="module")
+def large_products():
+    """Enough work for all threads: many shares of the weight, the last of them with fewer outputs."""
     arguments = new_map(4096, 991)
-    for num_tokens in (1, 9, 40):
-        x = new_tokens(num_tokens, 4096, torch.float32)
-        torch.set_num_threads(num_threads)
-        assert_equal(native.int8_linear(x, *arguments), plain_int8_linear(x, *arguments))
+    tokens = [new_tokens(num_tokens, 4096, torch.float32) for num_tokens in (1, 9, 40)]
+    return arguments, [(x, plain_int8_linear(x, *arguments)) for x in tokens]
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_any_number_of_threads(few_threads, large_products, num_threads):
+    arguments, products = large_products
+    torch.set_num_threads(num_threads)
+    for x, expected in products:
+        assert_equal(native.int8_linear(x, *arguments), expected)
 
 
 def test_several_callers_at_the_same_time():
