@@ -82,10 +82,4 @@ class FeatureDrafter(LearnedDrafter):
 
     @abstractmethod
     def layers(self) -> Layers:
-        """See `target_model.drafters.features.FeatureLayers`, also for `combine` and `logits`."""
-
-    @abstractmethod
-    def combine(self, states: torch.Tensor) -> torch.Tensor: ...
-
-    @abstractmethod
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+        """See `target_model.drafters.features.FeatureLayers`."""

@@ -55,13 +55,7 @@ class MtpLayers(FeatureDrafter):
         return self._projection.device
 
     def layers(self) -> Layers:
-        return self.packed.layers
-
-    def combine(self, states: torch.Tensor) -> torch.Tensor:
-        return self.packed.combine(states)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.packed.logits(hidden)
+        return self.packed.run
 
     @classmethod
     def from_pretrained(cls, name: str | Path, target: PreTrainedModel) -> "MtpLayers":

@@ -156,7 +156,7 @@ class EagleDrafts:
             where = torch.zeros(input_ids.shape[0], end, dtype=torch.bool, device=input_ids.device)
             # Train on drafts that lie in the response as a whole.
             where[:, :-1] = (labels[:, 2 : end + 1] != IGNORED) & (labels[:, step + 2 :] != IGNORED)
-            yield heads.logits(features[where[:, first:]], is_learnt=True), where
+            yield heads.logits(features[where[:, first:]]), where
             if step == 0:  # further steps run at trained positions only
                 first, features = begin, features[:, begin:]
 

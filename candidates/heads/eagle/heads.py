@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import nn
@@ -11,9 +12,12 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from ....target_model.drafters.features import FeatureStep
-from ....target_model.written.parts import MLP, Fused, Halves, Map, product, written_activation, written_map
-from ....target_model.written.plan import LayerPlan
+from ....target_model.drafters.features import FeatureStep, Layers
+from ....target_model.written.compiled import Features
+from ....target_model.written.decoder import WrittenDecoder
+from ....target_model.written.parts import MLP, Fused, Halves, Map, RMSNorm, written_activation, written_map
+from ....target_model.written.plan import DecoderPlan, FeaturePlan, LayerPlan
+from ....target_model.written.watch import Watch
 from ..learned import FeatureDrafter
 from .config import window_of
 from .files import check_shapes, read, write
@@ -69,6 +73,11 @@ class EagleHeads(FeatureDrafter):
         self._norms_output = bool(getattr(config, "norm_output", False))
         # The target's own are no part of this module: they move, and are saved, with the target.
         self._target_parts = target.get_input_embeddings(), target.get_output_embeddings()
+        self._written: _WrittenHeads | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies get: not the addresses of these weights."""
+        return self.__dict__ | {"_written": None}
 
     @classmethod
     def from_pretrained(
@@ -139,77 +148,106 @@ class EagleHeads(FeatureDrafter):
             states = self.part("input_norm")(states)
         return self.part("fc")(states)
 
-    def inputs(
-        self, embeds: torch.Tensor, features: torch.Tensor, fc: Map | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def inputs(self, embeds: torch.Tensor, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """
         Return the input of attention, `[..., 2 * hidden_size]` (EAGLE-1: half as wide), and the residual that its
-        output is added to. `fc` replaces the map of that name, where it is written out.
+        output is added to.
         """
         if self.is_third:
             normed = self.part("hidden_norm")(features)
             residual = normed if self._norms_residual else features
             return torch.cat([self.part("input_layernorm")(embeds), normed], dim=-1), residual
-        fc = fc or self.part("fc")
-        x = fc(torch.cat([embeds, features], dim=-1))
+        x = self.part("fc")(torch.cat([embeds, features], dim=-1))
         return x, x
 
-    def logits(self, hidden: torch.Tensor, is_learnt: bool = False) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if "norm" in self.parts and not self._norms_output:
             hidden = self.part("norm")(hidden)
-        output: Any = self.part("lm_head") if "lm_head" in self.parts else self._target_parts[1]
-        if is_learnt or not isinstance(output, nn.Linear):  # of a target that is quantized, or has adapters
-            return output(hidden)
-        return product(hidden, output.weight.detach(), None if output.bias is None else output.bias.detach())
+        logits: torch.Tensor = self.output(hidden)
+        return logits
+
+    @property
+    def output(self) -> nn.Module:
+        """The output layer: the heads' own, or the target's."""
+        return self.part("lm_head") if "lm_head" in self.parts else self._target_parts[1]
 
     def layer_output(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the layer's output for the sum of residual and attention."""
         normed = self.part("post_attention_layernorm")(hidden)
         gate, up = (self.part(name)(normed) for name in _GATE_UP)
-        return self.outputs(hidden + self.part("down_proj")(ACT2FN[self.config.hidden_act](gate) * up))
-
-    def outputs(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output for the sum of residual and MLP."""
+        hidden = hidden + self.part("down_proj")(ACT2FN[self.config.hidden_act](gate) * up)
         return self.part("norm")(hidden) if self._norms_output else hidden
 
     def rotary(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
         """Return a function from positions `[1, N]` to cosines and sines, like a model's own."""
         return LlamaRotaryEmbedding(self.config).to(self.device)
 
-    def layers(self) -> "_WrittenLayer":
-        return _WrittenLayer(self)
+    def layers(self) -> Layers:
+        if self._written is not None and not self._written.watch.is_unchanged(thoroughly=True):
+            self._written = None
+        return self._run
+
+    def _run(self, features: Features, step: FeatureStep) -> tuple[torch.Tensor, torch.Tensor]:
+        written = self._written
+        if written is None or not written.watch.is_unchanged():
+            written = self._written = _WrittenHeads(self)
+        return written(features, step)
 
 
-class _WrittenLayer:
-    """The layer in few calls, over packed tokens."""
+class _WrittenHeads:
+    """The heads written out as a decoder of one layer, as long as their weights stay where they are."""
 
     def __init__(self, heads: EagleHeads):
-        self.heads, self._rotary = heads, heads.rotary()
-        self._fc = None if heads.is_third else _map(heads, "fc")
-        self._plan = _plan(heads)
+        self._decoder = WrittenDecoder(_plan(heads))
+        self._feature = -1 if heads._norms_output else 1  # number of the hidden states that are further features
+        self.watch = Watch(heads, [*heads.parts.values(), heads.output])
 
-    def __call__(self, tokens: torch.Tensor, features: torch.Tensor, step: FeatureStep) -> torch.Tensor:
-        heads, plan = self.heads, self._plan
-        x, residual = heads.inputs(heads.embed(tokens), features, self._fc)
-        assert plan.rotation is not None and plan.before_mlp is not None
-        tables = {plan.layer_type: plan.rotation.tables(*self._rotary(x, step.positions))}
-        hidden = step.attend(plan, x, tables).add_(residual)
-        return heads.outputs(plan.mlp(plan.before_mlp(hidden)).add_(hidden))
+    def __call__(self, features: Features, step: FeatureStep) -> tuple[torch.Tensor, torch.Tensor]:
+        states: dict[int, torch.Tensor] = {}
+        logits = self._decoder(step.layout, step.cache, states.__setitem__, {self._feature}, features)
+        return step.kept(states[self._feature]), logits
 
 
-def _plan(heads: EagleHeads) -> LayerPlan:
-    config, has_norms = heads.config, "q_norm" in heads.parts
+def _plan(heads: EagleHeads) -> DecoderPlan:
+    is_third = heads.is_third
+    features = FeaturePlan(
+        states_norm=_norm(heads, "input_norm"),
+        states_map=_map(heads, "fc") if is_third else None,
+        embedding_norm=_norm(heads, "input_layernorm"),
+        feature_norm=_norm(heads, "hidden_norm"),
+        both=None if is_third else _map(heads, "fc"),
+        adds_normed=heads._norms_residual,
+    )
+    embed = WeakMethod(heads.embed)
+    return DecoderPlan(
+        embedding=lambda tokens: embed()(tokens),  # type: ignore[misc]
+        embedding_multiplier=1.0,
+        rotary=heads.rotary(),
+        rotary_types=(None,),
+        layers=[_layer_plan(heads)],
+        final_norm=_norm(heads, "norm") or nn.Identity(),
+        head=written_map([heads.output]),
+        logits_divisor=1.0,
+        logits_multiplier=1.0,
+        logits_softcap=None,
+        fused=[],
+        features=features,
+    )
+
+
+def _layer_plan(heads: EagleHeads) -> LayerPlan:
+    config = heads.config
     mlp = MLP(
         _map(heads, *_GATE_UP), written_activation(ACT2FN[config.hidden_act]), _map(heads, "down_proj"), is_gated=True
     )
     return LayerPlan(
         before_attention=None,
         after_attention=None,
-        before_mlp=heads.part("post_attention_layernorm"),
+        before_mlp=_norm(heads, "post_attention_layernorm"),
         after_mlp=None,
         query_key_value=_map(heads, *_QUERY_KEY_VALUE),
-        query_norm=heads.part("q_norm") if has_norms else None,
-        key_norm=heads.part("k_norm") if has_norms else None,
+        query_norm=_norm(heads, "q_norm"),
+        key_norm=_norm(heads, "k_norm"),
         norms_heads=True,
         attention_output=_map(heads, "o_proj"),
         mlp=mlp,
@@ -229,6 +267,10 @@ def _map(heads: EagleHeads, *names: str) -> Map:
     if isinstance(written, Fused):
         written.lay_side_by_side()
     return written
+
+
+def _norm(heads: EagleHeads, name: str) -> RMSNorm | None:
+    return RMSNorm(heads.part(name), heads.config.rms_norm_eps, is_shifted=False) if name in heads.parts else None
 
 
 def _module(tensors: Mapping[str, torch.Tensor], name: str, eps: float) -> nn.Module:

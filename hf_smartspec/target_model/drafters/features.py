@@ -1,6 +1,6 @@
 """Forwards of drafters that continue from a model's features: decoder layers with keys and values of their own."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -10,29 +10,21 @@ from ..cache.slot_cache import SlotCache
 from ..forward.ragged import PlannedForward, RaggedForward
 from ..layout.rows import CacheRow
 from ..layout.step_layout import StepLayout
-from ..written.decoder import attend
-from ..written.plan import LayerPlan
+from ..written.compiled import Features
 
 
 class FeatureStep(NamedTuple):
-    """Positions and layout of a forward's tokens, and the memory of their keys and values."""
+    """Layout of a forward's N tokens, of which M are kept, and the memory of their keys and values."""
 
     layout: StepLayout
     cache: SlotCache
 
-    @property
-    def positions(self) -> torch.Tensor:
-        """Positions of the tokens, `[1, N]`."""
-        return self.layout.positions
-
-    def attend(
-        self, plan: LayerPlan, x: torch.Tensor, tables: Mapping[str | None, tuple[torch.Tensor, torch.Tensor]]
-    ) -> torch.Tensor:
-        """Return the attention output of a planned layer for `[N, width]`, with rotary embeddings by type of layer."""
-        return attend(plan, x, self.layout, self.cache.layer(0), tables)
+    def kept(self, states: torch.Tensor) -> torch.Tensor:
+        """Return those of `[N, ...]` that are kept, `[M, ...]`."""
+        return states if self.layout.kept is None else states[self.layout.kept]
 
 
-Layers = Callable[[torch.Tensor, torch.Tensor, FeatureStep], torch.Tensor]
+Layers = Callable[[Features, FeatureStep], tuple[torch.Tensor, torch.Tensor]]
 
 
 class FeatureLayers(Protocol):
@@ -49,15 +41,9 @@ class FeatureLayers(Protocol):
 
     def layers(self) -> Layers:
         """
-        Return a function that computes `[N, hidden_size]` from tokens `[N]` and features `[N, hidden_size]`. It is
-        valid as long as the weights stay where they are.
+        Return a function that computes, of the tokens that are kept, the outputs `[M, hidden_size]`, which are features
+        of the tokens after them, and logits `[M, own vocab]`.
         """
-
-    def combine(self, states: torch.Tensor) -> torch.Tensor:
-        """Return features `[N, hidden_size]` of the target's hidden states `[N, layers * target's hidden_size]`."""
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits `[M, own vocab]` of the layers' outputs `[M, hidden_size]`."""
 
 
 class FeatureForward(RaggedForward):
@@ -84,15 +70,13 @@ class FeatureForward(RaggedForward):
         row.length, row.num_nodes = length, 0
 
     def _run(self, planned: PlannedForward) -> torch.Tensor:
-        layout = planned.layout
-        hidden = self._layers(layout.tokens[0], self._features(planned), FeatureStep(layout, self.cache))
-        planned.hidden = hidden if layout.kept is None else hidden[layout.kept]
-        return self.model.logits(planned.hidden)
+        planned.hidden, logits = self._layers(self._features(planned), FeatureStep(planned.layout, self.cache))
+        return logits
 
-    def _features(self, planned: PlannedForward) -> torch.Tensor:
+    def _features(self, planned: PlannedForward) -> Features:
         if planned.features is not None:  # features of nodes that are not on the host
-            return planned.features
+            return Features(planned.features, are_states=False)
         features = torch.cat([item.features for item in planned.rows if item.features is not None])
-        if not len(planned.rows[0].feed):
-            return features
-        return self.model.combine(features.to(device=self.device, dtype=self.model.dtype))
+        return Features(
+            features.to(device=self.device, dtype=self.model.dtype), are_states=len(planned.rows[0].feed) > 0
+        )

@@ -11,7 +11,8 @@ from ..cache.slot_cache import SlotCache
 from ..compat import cache_name
 from ..layout.skip_prefix import skip_prefix
 from ..layout.step_layout import StepLayout
-from .features import FeatureStep, Layers
+from ..written.compiled import Features
+from .features import FeatureStep
 
 
 class PackedMtp:
@@ -40,9 +41,12 @@ class PackedMtp:
     def num_layers(self) -> int:
         return len(self.model.layers)
 
-    @property
-    def layers(self) -> Layers:
-        return self._run_one if self.num_layers == 1 else self._run_several
+    def run(self, features: Features, step: FeatureStep) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the layers, as `FeatureLayers.layers`."""
+        values = self._combine(features.values) if features.are_states else features.values
+        run = self._run_one if self.num_layers == 1 else self._run_several
+        hidden = step.kept(run(step.layout.tokens[0], values, step))
+        return hidden, self.logits(hidden)
 
     def _run_one(self, tokens: torch.Tensor, features: torch.Tensor, step: FeatureStep) -> torch.Tensor:
         return self._layer(0, self._embedded(tokens, features), features, step.layout, step.cache)
@@ -101,7 +105,7 @@ class PackedMtp:
         states = output[0]
         return states
 
-    def combine(self, states: torch.Tensor) -> torch.Tensor:
+    def _combine(self, states: torch.Tensor) -> torch.Tensor:
         """Return features `[N, D]` of the target's hidden states `[N, hidden_size]` of the text."""
         num = self.num_layers - 1
         return torch.nn.functional.pad(states, (0, num * states.shape[1] + 1)) if num else states

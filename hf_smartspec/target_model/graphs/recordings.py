@@ -142,7 +142,8 @@ class ForwardRecordings:
 
     def _look(self, decoder: "WrittenDecoder", cache: SlotCache) -> bool:
         """Return whether recordings can be used now. Those of other weights or memory are forgotten."""
-        called = [_state_of(item.module) for item in (decoder.plan.embedding, decoder.plan.rotary)]
+        parts: tuple[Any, ...] = decoder.plan.embedding, decoder.plan.rotary  # modules, in plans of models
+        called = [_state_of(item.module) for item in parts]
         memory = cache.places()
         if memory:  # there is none before the first forward
             self._forget_others(decoder, [*called, *memory])

@@ -23,13 +23,26 @@ from ..attention.seen_lines import has_few_tokens, lines_of
 from ..cache.slot_cache import SlotCache
 from ..layout.step_layout import StepLayout
 from .parts import MLP, Fused, Halves, RMSNorm, gate_of
-from .plan import DecoderPlan, LayerPlan
+from .plan import DecoderPlan, FeaturePlan, LayerPlan
 
 Tables = tuple[torch.Tensor, torch.Tensor]
 _LEAST, _MOST = 16, 256  # tokens for which programs have room: their memory is kept
 # Fields that are set before every forward.
 _ROTATE = "keys values lines dim cos sin".split()
 _ATTEND = "keys values scratch num_runs parts scratch_size runs firsts counts nodes bits prefixes prefix_counts".split()
+
+
+class Features(NamedTuple):
+    """
+    Features from which heads continue.
+
+    Args:
+        values (`torch.Tensor` of shape `[N, D]`): Features of all tokens, or the target's hidden states.
+        are_states (`bool`): Whether these are hidden states of the target.
+    """
+
+    values: torch.Tensor
+    are_states: bool
 
 
 class DecoderInput(NamedTuple):
@@ -41,12 +54,14 @@ class DecoderInput(NamedTuple):
         layout (`StepLayout`): Layout of N tokens, of which M are kept.
         cache (`SlotCache`): Where their keys and values are stored.
         tables (mapping): Rotary embeddings, from `WrittenDecoder.tables`.
+        features (`Features`, *optional*): The features of all tokens, for heads.
     """
 
     x: torch.Tensor
     layout: StepLayout
     cache: SlotCache
     tables: Mapping[str | None, Tables]
+    features: Features | None = None
 
 
 class CompiledDecoder:
@@ -96,7 +111,7 @@ class CompiledDecoder:
         room = max(_LEAST, 1 << (len(given.x) - 1).bit_length())
         # Threads wait for one another after every operator, which takes longer than small ones do.
         num_threads = torch.get_num_threads() if room * self._most_weights > SMALL else 1
-        key = room, num_threads, layers
+        key = room, num_threads, layers, given.features is not None and given.features.are_states
         try:  # each thread has a forward of its own
             forward = self._free[key].pop()
         except IndexError:
@@ -116,7 +131,19 @@ def can_compile(plan: DecoderPlan) -> bool:
         return False
     if plan.calls_modules or not _is_plain(plan.head, dtype) or not _is_norm(plan.final_norm, dtype):
         return False
+    if plan.features is not None and not _can_compile_features(plan.features, dtype):
+        return False
     return all(_can_compile_layer(layer, dtype) for layer in plan.layers)
+
+
+def _can_compile_features(plan: FeaturePlan, dtype: torch.dtype) -> bool:
+    return (
+        plan.both is None
+        and (plan.states_norm is None or _is_norm(plan.states_norm, dtype))
+        and _is_plain(plan.states_map, dtype)
+        and _is_norm(plan.embedding_norm, dtype)
+        and _is_norm(plan.feature_norm, dtype)
+    )
 
 
 def _can_compile_layer(plan: LayerPlan, dtype: torch.dtype) -> bool:
@@ -163,14 +190,26 @@ def _is_plain(item: Any, dtype: torch.dtype) -> bool:
 
 def _products(plan: DecoderPlan) -> list[Any]:
     mlps: list[Any] = [layer.mlp for layer in plan.layers]
-    others = [item for layer in plan.layers for item in (layer.query_key_value, layer.attention_output)]
+    others: list[Any] = [item for layer in plan.layers for item in (layer.query_key_value, layer.attention_output)]
+    others += [] if plan.features is None else [plan.features.states_map]
     return [plan.head, *others, *[item for mlp in mlps for item in (mlp.inputs, mlp.output)]]
 
 
 class _Forward:
-    """A program for up to `room` tokens, with its own memory; one thread at a time runs it."""
+    """
+    A program for up to `room` tokens, with its own memory; one thread at a time runs it. That of heads begins with the
+    target's hidden states if `reads_states`, or else with features.
+    """
 
-    def __init__(self, plan: DecoderPlan, x: torch.Tensor, room: int, num_threads: int, layers: frozenset[int]):
+    def __init__(
+        self,
+        plan: DecoderPlan,
+        x: torch.Tensor,
+        room: int,
+        num_threads: int,
+        layers: frozenset[int],
+        reads_states: bool,
+    ):
         self.plan, self.room, self.num_threads, self.layers = plan, room, num_threads, layers
         self.operators: list[tuple[int, dict[str, float]]] = []
         self.sized: list[int] = []  # operators on all tokens
@@ -180,14 +219,15 @@ class _Forward:
         self.multiplied: list[int] = []
         self.kept: dict[int, int] = {}  # by layer, the operators that store hidden states
         self.dtype, self.size = x.dtype, x.shape[1]
-        self._write()
+        self._write(reads_states)
         self.program = Program(self.dtype, self.operators)
         self._index()
 
     # --- Writing the program
 
-    def _write(self) -> None:
+    def _write(self, reads_states: bool) -> None:
         self.x, self.normed, self.out = (self._new(self.size) for _ in range(3))
+        self.embedded = self.given = self.x  # what tokens are copied to, and features
         groups = [num_groups(item.shape[1]) for item in _products(self.plan) if item.whole().scale is not None]
         self.rounded = Rounded(self.room, max(groups, default=0))  # for products in int8
         layers = self.plan.layers
@@ -198,10 +238,11 @@ class _Forward:
         self.hidden = self._new(max(mlp.inputs.shape[0] for mlp in mlps))
         self.gated = self._new(self.hidden.shape[1] // 2)
         self.pending: tuple[torch.Tensor, float] | None = None  # what is to be added to `x`
+        normed = None if self.plan.features is None else self._first_input(self.plan.features, reads_states)
         for index, layer in enumerate(layers):
             if index in self.layers:
                 self._store(index)
-            self._write_layer(layer)
+            self._write_layer(layer, None if index else normed)
         if len(layers) in self.layers:
             self._store(len(layers))
         if -1 in self.layers:
@@ -240,16 +281,18 @@ class _Forward:
         if x is self.x and self.pending is not None:
             fields |= {"added": self.pending[0].data_ptr(), "factor": self.pending[1]}
             self.pending = None
-        return self._norm_vectors(norm, 1, self.size, is_sized, **fields)
+        return self._norm_vectors(norm, 1, (self.size, self.size), is_sized, **fields)
 
-    def _norm_vectors(self, norm: Any, vectors: int, stride: int, is_sized: bool = True, /, **fields: float) -> int:
+    def _norm_vectors(
+        self, norm: Any, vectors: int, strides: tuple[int, int], is_sized: bool = True, /, **fields: float
+    ) -> int:
         return self._add(
             codes.NORM,
             is_sized,
             vectors=vectors,
             size=norm.shape[0],
-            in_stride=stride,
-            out_stride=stride,
+            in_stride=strides[0],
+            out_stride=strides[1],
             is_shifted=norm.is_shifted,
             weight=norm.weight().data_ptr(),
             eps=norm.eps,
@@ -278,8 +321,25 @@ class _Forward:
         self.multiplied.append(number)
         return number
 
-    def _write_layer(self, plan: LayerPlan) -> None:
-        self._write_attention(plan, self._input(plan.before_attention))
+    def _first_input(self, plan: Any, reads_states: bool) -> torch.Tensor:
+        """Write `first_input`; return the input of attention. The features become `x`."""
+        features = self.out if plan.adds_normed else self.x
+        self.embedded, self.given, both = self._new(self.size), features, self._new(2 * self.size)
+        if reads_states:
+            self.given = self._new(plan.states_map.shape[1])
+            if plan.states_norm is not None:
+                place = self.given.data_ptr()
+                self._norm_vectors(plan.states_norm, 1, (self.given.shape[1],) * 2, x=place, outputs=place)
+            self._multiply(plan.states_map, self.given, features)
+        if plan.adds_normed:
+            self._norm(plan.feature_norm, features, self.x)
+        halves = both.data_ptr(), both.data_ptr() + self.size * both.itemsize
+        for norm, x, place in zip((plan.embedding_norm, plan.feature_norm), (self.embedded, features), halves):
+            self._norm_vectors(norm, 1, (self.size, 2 * self.size), x=x.data_ptr(), outputs=place)
+        return both
+
+    def _write_layer(self, plan: LayerPlan, normed: torch.Tensor | None = None) -> None:
+        self._write_attention(plan, self._input(plan.before_attention) if normed is None else normed)
         if plan.after_attention is not None:
             self._norm(plan.after_attention, self.out, self.out)
         self.pending = self.out, plan.multiplier
@@ -303,7 +363,8 @@ class _Forward:
         for norm, first, number in ((plan.query_norm, 0, heads), (plan.key_norm, heads, kv_heads)):
             if norm is not None:
                 place = self.states.data_ptr() + first * size * self.states.itemsize
-                self._norm_vectors(norm, number if plan.norms_heads else 1, stride, x=place, outputs=place)
+                number = number if plan.norms_heads else 1
+                self._norm_vectors(norm, number, (stride, stride), x=place, outputs=place)
         fields = {"states": self.states.data_ptr(), "queries": self.queries.data_ptr()}
         self.rotated.append(self._add(codes.ROTATE, heads=heads, kv_heads=kv_heads, size=size, **fields))
         attention = self._add(
@@ -348,7 +409,9 @@ class _Forward:
     def __call__(self, given: DecoderInput, keep: Callable[[int, torch.Tensor], None] | None) -> torch.Tensor:
         x, num, program, lines = given.x, len(given.x), self.program, given.layout.kept
         head: Any = self.plan.head
-        self.x[:num].copy_(x)
+        self.embedded[:num].copy_(x)
+        if given.features is not None:
+            self.given[:num].copy_(given.features.values)
         num_kept = num if lines is None else len(lines)
         logits, scratch = x.new_empty(num_kept, head.shape[0]), self._set_places(given)
         kept = [x.new_empty(num, self.size) for _ in self.kept]
@@ -366,7 +429,7 @@ class _Forward:
 
     def _set_places(self, given: DecoderInput) -> list[torch.Tensor]:
         """Set the memory of layers, what tokens attend to, and rotary embeddings; return what must stay meanwhile."""
-        (x, layout, cache, tables), layers, rows = given, self.plan.layers, self.program.rows
+        (x, layout, cache, tables, _), layers, rows = given, self.plan.layers, self.program.rows
         memories = [cache.layer(index) for index in range(len(layers))]
         for memory, layer in zip(memories, layers):
             if not memory.is_initialized:

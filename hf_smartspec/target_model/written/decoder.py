@@ -12,8 +12,8 @@ from ...log import get_logger
 from ..attention.tree_attention import packed_attention
 from ..cache.slot_cache import SlotCache, SlotLayer
 from ..layout.step_layout import MOST_NODES, StepLayout
-from .compiled import CompiledDecoder, DecoderInput, Tables, can_compile
-from .plan import DecoderPlan, LayerPlan
+from .compiled import CompiledDecoder, DecoderInput, Features, Tables, can_compile
+from .plan import DecoderPlan, FeaturePlan, LayerPlan
 
 logger = get_logger(__name__)
 
@@ -52,6 +52,7 @@ class WrittenDecoder:
         cache: SlotCache,
         keep: Callable[[int, torch.Tensor], None] | None = None,
         layers: Collection[int] | None = None,
+        features: Features | None = None,
     ) -> torch.Tensor:
         """
         Run the decoder.
@@ -62,6 +63,7 @@ class WrittenDecoder:
             keep (`Callable`, *optional*): Called with the hidden states `[N, hidden_size]` before every layer, after
                 the last, and, as layer -1, after the final norm.
             layers (collection of `int`, *optional*): The layers that `keep` is called with, at least; all if not given.
+            features (`Features`, *optional*): The features of all tokens, for heads.
 
         Returns:
             `torch.Tensor` of shape `[M, vocab_size]`, in the model's dtype.
@@ -69,7 +71,7 @@ class WrittenDecoder:
         # Not in inference mode if modules are called: they may keep what they compute, and be trained later.
         with torch.no_grad() if self.plan.calls_modules else torch.inference_mode():
             x = self.embed(layout.tokens)
-            given = DecoderInput(x, layout, cache, self.tables(x, layout.positions))
+            given = DecoderInput(x, layout, cache, self.tables(x, layout.positions), features)
             compiled = self._compiled
             if compiled is None or (keep is not None and layers is None) or not compiled.serves(layout):
                 return self._run(given, keep)
@@ -95,11 +97,13 @@ class WrittenDecoder:
 
     def _run(self, given: DecoderInput, keep: Callable[[int, torch.Tensor], None] | None) -> torch.Tensor:
         """Run layer by layer."""
-        (x, layout, cache, tables), plan, lines = given, self.plan, given.layout.kept
+        (x, layout, cache, tables, features), plan, lines, normed = given, self.plan, given.layout.kept, None
+        if plan.features is not None and features is not None:
+            normed, x = first_input(plan.features, x, features)
         for index, layer in enumerate(plan.layers):
             if keep is not None:
                 keep(index, x)
-            x = run_layer(layer, x, layout, cache.layer(index), tables)
+            x = run_layer(layer, x, layout, cache.layer(index), tables, None if index else normed)
         if keep is not None:
             keep(len(plan.layers), x)
             x = plan.final_norm(x)
@@ -143,11 +147,34 @@ class WrittenDecoder:
         return logits
 
 
+def first_input(plan: FeaturePlan, embeds: torch.Tensor, features: Features) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the input of the first layer's attention, and `x`, for embeddings `[N, hidden_size]`."""
+    values = features.values
+    if features.are_states:
+        values = values if plan.states_norm is None else plan.states_norm(values)
+        values = values if plan.states_map is None else plan.states_map(values)
+    if plan.both is not None:
+        x = plan.both(torch.cat([embeds, values], dim=-1))
+        return x, x
+    assert plan.embedding_norm is not None and plan.feature_norm is not None
+    normed = plan.feature_norm(values)
+    return torch.cat([plan.embedding_norm(embeds), normed], dim=-1), normed if plan.adds_normed else values
+
+
 def run_layer(
-    plan: LayerPlan, x: torch.Tensor, layout: StepLayout, memory: SlotLayer, tables: Mapping[str | None, Tables]
+    plan: LayerPlan,
+    x: torch.Tensor,
+    layout: StepLayout,
+    memory: SlotLayer,
+    tables: Mapping[str | None, Tables],
+    normed: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Run one layer on `x` of shape `[N, hidden_size]`, which is not changed; return its output of the same shape."""
-    normed = x if plan.before_attention is None else plan.before_attention(x)
+    """
+    Run one layer on `x` of shape `[N, hidden_size]`, which is not changed; return its output of the same shape.
+    `normed` is the input of attention, where that is not `x` after its norm.
+    """
+    if normed is None:
+        normed = x if plan.before_attention is None else plan.before_attention(x)
     attended = attend(plan, normed, layout, memory, tables)
     if plan.after_attention is not None:
         attended = plan.after_attention(attended)

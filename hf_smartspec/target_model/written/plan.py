@@ -1,7 +1,7 @@
 """The plan of a decoder: the roles of a model's modules, recognised by their names and shapes."""
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,18 +92,42 @@ class LayerPlan:
 
 
 @dataclass(eq=False)
+class FeaturePlan:
+    """
+    Plan of the input of heads that continue from features. From the embedding e of a token and the feature f before it,
+
+        x = f    attention reads [embedding_norm e, feature_norm f]
+
+    or, with a map of both, x = both [e, f], which attention reads, too.
+
+    Args:
+        states_norm, states_map (`Callable`, *optional*): Norm and map from the target's hidden states to features;
+            without a map, these are features.
+        adds_normed (`bool`): Whether x is `feature_norm f`.
+    """
+
+    states_norm: Map | None
+    states_map: Map | None
+    embedding_norm: Map | None
+    feature_norm: Map | None
+    both: Map | None
+    adds_normed: bool
+
+
+@dataclass(eq=False)
 class DecoderPlan:
     """
-    Plan of a causal language model.
+    Plan of a causal language model, or of heads that continue from its features.
 
     Args:
         fused (`list`): Layers whose weights can be laid side by side.
         calls_modules (`bool`): Whether some modules, beside embeddings, are called as they are.
+        features (`FeaturePlan`, *optional*): Input of the first layer, for heads.
     """
 
-    embedding: Called
+    embedding: Map
     embedding_multiplier: float
-    rotary: Called
+    rotary: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     rotary_types: tuple[str | None, ...]
     layers: list[LayerPlan]
     final_norm: Map
@@ -113,6 +137,7 @@ class DecoderPlan:
     logits_softcap: float | None
     fused: list[Fused]
     calls_modules: bool = False
+    features: FeaturePlan | None = None
 
 
 def make_plan(model: PreTrainedModel) -> tuple[DecoderPlan, list[nn.Module]]:

@@ -83,7 +83,7 @@ def fitted_mtp(target: PreTrainedModel, texts: torch.Tensor, padding: int = 0, n
         optimizer = torch.optim.Adam(block.requires_grad_(True).parameters(), lr=5e-3)
         for _ in range(num_steps):
             hidden = block(embedded, states, rotary, None, None, None)
-            logits = layers.logits(hidden[:, :-1].flatten(0, 1))
+            logits = layers.packed.logits(hidden[:, :-1].flatten(0, 1))
             torch.nn.functional.cross_entropy(logits, texts[:, first + 1 :].flatten()).backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -131,6 +131,7 @@ def random_heads(
     has_input_norm: bool = False,
     own_vocab: int | None = None,
     head_dim: int = 8,
+    inner: int | None = None,
     layers: Sequence[int] = (-1,),
     norm_before_residual: bool = False,
     window: int | None = None,
@@ -145,7 +146,7 @@ def random_heads(
     def norm(size):
         return 1 + torch.randn(size, generator=generator) / 4
 
-    inner, reads = hidden + 8, 2 * hidden if third else hidden
+    inner, reads = inner or hidden + 8, 2 * hidden if third else hidden
     maps = {"fc": (hidden, len(layers) * hidden if third else 2 * hidden), "q_proj": (4 * head_dim, reads)}
     maps |= {"k_proj": (2 * head_dim, reads), "v_proj": (2 * head_dim, reads), "o_proj": (hidden, 4 * head_dim)}
     maps |= {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
@@ -170,7 +171,7 @@ def layer_config(heads: Published, vocab: int, is_explicit: bool = True) -> dict
     hidden = heads.tensors["o_proj.weight"].shape[0]
     config = {
         "hidden_size": hidden,
-        "intermediate_size": hidden + 8,
+        "intermediate_size": heads.tensors["gate_proj.weight"].shape[0],
         "num_attention_heads": heads.heads,
         "num_key_value_heads": heads.kv_heads,
         "num_hidden_layers": 1,

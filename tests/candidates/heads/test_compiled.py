@@ -1,0 +1,111 @@
+"""Heads of EAGLE-3 as one compiled program: the numbers of the heads that run layer by layer, to the last bit."""
+
+import copy
+
+import pytest
+import torch
+
+import hf_smartspec
+from hf_smartspec.candidates.heads.eagle.heads import EagleHeads
+from hf_smartspec.cpu.few_tokens import has_kernels
+from hf_smartspec.target_model.drafters.features import FeatureForward
+from hf_smartspec.target_model.written.compiled import CompiledDecoder
+from hf_smartspec.target_model.written.decoder import WrittenDecoder
+
+from ...models import new_model
+from .eagle_forwards import run, texts
+from .published_eagle import LAYOUTS, random_heads
+
+pytestmark = pytest.mark.skipif(not has_kernels(torch.float32), reason="there is no compiled code for this CPU")
+
+KINDS = {
+    "own output": {"own_vocab": 60},
+    "output of the target": {},
+    "output in int8": {},
+    "norms of heads": {"own_vocab": 60, "has_norms": True},
+    "norms of states and before the residual": {"own_vocab": 60, "norm_before_residual": True, "has_input_norm": True},
+    "features after the norm": {"own_vocab": 60},
+    "long window": {"own_vocab": 60, "window": 64},
+}
+
+
+def heads_of(kind: str, folder, dtype=torch.float32) -> tuple[EagleHeads, list]:
+    """Heads, and texts with hidden states for them."""
+    target = new_model("llama").to(dtype).requires_grad_(False)
+    hidden, vocab = target.config.hidden_size, target.config.vocab_size
+    published = random_heads(hidden, vocab, third=True, head_dim=16, inner=64, layers=(1, 1, 0), **KINDS[kind])
+    LAYOUTS["speculators"](published, vocab, folder)
+    if kind == "output in int8":
+        hf_smartspec.quantize(target)
+    heads = EagleHeads.from_pretrained(folder, target)
+    heads._norms_output = kind == "features after the norm"
+    return heads, [(tokens, states.to(dtype)) for tokens, states in texts(published, target, (9, 2, 23))]
+
+
+@pytest.fixture
+def programs(monkeypatch):
+    """Sizes of forwards that ran as programs."""
+    sizes, run_program = [], CompiledDecoder.run
+    monkeypatch.setattr(
+        CompiledDecoder,
+        "run",
+        lambda self, given, *rest: (sizes.append(len(given.x)), run_program(self, given, *rest))[1],
+    )
+    return sizes
+
+
+def logits_of(heads, items) -> torch.Tensor:
+    """Logits after texts, and along drafts of three levels, whose nodes take the features that their parents left."""
+    forward = FeatureForward(heads)
+    return torch.cat(run(forward, [forward.add() for _ in items], items))
+
+
+def logits_by_layers(heads, items, monkeypatch) -> torch.Tensor:
+    with monkeypatch.context() as patch:
+        patch.setattr(WrittenDecoder, "_compiled", None)
+        return logits_of(copy.deepcopy(heads), items)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_bit_is_that_of_the_layers(kind, dtype, tmp_path, programs, monkeypatch):
+    """Several rows at once, texts and the levels of a tree."""
+    heads, items = heads_of(kind, tmp_path, dtype)
+    expected = logits_by_layers(heads, items, monkeypatch)
+    assert not programs
+    logits_of(heads, items)  # the program's trial
+    programs.clear()
+    assert torch.equal(logits_of(heads, items), expected)
+    assert programs == [8 + 1 + 22, 2 * 3, 3 * 3, 3]
+
+
+def test_weights_that_move_are_found(tmp_path, programs, monkeypatch):
+    heads, items = heads_of("own output", tmp_path)
+    before = logits_of(heads, items)
+    for name in ("down_proj", "lm_head", "norm"):
+        heads.part(name).weight.data = heads.part(name).weight.data * 1.5
+    found = logits_of(heads, items)
+    assert programs and not torch.equal(found, before)
+    assert torch.equal(found, logits_by_layers(heads, items, monkeypatch))
+
+
+def test_copies_compute_with_their_own_weights(tmp_path, programs):
+    heads, items = heads_of("own output", tmp_path)
+    expected, other = logits_of(heads, items), copy.deepcopy(heads)
+    for parameter in heads.parameters():
+        parameter.data.fill_(torch.nan)
+    assert programs and torch.equal(logits_of(other, items), expected)
+
+
+@pytest.mark.parametrize("options", [{"third": False}, {"head_dim": 8}, {"inner": 40}])
+def test_other_heads_run_layer_by_layer(options, tmp_path, programs):
+    """EAGLE-1, and sizes that compiled code does not read."""
+    target = new_model("llama")
+    options = {"third": True, "head_dim": 16, "inner": 64, "own_vocab": 60, "layers": (1, 1, 0)} | options
+    if not options["third"]:
+        options |= {"own_vocab": None, "layers": (-1,)}
+    published = random_heads(32, 97, **options)
+    published.config["head_dim"] = published.head_dim
+    LAYOUTS["3" if options["third"] else "1"](published, 97, tmp_path)
+    heads = EagleHeads.from_pretrained(tmp_path, target)
+    assert logits_of(heads, texts(published, target, (9, 2))).isfinite().all() and not programs
