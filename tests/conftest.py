@@ -98,6 +98,38 @@ def _certificates_are_read_once():
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _equal_models_are_tried_once():
+    """
+    A written-out decoder that a trial has found right is right in equal models: trials cost more than most tests'
+    tokens. Where it is wrong, each model has its own trial, and so it has in tests with the fixture `every_trial`.
+    """
+    from hf_smartspec.target_model.written import registry
+
+    from .identity import identity
+
+    right: set[bytes | None] = set()
+    check = registry.check
+
+    def check_once(model, decoder):
+        own = identity(model)
+        if own not in right:
+            check(model, decoder)
+            right.update({own} - {None})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "check", check_once)
+        yield
+
+
+@pytest.fixture
+def every_trial(monkeypatch):
+    """For tests of trials, and of what a model's first forwards do."""
+    from hf_smartspec.target_model.written import registry, trial
+
+    monkeypatch.setattr(registry, "check", trial.check)
+
+
 @pytest.fixture(scope="session")
 def real_folder():
     """Folder of a real model, SmolLM2-135M-Instruct in float32, and its tokenizer. Skips where it was not fetched."""

@@ -45,6 +45,7 @@ from .covering import IS_EXHAUSTIVE, covering, exhaustive
 from .generate.helpers import noisy_copy, prompts, tiny_llama, tiny_tokenizer
 from .models import new_model
 
+pytestmark = pytest.mark.usefixtures("every_trial")
 SOME_OPTIONS = "greedy", "warped", "penalty, sampled"
 
 

@@ -26,6 +26,8 @@ from .on_accelerator import (
     without_inference_mode,
 )
 
+pytestmark = pytest.mark.usefixtures("every_trial")
+
 
 class Trusting(FixedLength):
     """Drafts as deep and wide as they are worth; by how much probabilities are corrected differs at every step."""

@@ -9,6 +9,11 @@ from hf_smartspec.target_model.written import decoder, parts
 from ...recorder import OperationRecorder
 
 
+@pytest.fixture(autouse=True)
+def _tried(every_trial):
+    """Every model has a trial of its own."""
+
+
 @pytest.fixture
 def recorders(monkeypatch):
     """All recorders of the test, in the order of the forwards that have them."""
