@@ -196,7 +196,7 @@ USELESS_CALL = [Drafter(0.0, claimed=0.95, cost=DraftCost(per_call=6e-3))] * 4
 )
 def test_never_slower_with_a_drafter_that_is_always_wrong(drafters):
     plain = simulate(NoSpeculation(), drafters, line(), steps=300)
-    auction = simulate(GoodputAuction(line()), drafters, line(), steps=1500)
+    auction = simulate(GoodputAuction(line()), drafters, line(), steps=900)
     fixed = simulate(FixedLength(4), drafters, line(), steps=300)
     assert auction.drafted > 0, "it has tried"
     assert auction.goodput > 0.98 * plain.goodput
@@ -210,7 +210,7 @@ DEAR_CALL = DraftCost(per_call=6e-3, source="call")
 @pytest.fixture(scope="module")
 def of_the_good_alone():
     silent = [Drafter(0.9, 0.9)] * 2 + [Drafter(0.0, length=0)] * 2
-    return simulate(GoodputAuction(line()), silent, line(), steps=1500).goodput
+    return simulate(GoodputAuction(line()), silent, line(), steps=900).goodput
 
 
 @pytest.mark.parametrize("dear", [DEAR_MODEL, DEAR_CALL])
@@ -218,7 +218,7 @@ def of_the_good_alone():
 def test_sources_of_one_step_are_judged_by_what_each_of_them_costs(dear, is_first, of_the_good_alone):
     good, useless = [Drafter(0.9, 0.9)] * 2, [Drafter(0.05, 0.9, dear, length=5)] * 2
     drafters = useless + good if is_first else good + useless
-    mixed = simulate(policy := GoodputAuction(line()), drafters, line(), steps=1500)
+    mixed = simulate(policy := GoodputAuction(line()), drafters, line(), steps=900)
     assert mixed.goodput > 0.97 * of_the_good_alone, "the good ones pay no less for their company"
     asked = np.mean([asks(policy, rows_of_drafters(drafters)) for _ in range(20)], axis=0)
     assert (asked[2:] if is_first else asked[:2]).min() == 1 and (asked[:2] if is_first else asked[2:]).max() < 0.3
@@ -325,13 +325,13 @@ def test_rows_of_one_batch_get_different_depths():
 def test_adapts_when_acceptance_changes(cost):
     bad, good = [Drafter(0.02, 0.6, cost)] * 2, [Drafter(0.9, 0.6, cost)] * 2
     policy = GoodputAuction(line())
-    simulate(policy, bad, line(), steps=600)
-    before = simulate(policy, bad, line(), steps=300, seed=1)
-    simulate(policy, good, line(), steps=900, seed=2)
-    after = simulate(policy, good, line(), steps=300, seed=3)
+    simulate(policy, bad, line(), steps=400)
+    before = simulate(policy, bad, line(), steps=200, seed=1)
+    simulate(policy, good, line(), steps=600, seed=2)
+    after = simulate(policy, good, line(), steps=200, seed=3)
     assert before.tokens < 1.05 * 2 * before.steps and after.tokens > 1.8 * 2 * after.steps
-    simulate(policy, bad, line(), steps=600, seed=4)
-    assert simulate(policy, bad, line(), steps=300, seed=5).goodput > 0.98 * before.goodput
+    simulate(policy, bad, line(), steps=400, seed=4)
+    assert simulate(policy, bad, line(), steps=200, seed=5).goodput > 0.98 * before.goodput
 
 
 def test_predicts_the_tokens_of_a_step():
