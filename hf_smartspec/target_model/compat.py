@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
+from torch import nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.generation import utils as generation_utils
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
@@ -108,10 +109,21 @@ def num_positions(config: PreTrainedConfig) -> int | None:
     return None if positions is None or positions < 0 else positions  # -1: XLNet
 
 
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """Return a model and all modules in it, like `model.modules()`, which takes four times as long, in every call."""
+    modules, known = [model], {model}
+    for module in modules:  # the list grows meanwhile
+        for child in module._modules.values():
+            if child is not None and child not in known:
+                known.add(child)
+                modules.append(child)
+    return modules
+
+
 def is_checkpointing(model: PreTrainedModel) -> bool:
     """Return whether activations are recomputed in training."""
     # 5.23 deprecates `model.is_gradient_checkpointing`, and older versions have no other name for it.
-    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    return any(getattr(module, "gradient_checkpointing", False) for module in modules_of(model))
 
 
 def splits_outputs(model: PreTrainedModel) -> bool:

@@ -5,7 +5,7 @@ import torch
 from packaging.version import Version
 
 import hf_smartspec
-from hf_smartspec.target_model.compat import CACHE, TRANSFORMERS, cache_name
+from hf_smartspec.target_model.compat import CACHE, TRANSFORMERS, cache_name, modules_of
 
 from ..cases import left_padded
 from ..models import new_model
@@ -44,6 +44,15 @@ def test_the_cache_is_named_by_the_signature(function, name):
     layer = torch.nn.Identity()
     layer.forward = function
     assert cache_name(layer.forward) == name
+
+
+def test_all_modules_of_a_model_are_found_once():
+    model = new_model("llama")
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    model.model.left_out, model.model.itself = None, model.model
+    model.model.register_module("nothing", None)
+    modules = modules_of(model)
+    assert modules[0] is model and len(modules) == len(set(modules)) and set(modules) == set(model.modules())
 
 
 @pytest.mark.skipif(Version("5.21") <= TRANSFORMERS, reason="transformers' default attention knows soft caps")

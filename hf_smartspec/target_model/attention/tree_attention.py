@@ -15,6 +15,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...cpu.attention import can_attend, few_token_attention
+from ..compat import modules_of
 from ..layout.step_layout import PaddedPart, StepLayout
 from .folding import fold, unfold, unpad
 from .seen_lines import has_few_tokens, lines_of
@@ -245,7 +246,7 @@ def _registered(implementation: str) -> str:
 
 def attention_configs(model: torch.nn.Module) -> list[PreTrainedConfig]:
     """Return the distinct configs from which the model's modules read their attention implementation."""
-    configs = (getattr(module, "config", None) for module in model.modules())
+    configs = (vars(module).get("config") for module in modules_of(model))
     return list({id(config): config for config in configs if isinstance(config, PreTrainedConfig)}.values())
 
 

@@ -21,6 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...device import to_device
+from ..compat import modules_of
 from ..layout.rows import RowInput
 
 
@@ -136,7 +137,8 @@ def _relevant(module: nn.Module, layer_type: str | None, lengths: np.ndarray) ->
 
 def lengthwise_modules(model: PreTrainedModel) -> list[nn.Module]:
     """Return the modules whose embeddings depend on the length of the text."""
-    return [module for module in model.modules() if any(map(_is_lengthwise, _rope_types(module).values()))]
+    having = [module for module in modules_of(model) if "rope_type" in vars(module)]
+    return [module for module in having if any(map(_is_lengthwise, _rope_types(module).values()))]
 
 
 def _is_lengthwise(rope_type: Any) -> bool:

@@ -3,12 +3,20 @@ Capabilities of a model: whether trees can be packed in its forward, and whether
 """
 
 from contextlib import suppress
+from itertools import chain
 from threading import Lock
 
 import torch
 from transformers import PreTrainedModel
 
-from ..compat import TESTED_ENCODED_TYPES, TESTED_MODEL_TYPES, TESTED_ROWWISE_TYPES, drops_soft_caps, shared_value
+from ..compat import (
+    TESTED_ENCODED_TYPES,
+    TESTED_MODEL_TYPES,
+    TESTED_ROWWISE_TYPES,
+    drops_soft_caps,
+    modules_of,
+    shared_value,
+)
 from ..forward.packed import PackedForward
 from ..forward.rowwise import RowwiseForward
 from ..model_state import state_of
@@ -54,7 +62,9 @@ def packing_obstacle(model: PreTrainedModel, is_padded: bool = False) -> str | N
     """
     if prepares_own_inputs(model):
         return f"the attention of {type(model).__name__} cannot be packed"
-    if len({parameter.device for parameter in model.parameters()} | {model.device}) > 1 or model.device.type == "meta":
+    parameters = chain.from_iterable(module._parameters.values() for module in modules_of(model))
+    devices = {parameter.device for parameter in parameters if parameter is not None} | {model.device}
+    if len(devices) > 1 or model.device.type == "meta":
         return "the model is spread over devices or offloaded"  # one step's indices and masks lie on one device
     if drops_soft_caps(model):
         return f"transformers {TRANSFORMERS} leaves the soft caps of {type(model).__name__} out"

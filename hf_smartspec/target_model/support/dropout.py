@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import nn
 
+from ..compat import modules_of
+
 _WORDS = ("drop", "jitter")  # in the names of rates: `attention_dropout`, `layerdrop`, `jitter_noise`
 
 
@@ -20,7 +22,7 @@ def drops(attributes: Mapping[str, Any]) -> bool:
 
 def is_random(model: nn.Module) -> bool:
     """Return whether forwards of a model differ from one another, since some of it is in training and drops values."""
-    return any(module.training and drops(vars(module)) for module in model.modules())
+    return any(module.training and drops(vars(module)) for module in modules_of(model))
 
 
 def _is_rate(name: str) -> bool:

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...log import get_logger
-from ..compat import is_checkpointing
+from ..compat import is_checkpointing, modules_of
 from ..encoded import EncodedForward
 from ..forward.packed import PackedForward
 from ..forward.ranks import is_sharded
@@ -162,4 +162,4 @@ def _refused(model: PreTrainedModel, error: Exception) -> _Entry:
 
 def _setting(model: PreTrainedModel) -> tuple:
     """Return the properties of a model whose change makes another attempt worthwhile."""
-    return model.dtype, model.device, sum(1 for _ in model.modules())
+    return model.dtype, model.device, len(modules_of(model))
