@@ -23,7 +23,7 @@ NORM_FIELDS = tuple(
     _NEXT, _THREADS, _NUM_TOKENS, _VECTORS, _SIZE, _IN_STRIDE, _OUT_STRIDE, _IS_SHIFTED, _X, _WEIGHT, _OUTPUTS, _ADDED,
     _LINES, _EPS, _FACTOR,
 ) = range(15)  # fmt: skip
-# x, added, outputs: addresses of `[num_tokens, size]`; outputs become `x + factor * added`, or `x` where `added` is 0.
+# x, added, outputs: addresses of `[num_tokens, size]`, or 0 but for `x`: `x` becomes `x + factor * added`, outputs `x`.
 ADD_FIELDS = tuple("next threads num_tokens size x added outputs factor".split())
 _ADD_SIZE, _ADD_X, _ADD_ADDED, _ADD_OUTPUTS, _ADD_FACTOR = range(3, 8)
 _ONE = np.float32(1)
@@ -39,7 +39,7 @@ def norm(a, numbers, kind):
         x = ahead(like(kind, a[_X]), line * a[_IN_STRIDE])
         outputs = ahead(like(kind, a[_OUTPUTS]), token * a[_OUT_STRIDE])
         if a[_ADDED]:
-            _add(x, ahead(like(kind, a[_ADDED]), line * a[_IN_STRIDE]), x, size, np.float32(numbers[_FACTOR]))
+            _add(x, ahead(like(kind, a[_ADDED]), line * a[_IN_STRIDE]), size, np.float32(numbers[_FACTOR]))
         for vector in range(a[_VECTORS]):
             begin = vector * size
             _norm(ahead(x, begin), weight, ahead(outputs, begin), size, a[_IS_SHIFTED], numbers[_EPS])
@@ -61,22 +61,26 @@ def _norm(x, weight, outputs, size, is_shifted, eps):
 
 @inner
 def add(a, numbers, kind):
-    """Add up, or copy, the numbers of the next token, until no tokens are left."""
+    """Add to the numbers of the next token, and copy them, until no tokens are left."""
     size, factor = a[_ADD_SIZE], np.float32(numbers[_ADD_FACTOR])
     token = take(ahead(a, _NEXT))
     while token < a[_NUM_TOKENS]:
         begin = token * size
-        x, outputs = ahead(like(kind, a[_ADD_X]), begin), ahead(like(kind, a[_ADD_OUTPUTS]), begin)
+        x = ahead(like(kind, a[_ADD_X]), begin)
         if a[_ADD_ADDED]:
-            _add(x, ahead(like(kind, a[_ADD_ADDED]), begin), outputs, size, factor)
-        else:
+            _add(x, ahead(like(kind, a[_ADD_ADDED]), begin), size, factor)
+        if a[_ADD_OUTPUTS]:
+            outputs = ahead(like(kind, a[_ADD_OUTPUTS]), begin)
             for index in range(size):
-                put(outputs, index, get(x, index))
+                outputs[index] = x[index]
         token = take(ahead(a, _NEXT))
 
 
 @inner
-def _add(x, added, outputs, size, factor):
-    """Round where torch does: each product, and each sum."""
+def _add(x, added, size, factor):
+    """
+    Add in place, and round where torch does: each product, and each sum. With a second pointer for outputs, the
+    compiled loop would take the numbers one by one where both are equal.
+    """
     for index in range(size):
-        put(outputs, index, get(x, index) + rounded(x, get(added, index) * factor))
+        put(x, index, get(x, index) + rounded(x, get(added, index) * factor))

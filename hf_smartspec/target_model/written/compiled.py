@@ -241,10 +241,10 @@ class _Forward:
         normed = None if self.plan.features is None else self._first_input(self.plan.features, reads_states)
         for index, layer in enumerate(layers):
             if index in self.layers:
-                self._store(index)
+                self.kept[index] = self._sum()
             self._write_layer(layer, None if index else normed)
         if len(layers) in self.layers:
-            self._store(len(layers))
+            self.kept[len(layers)] = self._sum()
         if -1 in self.layers:
             self._settle()
             self.kept[-1] = self._norm(self.plan.final_norm, self.x, self.x)
@@ -266,14 +266,14 @@ class _Forward:
     def _settle(self) -> None:
         """Add to `x` what is pending."""
         if self.pending is not None:
-            added, factor = self.pending
-            addresses = {"x": self.x.data_ptr(), "added": added.data_ptr(), "outputs": self.x.data_ptr()}
-            self._add(codes.ADD, size=self.size, factor=factor, **addresses)
-            self.pending = None
+            self._sum()
 
-    def _store(self, index: int) -> None:
-        self._settle()
-        self.kept[index] = self._add(codes.ADD, size=self.size, x=self.x.data_ptr(), factor=1.0)
+    def _sum(self) -> int:
+        """Write an operator that adds to `x` what is pending, and copies it to its outputs, where they are set."""
+        added, factor = self.pending or (None, 1.0)
+        self.pending = None
+        address = 0 if added is None else added.data_ptr()
+        return self._add(codes.ADD, size=self.size, x=self.x.data_ptr(), added=address, factor=factor)
 
     def _norm(self, norm: Any, x: torch.Tensor, outputs: torch.Tensor, is_sized: bool = True) -> int:
         """Normalize tokens of `size` numbers; `x` after what is pending was added to it."""
