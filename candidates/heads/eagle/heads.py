@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from threading import Lock
 from typing import Any
 from weakref import WeakMethod
 
@@ -22,6 +23,7 @@ from ..learned import FeatureDrafter
 from .config import window_of
 from .files import check_shapes, read, write
 
+_lock = Lock()
 _QUERY_KEY_VALUE, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
 
@@ -190,7 +192,10 @@ class EagleHeads(FeatureDrafter):
     def _run(self, features: Features, step: FeatureStep) -> tuple[torch.Tensor, torch.Tensor]:
         written = self._written
         if written is None or not written.watch.is_unchanged():
-            written = self._written = _WrittenHeads(self)
+            with _lock:  # weights that are laid side by side move, which another thread's program must not miss
+                written = self._written
+                if written is None or not written.watch.is_unchanged():
+                    written = self._written = _WrittenHeads(self)
         return written(features, step)
 
 

@@ -295,6 +295,20 @@ def test_a_program_with_other_results_is_not_used(monkeypatch, caplog):
     assert "layer by layer" in caplog.text
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_draft_models_run_as_programs(dtype, monkeypatch):
+    depths, run = [], compiled_module.CompiledDecoder.run
+    monkeypatch.setattr(
+        compiled_module.CompiledDecoder,
+        "run",
+        lambda self, *given: (depths.append(len(self.plan.layers)), run(self, *given))[1],
+    )
+    model, draft = model_of("llama", dtype, num_hidden_layers=3), model_of("llama", dtype, num_hidden_layers=1)
+    with hf_smartspec.enabled(model):
+        model.generate(torch.arange(3, 12)[None], max_new_tokens=12, do_sample=False, assistant=draft)
+    assert depths.count(1) > depths.count(3) > 0
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("assistant", ["none", "auto"])
 def test_tokens_are_those_of_plain_decoding(assistant, batch, programs):
