@@ -11,12 +11,14 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from .few_tokens import ANY, has_kernels, most_tokens
-from .kernels.attend import MOST_TOKENS, scratch_size
+from .kernels.attend import scratch_size
 from .kernels.program import ATTEND
+from .kernels.runs import divide, extent
 from .program import DTYPES, run_operator
 from .tensor_checks import is_plain
 
 _FEW = 64  # tokens of a row, where torch multiplies those of prompts
+_NO_PREFIXES = np.zeros(0, np.int64)
 _SMALL = 2**15  # numbers of keys that one thread has read before a second one has begun
 
 
@@ -53,15 +55,8 @@ class SeenLines:
         arrays = self.runs, self.firsts, self.counts, *nodes, *prefixes
         own = vars(self)  # fields of a frozen class cannot be assigned
         own["addresses"] = [0 if array is None else array.ctypes.data for array in arrays]
-        own["most_tokens"] = int(np.diff(self.runs).max())  # in a run
-        # A run reads more lines than each of its tokens: their windows begin at different lines.
-        starts = self.runs[:-1]
-        lines = np.maximum.reduceat(self.firsts + self.counts, starts) - np.minimum.reduceat(self.firsts, starts)
-        own["num_seen"] = int(self.counts.sum())
-        if self.prefixes is not None:
-            lines = lines + self.prefixes[1][starts]
-            own["num_seen"] += int(self.prefixes[1].sum())
-        own["most_lines"] = int(lines.max())
+        extents = extent(self.runs, self.firsts, self.counts, _NO_PREFIXES if self.prefixes is None else prefixes[1])
+        own["most_tokens"], own["num_seen"], own["most_lines"] = extents
 
 
 def most_width(dtype: torch.dtype) -> int:
@@ -141,14 +136,8 @@ def runs_of(rows: np.ndarray) -> np.ndarray:
     Return `SeenLines.runs` for tokens that attend to lines of these rows (`[N]`, grouped by row). Runs of a row differ
     in length by one token at most.
     """
-    starts = np.append(np.flatnonzero(np.diff(rows, prepend=-1)), len(rows))
-    if len(starts) > len(rows):  # one token per row
-        return starts
-    sizes = np.diff(starts)
-    numbers = -(-sizes // MOST_TOKENS)  # runs of each row
-    within = np.arange(numbers.sum()) - np.repeat(np.cumsum(numbers) - numbers, numbers)
-    begins = np.repeat(starts[:-1], numbers) + within * np.repeat(sizes, numbers) // np.repeat(numbers, numbers)
-    return np.append(begins, len(rows))
+    runs = np.empty(len(rows) + 1, np.int64)
+    return runs[: divide(rows, runs) + 1]
 
 
 @cache

@@ -10,6 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import hf_smartspec
 from hf_smartspec.cpu import attention
 from hf_smartspec.cpu.attention import SeenLines, can_attend, few_token_attention, has_attention, runs_of
+from hf_smartspec.cpu.kernels.attend import MOST_TOKENS
 from hf_smartspec.target_model.attention import tree_attention as attention_module
 from hf_smartspec.target_model.attention.seen_lines import lines_of
 from hf_smartspec.target_model.attention.tree_attention import _masked_attention
@@ -86,6 +87,16 @@ def test_rows_that_share_a_prefix_get_the_bits_of_rows_that_share_nothing(kv_hea
         alone = SeenLines(2 * firsts, counts + prefixes[1], runs_of(rows), nodes)
         found = few_token_attention(queries, keys, values, shared)
         assert torch.equal(found, few_token_attention(queries, own_keys, own_values, alone))
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=5))
+def test_runs_of_a_row_are_few_and_equally_long(lengths):
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    runs = runs_of(rows)
+    assert runs[0] == 0 and runs[-1] == len(rows)
+    for row, length in enumerate(lengths):
+        own = np.diff(runs)[rows[runs[:-1]] == row]
+        assert own.sum() == length and len(own) == -(-length // MOST_TOKENS) and np.ptp(own) <= 1
 
 
 @st.composite
