@@ -26,10 +26,13 @@ from .parts import MLP, Fused, Halves, RMSNorm, gate_of
 from .plan import DecoderPlan, FeaturePlan, LayerPlan
 
 Tables = tuple[torch.Tensor, torch.Tensor]
+Places = tuple[np.ndarray, list[int]]  # indices of fields of some operators in `Program.rows`
+_NO_TABLE = "no rotary embeddings"
 _LEAST, _MOST = 16, 256  # tokens for which programs have room: their memory is kept
 # Fields that are set before every forward.
-_ROTATE = "keys values lines dim cos sin".split()
-_ATTEND = "keys values scratch num_runs parts scratch_size runs firsts counts nodes bits prefixes prefix_counts".split()
+_MEMORY = ["keys", "values"]
+_ROTATE = "lines dim cos sin".split()
+_ATTEND = "scratch num_runs parts scratch_size runs firsts counts nodes bits prefixes prefix_counts".split()
 
 
 class Features(NamedTuple):
@@ -403,8 +406,12 @@ class _Forward:
         self.wide = column(codes.MULTIPLY, "wide")
         sizes = rows[self.multiplied, column(codes.MULTIPLY, "wide_size")]
         self.most_wide = int(sizes.max(initial=0))
-        self.rotate_places = np.array(self.rotated)[:, None], [column(codes.ROTATE, name) for name in _ROTATE]
-        self.attend_places = np.array(self.attending)[:, None], [column(codes.ATTEND, name) for name in _ATTEND]
+        layers = self.plan.layers
+        self.memories = [_places(codes.ROTATE, self.rotated, _MEMORY), _places(codes.ATTEND, self.attending, _MEMORY)]
+        tables = [layer.layer_type if layer.rotation is not None else _NO_TABLE for layer in layers]
+        self.rotations = _places_by(tables, codes.ROTATE, self.rotated, _ROTATE)
+        kinds = [(layer.window, layer.num_heads, layer.kv_heads, layer.head_dim) for layer in layers]
+        self.attentions = _places_by(kinds, codes.ATTEND, self.attending, _ATTEND)
 
     def __call__(self, given: DecoderInput, keep: Callable[[int, torch.Tensor], None] | None) -> torch.Tensor:
         x, num, program, lines = given.x, len(given.x), self.program, given.layout.kept
@@ -435,31 +442,26 @@ class _Forward:
             if not memory.is_initialized:
                 empty = x.new_empty(1, layer.kv_heads, 1, layer.head_dim)
                 memory.lazy_initialization(empty, empty)
-        places = [memory.addresses for memory in memories]
+        addresses = np.array([memory.addresses for memory in memories])
+        for where in self.memories:
+            rows[where] = addresses
 
         assert all(part.dtype is self.dtype for pair in tables.values() for part in pair)
         held = [part.contiguous() for pair in tables.values() for part in pair]
-        factors = {
+        factors: dict[str | None, tuple[int, int, int]] = {
             name: (cos.shape[-1], cos.data_ptr(), sin.data_ptr())
             for name, cos, sin in zip(tables, held[::2], held[1::2])
         }
+        factors[_NO_TABLE] = 0, 0, 0
         lines = layout.lines.data_ptr()
-        rows[self.rotate_places] = [
-            (*place, lines, *(factors[layer.layer_type] if layer.rotation is not None else (0, 0, 0)))
-            for layer, place in zip(layers, places)
-        ]
+        for name, where in self.rotations.items():
+            rows[where] = lines, *factors[name]
 
-        kinds = [(layer.window, layer.num_heads, layer.kv_heads, layer.head_dim) for layer in layers]
-        settings, most = {}, 0
-        for kind in dict.fromkeys(kinds):
-            window, heads, kv_heads, head_dim = kind
+        for (window, heads, kv_heads, head_dim), where in self.attentions.items():
             seen = lines_of(layout, layout.parts, window)
             parts, size = division(seen, heads, kv_heads, head_dim, self.num_threads)
-            settings[kind] = len(seen.runs) - 1, parts, size, *seen.addresses
-            most = max(most, size)
-        held.append(x.new_empty(self.num_threads * most, dtype=torch.float32))
-        scratch = held[-1].data_ptr()
-        rows[self.attend_places] = [(*place, scratch, *settings[kind]) for kind, place in zip(kinds, places)]
+            held.append(x.new_empty(self.num_threads * size, dtype=torch.float32))
+            rows[where] = held[-1].data_ptr(), len(seen.runs) - 1, parts, size, *seen.addresses
 
         if widens(self.dtype, len(x)):
             held.append(x.new_empty(self.num_threads * self.most_wide, dtype=torch.float32))
@@ -467,3 +469,15 @@ class _Forward:
         else:
             rows[self.multiplied, self.wide] = 0
         return held
+
+
+def _places(code: int, operators: list[int], names: list[str]) -> Places:
+    return np.array(operators)[:, None], [column(code, name) for name in names]
+
+
+def _places_by(kinds: list[Any], code: int, operators: list[int], names: list[str]) -> dict[Any, Places]:
+    """Return the places of fields by the kind of each operator."""
+    by_kind = defaultdict[Any, list[int]](list)
+    for kind, number in zip(kinds, operators):
+        by_kind[kind].append(number)
+    return {kind: _places(code, own, names) for kind, own in by_kind.items()}
