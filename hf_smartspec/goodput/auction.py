@@ -24,8 +24,8 @@ _SPEEDUP_DECAY = 0.98  # decay per step of the tokens that the speed-up is the r
 _SPEEDUP_STRENGTH = 10.0  # weight of the prior that there is no speed-up, in tokens
 _PROBE_SHARE = 0.01  # share of the time for drafts that are not expected to pay
 _BASELINE_INTERVAL = 200  # steps with speculation in a row before one without: the cost of plain steps stays known
-_UNKNOWN = 0.16  # doubt (log standard deviation of cost ratios) above which a step runs without speculation
-_OPTIMISM = 2.0  # standard deviations by which sizes may be cheaper, if no draft pays otherwise
+_UNKNOWN = 0.16  # doubt (log standard deviation of cost ratios) above which a size is tried
+_OPTIMISM = 3.0  # standard deviations by which sizes may be cheaper than expected, where they are tried
 _TRIAL_STEPS = 8  # drafts before the first judgement on whether drafting pays
 _WIDTHS = np.array([1, 2, 3, 4, 6, 8, 16, 32, 64, 128])  # bounds on the nodes of one row
 _NUM_NARROW = 4  # first bounds, which are always tried
@@ -150,7 +150,7 @@ class GoodputAuction(LengthPolicy):
         """Return whether this step must run without speculation, since the cost of such steps is not known well."""
         if not self._num_since_baseline or not np.any(rows.caps > 0):
             return False
-        is_unknown = self.cost.is_doubtful and self.cost.doubt(rows.num_batched, self._size) > _UNKNOWN
+        is_unknown = self.cost.doubt(rows.num_batched, self._size) > _UNKNOWN
         return is_unknown or self._num_since_baseline >= _BASELINE_INTERVAL
 
     def _before(self, rows: StepRows, trees: Sequence[DraftTree]) -> Before:
@@ -290,9 +290,6 @@ class GoodputAuction(LengthPolicy):
 
     def _affords(self, price: float) -> bool:
         """Return whether the time saved for probes has reached `price` (seconds), and if so, spend it."""
-        if not self._plan.has_saved:
-            self._probe_seconds += _PROBE_SHARE * self._plan.plain_seconds
-            self._plan.has_saved = True
         if self._probe_seconds < price:
             return False
         self._probe_seconds = 0.0
@@ -324,25 +321,29 @@ class GoodputAuction(LengthPolicy):
         forest = plan.forest_of(trees)
         if (forest.sizes > rows.caps).any():
             forest = plan.forest_of([tree.most_likely(int(cap)) for tree, cap in zip(trees, rows.caps)])
-        mask, won = np.zeros(forest.num_nodes, bool), Won(0, float(len(rows)), plain)
+        mask, best = np.zeros(forest.num_nodes, bool), Won(0, float(len(rows)), plain)
+        won = best
         if forest.num_nodes and not plan.is_baseline:
-            won = self._winners(rows, forest, mask) or won
+            best, won = self._winners(rows, forest, mask)
+        if won is not best:
+            plan.break_even = best.seconds + (won.tokens - best.tokens) / self._price(rows)
         draft_seconds = sum([self.records[stage.cost].seconds(stage.cost, stage.levels) for stage in rows.stages])
         tokens = won.tokens
         if won.num_nodes and np.ndim(plan.worth):  # those of `won` are weighed
             tokens = len(rows) + float(forest.along_paths(forest.probs)[mask].sum())
         self.prediction = Prediction(tokens, won.seconds + plan.prefill_seconds, draft_seconds)
         plan.plain_tokens = len(rows) * (won.seconds + draft_seconds) / plain if len(rows) else 0.0
-        self._learn_benefits(rows, trees, won.tokens - len(rows), won.seconds - plain)
+        self._learn_benefits(rows, trees, best.tokens - len(rows), best.seconds - plain)
         self._num_since_baseline = self._num_since_baseline + 1 if won.num_nodes else 0
         self._size = rows.num_batched + won.num_nodes
         return forest.keep(mask)
 
-    def _winners(self, rows: StepRows, forest: Forest, mask: np.ndarray) -> Won | None:
+    def _winners(self, rows: StepRows, forest: Forest, mask: np.ndarray) -> tuple[Won, Won]:
         """
-        Mark the nodes that maximise the profit, B + sum of a_n - lambda * T(S), in tokens, and return the result; None
-        if no set of nodes exceeds plain decoding by the margin. If costs are doubtful, try again with the lowest likely
-        costs, so that sizes that are too expensive only by a wrong profile are run, and thus measured.
+        Mark the nodes that maximise the profit, B + sum of a_n - lambda * T(S), in tokens, or none if no set of nodes
+        exceeds plain decoding by the margin. If more nodes do so by the lowest likely costs, mark these where the time
+        saved for probes is not spent: sizes that are too expensive only by a wrong profile are run, and thus measured.
+        Return the result by the expected costs, and that of the marked nodes.
         """
         gains = forest.along_paths(forest.probs)
         self._plan.worth = self._worth(rows, np.bincount(forest.row, gains, minlength=len(rows)))
@@ -358,15 +359,22 @@ class GoodputAuction(LengthPolicy):
         )
         scanned = order, forest.row, gains, _WIDTHS, _NUM_NARROW, costs
         counts = np.empty(len(rows), np.int64)
-        won = Won(*best_prefix(*scanned, *cost.by_tokens(rows.num_batched, len(order) + 1), counts, mask))
-        if not won.num_nodes and cost.is_doubtful:
-            hopeful = cost.by_tokens(rows.num_batched, len(order) + 1, _OPTIMISM)
-            won = Won(*best_prefix(*scanned, *hopeful, counts, mask))
-            if won.num_nodes:
-                widest = int(np.bincount(forest.row[mask]).max())
-                expected = float(cost.seconds(*rows.forward_size(won.num_nodes, 1 + widest)))
-                won = won._replace(seconds=expected - plan.prefill_seconds)
-        return won if won.num_nodes else None
+        best = Won(*best_prefix(*scanned, *cost.by_tokens(rows.num_batched, len(order) + 1), counts, mask))
+        if not best.num_nodes:
+            best = Won(0, float(len(rows)), plan.plain_seconds)
+        most = min(2 * best.num_nodes + len(rows), len(order))  # at most twice the tokens
+        if most == best.num_nodes or self._probe_seconds <= 0:
+            return best, best
+        more, lowest = np.zeros_like(mask), cost.by_tokens(rows.num_batched, most + 1, _OPTIMISM)
+        tried = Won(*best_prefix(order[:most], *scanned[1:], *lowest, counts, more))
+        sizes = rows.num_batched + tried.num_nodes, rows.num_batched + best.num_nodes
+        if tried.num_nodes <= best.num_nodes or cost.doubt(*sizes) <= _UNKNOWN:
+            return best, best
+        self._probe_seconds = 0.0
+        mask[:] = more
+        widest = int(np.bincount(forest.row[mask]).max())
+        expected = float(cost.seconds(*rows.forward_size(tried.num_nodes, 1 + widest)))
+        return best, tried._replace(seconds=expected - plan.prefill_seconds)
 
     def _least_profit(self, rows: StepRows) -> float:
         """Return the least profit of a step with speculation: plain decoding's, and the margin."""
@@ -397,6 +405,11 @@ class GoodputAuction(LengthPolicy):
         if batched:
             self.cost.observe(context, batched, seconds.forward + seconds.other, width)
         plan = self._earlier_plan if self._earlier_plan.rows is rows else self._plan
+        if len(rows):
+            self._probe_seconds += _PROBE_SHARE * plan.plain_seconds
+        if plan.break_even is not None:
+            spent = seconds.forward + seconds.other - plan.prefill_seconds
+            self._probe_seconds -= max(spent - plan.break_even, 0.0)
         if len(rows) and not plan.is_baseline:
             worth = plan.worth if plan.rows is rows else 1.0
             accepted = float(np.sum(worth * np.asarray(outcome.accepted)))

@@ -21,7 +21,7 @@ _MEMORY = 0.05  # weight of the newest error in that mean
 
 # Standard deviations of the logarithm of measured / predicted seconds of a step:
 _STEP = 0.1  # of single steps
-_SCALE, _SHAPE = 1.5, 0.25  # of a profile: of a factor common to all sizes, and of each size's own factor
+_SCALE, _SHAPE = 1.5, 0.35  # of a profile: of a factor common to all sizes, and of each size's own factor
 _SCALE_DRIFT, _SHAPE_DRIFT = 0.01, 0.004  # of the change of these factors between two steps
 _REACH = 2.0  # bins over which the correlation of two sizes' own factors falls to 1/e
 _SURPRISE = 2.0  # standard deviations beyond which a step counts less, as a disturbance of the machine
@@ -152,16 +152,6 @@ class CostModel:
         return math.exp(self._log_factor(batched))
 
     @property
-    def is_doubtful(self) -> bool:
-        """
-        Return whether unobserved sizes may cost far more, or less, than predicted from the observed ones. This holds
-        not only if factors differ, but also if all of them are far from 1: while all steps have one size, all factors
-        move together and hide errors between sizes, which are likely where the common factor is wrong. Doubt costs
-        little if there are no such errors, since sizes are known once they are tried.
-        """
-        return self.is_provisional or float(np.abs(self._log_factors).max()) > math.log(_WRONG)
-
-    @property
     def is_wrong(self) -> bool:
         """
         Return whether recent steps differ from the profile as a busy machine explains that measured it: steps of some
@@ -207,11 +197,13 @@ class CostModel:
         """
         Return f(N) in seconds by the profile for N = `first`, `first` + 1, ... tokens, and the correction factors of
         such forwards, `[num]` float64 each. With `optimism`, factors are lowered by so many standard deviations of each
-        size's cost relative to the first size's.
+        size's cost relative to the first size's, but no size costs less than a smaller one.
         """
         seconds, factors = np.empty((2, num))
         logs = self._log_factors - optimism * self._doubts(first) if optimism else self._log_factors
         by_tokens(first, *self._curve, self.gamma, self.delta, logs, seconds, factors)
+        if optimism:
+            np.divide(np.maximum.accumulate(seconds * factors), seconds, out=factors, where=seconds > 0)
         return seconds, factors
 
     def doubt(self, batched: float, other: float) -> float:

@@ -45,7 +45,8 @@ class Plan:
         worth (`float` or `np.ndarray` of shape `[rows]`): Worth of a token of each row, 1 in the mean.
         is_baseline (`bool`): Whether the step runs without speculation, so that the cost of such steps stays known.
         plain_tokens (`float`): Tokens that plain decoding would have yielded in the step's time.
-        has_saved (`bool`): Whether the step's share of time for probes has been saved.
+        break_even (`float`, *optional*): Where more nodes are verified than pay by the expected costs: seconds of the
+            forward, without prompts, above which they do not.
         before (`dict`): Earlier stages' drafts when each stage was asked.
         drafted (`dict`): Drafts of each stage, with its own probabilities.
         forest (`Forest`, *optional*): The latest forest of the step's trees.
@@ -59,7 +60,7 @@ class Plan:
     worth: Any = 1.0
     is_baseline: bool = False
     plain_tokens: float = 0.0
-    has_saved: bool = False
+    break_even: float | None = None
     before: dict[Stage, Before] = field(default_factory=dict)
     drafted: dict[Stage, Forest] = field(default_factory=dict)
     forest: Forest | None = None

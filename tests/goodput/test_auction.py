@@ -158,7 +158,8 @@ def test_poor_drafts_leave_the_time_to_steps_with_good_ones():
         seconds = StepSeconds(0.0, 10.0 + len(kept[0]))
         policy.observe(StepOutcome(rows, [good], kept, [len(kept[0])], seconds, [good.tokens]))
     assert len(policy.select(rows_of([good]), [good])[0]) == 8
-    assert len(policy.select(rows_of([poor]), [poor])[0]) == 0
+    kept = [policy.select(rows_of([poor]), [poor])[0] for _ in range(2)]  # first a trial: no step has had two tokens
+    assert len(kept[1]) == 0
 
 
 def test_caps_hold_against_sources_that_exceed_them():
@@ -233,8 +234,12 @@ def asks(policy, rows):
 @pytest.mark.parametrize("accuracy", [0.3, 0.6, 0.9])
 def test_nearly_as_good_as_the_best_fixed_length(accuracy, gamma, batch_size):
     drafters = [Drafter(accuracy, claimed=0.9)] * batch_size
-    fixed = [simulate(FixedLength(num), drafters, line(gamma), steps=300).goodput for num in (0, 1, 2, 3, 4, 6, 8)]
-    assert simulate(GoodputAuction(line(gamma)), drafters, line(gamma), steps=600).goodput > 0.97 * max(fixed)
+
+    def goodput(make_policy):  # of several runs: that of 600 steps varies by 2 %
+        return np.mean([simulate(make_policy(), drafters, line(gamma), 600, seed).goodput for seed in range(4)])
+
+    fixed = [goodput(lambda num=num: FixedLength(num)) for num in (0, 1, 2, 3, 4, 6, 8)]
+    assert goodput(lambda: GoodputAuction(line(gamma))) > 0.97 * max(fixed)
 
 
 def test_better_than_any_fixed_length_where_requests_differ():

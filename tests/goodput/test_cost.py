@@ -228,14 +228,6 @@ def test_a_profile_that_no_step_has_corrected_is_mended_into_itself():
         assert cost.mended().seconds(200, sizes, 3) == pytest.approx(cost.seconds(200, sizes, 3))
 
 
-def test_a_profile_is_doubtful_if_it_says_so_or_if_steps_have_shown_it():
-    cost = line()
-    observe(cost, line(), [1, 2, 5], 50)
-    assert not cost.is_doubtful and CostModel(1.0, 1.0, 1.0, is_provisional=True).is_doubtful
-    observe(cost, line(gamma=0.7e-2, delta=200e-3), [1], 50)
-    assert cost.is_doubtful
-
-
 @given(st.integers(0, 2**32 - 1), st.booleans())
 def test_least_squares_against_scipy(seed, is_positive):
     rng = np.random.default_rng(seed)

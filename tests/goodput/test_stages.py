@@ -134,8 +134,10 @@ def test_a_later_stage_that_is_always_wrong_is_soon_asked_no_more_and_the_first_
         asked.append(int(limits[0]))
     assert asked[0] > 0
     assert np.count_nonzero(asked[-100:]) < 25, "probes of 1 ms, in 1 % of 21 ms a step"
-    rows = staged_rows(1)
-    assert len(policy.select(rows, draft_first(policy, rows, [STRONG]))[0]) > 4
+    for _ in range(2):  # the first step of a single row is without drafts, so that its cost gets known
+        rows = staged_rows(1)
+        kept = policy.select(rows, draft_first(policy, rows, [STRONG]))
+    assert len(kept[0]) > 4
 
 
 def test_rows_without_a_later_stage_are_not_asked_for_one():
