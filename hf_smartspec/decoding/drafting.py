@@ -66,6 +66,8 @@ class Drafting:
         self.sources = GuardedSources(limits.vocab_size)
         self.is_traced = False  # whether some row is traced
         self._unlearnt: Callable[[], None] | None = None  # learns from the latest step, if that was put off
+        self.has_asked = True  # whether some source was asked in the latest step, as far as this process knows
+        self._seconds_learning = 0.0  # of the latest step with drafts
         self._seconds_meanwhile = 0.0  # spent on learning while a device computed
         # Accepted lengths by source, for sources after the first one: a running mean that begins with one token.
         self._lengths: defaultdict[str, DecayedMean] = defaultdict(partial(DecayedMean, _NEWEST, 1.0, 1))
@@ -99,12 +101,17 @@ class Drafting:
         for stage in step.stages:
             trees = self._with_stage(step, stage, rows, trees)
         with self._timed("seconds_select"):
+            before = self.clock()
             self._count(step, rows, trees)
             proposed = [
                 self._within_limits(request, tree) if len(tree.tokens) else tree for request, tree in zip(rows, trees)
             ]
             selected = self.policy.select(step, proposed)
             _check_number(self.policy, "selected", len(selected), "trees", len(rows))
+            asked = [stage for stage in step.stages if stage.asked.any()]
+            if asked:  # selecting and learning take the host's time for drafts only
+                asked[0].seconds += self.clock() - before + self._seconds_learning
+            self.has_asked = bool(asked)
         return proposed, selected
 
     def _count(self, step: StepRows, rows: list[Request], trees: list[DraftTree]) -> None:
@@ -124,16 +131,17 @@ class Drafting:
             price = self.policy.price(step, stage) if asked else None
         if not asked:
             return trees
+        before = self.clock()
         with self._timed("seconds_draft"):
-            before = self.clock()
             padding, asked = _split_padding(asked, stage.position)
             proposals = padding | self.sources.propose(stage.position, asked, price)
-            stage.seconds = self.clock() - before
         with self._timed("seconds_select"):
             stage.proposed = [proposals.get(request, _EMPTY) for request in rows]
             drafted = self.policy.calibrated(step, stage, stage.proposed)
             _check_number(self.policy, "calibrated", len(drafted), "trees", len(rows))
-            return join(trees, drafted, step.caps) if any([len(tree.tokens) for tree in trees]) else drafted
+            joined = join(trees, drafted, step.caps) if any([len(tree.tokens) for tree in trees]) else drafted
+        stage.seconds = self.clock() - before
+        return joined
 
     def observe(
         self, drafts: StepDrafts, accepted: Sequence[int], tokens: Sequence[np.ndarray], may_wait: bool = False
@@ -169,6 +177,7 @@ class Drafting:
         """
         before = self.statistics.seconds_observe
         self.learn()
+        self._seconds_learning = 0.0  # no time of a step
         self._seconds_meanwhile += self.statistics.seconds_observe - before
 
     def _catch_up(self) -> None:
@@ -192,7 +201,10 @@ class Drafting:
                 for tree, line in zip(stage.proposed, tokens):
                     if len(tree):
                         self._lengths[stage.name].add(len(tree.path_along(line)))
+        before = self.clock()
         self.policy.observe(outcome)
+        if any(len(tree.tokens) for tree in outcome.proposed):
+            self._seconds_learning = self.clock() - before
 
     def seconds(self) -> StepSeconds:
         """Return the seconds spent in all steps; of forwards, until the host does nothing but wait for them."""

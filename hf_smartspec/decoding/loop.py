@@ -244,7 +244,7 @@ class DecodingLoop:
         if self._runs_on:
             self.drafting.learn_meanwhile()
         with self._timed("seconds_verify"):
-            picks = greedy_picks(rows, drafts, offsets, logits)
+            picks = greedy_picks(rows, drafts, offsets, logits, self.drafting.has_asked)
             for request, offset in zip(rows, offsets):
                 if request in drafts:
                     request.begin_verifying(drafts[request], offset, logits, picks)

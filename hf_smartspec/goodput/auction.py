@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from ..drafts.price import LevelPrice
 from ..drafts.tree import DraftTree
 from .cost import CostModel
 from .draft_cost import DraftCost
-from .estimates.decayed import DecayedRate
+from .estimates.decayed import DecayedMean, DecayedRate
 from .estimates.trust import Trust
 from .kernels.prefixes import best_prefix
 from .plan import Before, Plan, known_continuation
@@ -38,6 +39,7 @@ _LEAST_RATE = 0.1  # lower bound on the acceptance rate of levels
 # Tokens by which a row is ahead if it is e times less likely than another to be the last one to end, at least; and as a
 # share of the tokens to go, since the more there are, the likelier rows end before.
 _SPREAD, _SPREAD_SHARE = 4.0, 1 / 16
+_PACE, _PACE_STRENGTH = 0.05, 8  # least weight of the newest step in a row's pace, and weight of the prior, in steps
 _EPSILON = 1e-9  # relative amount by which a child bids less than its parent at equal probability
 
 
@@ -104,6 +106,8 @@ class GoodputAuction(LengthPolicy):
         self.prediction = Prediction(0.0, 0.0, 0.0)
         self._plan = self._earlier_plan = Plan()  # plans of the latest two steps: the earlier may be observed later
         self.speedup, self._speedup = 1.0, DecayedRate(tries=_SPEEDUP_STRENGTH, hits=_SPEEDUP_STRENGTH)
+        # Tokens per step of each request where rows are waited for together: the slow ones are likely to end last.
+        self._paces: defaultdict[Hashable, DecayedMean] = defaultdict(partial(DecayedMean, _PACE, 1.0, _PACE_STRENGTH))
         self._probe_seconds = 0.0  # time saved for the next probe
         self._num_since_baseline = 0
         self._size = 1  # tokens of the latest step, drafts included
@@ -141,7 +145,8 @@ class GoodputAuction(LengthPolicy):
         num, plain, own = len(rows), self._plan.plain_seconds, self._plan.row_seconds
         if own is None or rows.num_remaining is None:
             return 1.0
-        left = rows.num_remaining - promises
+        paces = np.array([self._paces[name].mean for name in rows.request_ids])
+        left = (rows.num_remaining - promises) / paces
         most = left.max()
         is_last = np.exp((left - most) / max(_SPREAD_SHARE * most, _SPREAD))
         return (own * num + (plain - own * num) * num * is_last / is_last.sum()) / plain
@@ -333,7 +338,7 @@ class GoodputAuction(LengthPolicy):
             tokens = len(rows) + float(forest.along_paths(forest.probs)[mask].sum())
         self.prediction = Prediction(tokens, won.seconds + plan.prefill_seconds, draft_seconds)
         plan.plain_tokens = len(rows) * (won.seconds + draft_seconds) / plain if len(rows) else 0.0
-        self._learn_benefits(rows, trees, best.tokens - len(rows), best.seconds - plain)
+        plan.shares, plan.added_seconds = self._shares(rows, trees), won.seconds - plain
         self._num_since_baseline = self._num_since_baseline + 1 if won.num_nodes else 0
         self._size = rows.num_batched + won.num_nodes
         return forest.keep(mask)
@@ -380,22 +385,14 @@ class GoodputAuction(LengthPolicy):
         """Return the least profit of a step with speculation: plain decoding's, and the margin."""
         return (1 - self.speedup + self.margin) * len(rows)
 
-    def _learn_benefits(self, rows: StepRows, trees: Sequence[DraftTree], gained: float, added: float) -> None:
-        """
-        Learn the seconds that each source's drafts save: the time of the gained tokens (`gained`) in other steps, less
-        the time of verifying them (`added` seconds), shared by the stages according to the promise that each added.
-        """
+    def _shares(self, rows: StepRows, trees: Sequence[DraftTree]) -> dict[Stage, float]:
+        """Return the shares in the drafts' benefit of the stages that were asked, by the promise that each added."""
         asked = [stage for stage in self._plan.before if stage.asked.any()]
-        if not asked:
-            return
-        saved = gained / self._price(rows) - added
-        if len(asked) == 1:
-            self.records[asked[0].cost].benefit.add(saved)
-            return
+        if len(asked) < 2:
+            return dict.fromkeys(asked, 1.0)
         promises = [self._plan.before[stage].promises for stage in asked] + [self._before(rows, trees).promises]
         more = [float(np.maximum(after - before, 0.0).sum()) for before, after in pairwise(promises)]
-        for stage, share in zip(asked, more):
-            self.records[stage.cost].benefit.add(saved * share / max(sum(more), _EPSILON))
+        return {stage: share / max(sum(more), _EPSILON) for stage, share in zip(asked, more)}
 
     # 3. After verification
 
@@ -413,8 +410,15 @@ class GoodputAuction(LengthPolicy):
         if len(rows) and not plan.is_baseline:
             worth = plan.worth if plan.rows is rows else 1.0
             accepted = float(np.sum(worth * np.asarray(outcome.accepted)))
+            saved = accepted * plan.plain_seconds / (self.speedup * len(rows)) - plan.added_seconds
+            if plan.break_even is None:
+                for stage, share in plan.shares.items():
+                    self.records[stage.cost].benefit.add(saved * share)
             self._speedup.add(plan.plain_tokens, len(rows) + accepted, _SPEEDUP_DECAY)
             self.speedup = max(self._speedup.rate, 1.0)
+        if plan.row_seconds is not None:
+            for name, num in zip(rows.request_ids, outcome.accepted):
+                self._paces[name].add(1 + num)
         for stage in rows.stages:
             self.records[stage.cost].learn_time(stage, rows.request_ids)
         if tokens is None:
@@ -446,6 +450,7 @@ class GoodputAuction(LengthPolicy):
     def forget(self, request_id: Hashable) -> None:
         for record in self.records.values():
             record.forget(request_id)
+        self._paces.pop(request_id, None)
 
 
 def _weighs_levels(stage: Stage) -> bool:

@@ -47,6 +47,8 @@ class Plan:
         plain_tokens (`float`): Tokens that plain decoding would have yielded in the step's time.
         break_even (`float`, *optional*): Where more nodes are verified than pay by the expected costs: seconds of the
             forward, without prompts, above which they do not.
+        added_seconds (`float`): Expected time that verifying drafts adds to the forward.
+        shares (`dict`): Share of each stage that was asked in what the drafts save.
         before (`dict`): Earlier stages' drafts when each stage was asked.
         drafted (`dict`): Drafts of each stage, with its own probabilities.
         forest (`Forest`, *optional*): The latest forest of the step's trees.
@@ -61,6 +63,8 @@ class Plan:
     is_baseline: bool = False
     plain_tokens: float = 0.0
     break_even: float | None = None
+    added_seconds: float = 0.0
+    shares: dict[Stage, float] = field(default_factory=dict)
     before: dict[Stage, Before] = field(default_factory=dict)
     drafted: dict[Stage, Forest] = field(default_factory=dict)
     forest: Forest | None = None

@@ -24,7 +24,7 @@ class Stage:
     Attributes, which the loop fills in:
         asked (`np.ndarray` of shape `[rows]`, int): Number of nodes that each row's draft was asked for.
         proposed (list of `DraftTree`): The source's draft for each row, with its own probabilities.
-        seconds (`float`): Time of drafting.
+        seconds (`float`): Time of drafting, and of the host's other work for the draft.
     """
 
     def __init__(self, cost: DraftCost, caps: np.ndarray, position: int = 0, threshold: float = np.inf):

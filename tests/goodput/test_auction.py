@@ -204,6 +204,22 @@ def test_never_slower_with_a_drafter_that_is_always_wrong(drafters):
     assert fixed.goodput < 0.95 * plain.goodput or drafters == USELESS[:1], "there was something to lose"
 
 
+def test_a_source_is_judged_by_accepted_tokens_and_not_by_promised_ones():
+    policy = GoodputAuction(line(), calibrates=False)
+    drafted = [simulate(policy, USELESS_CALL, line(), steps=100, seed=seed).drafted for seed in range(2)]
+    assert drafted[1] < 0.1 * 8 * len(USELESS_CALL) * 100
+
+
+def test_where_all_rows_are_waited_for_slow_ones_are_expected_to_end_last():
+    chain, nothing, policy = DraftTree.chain(np.arange(8), np.full(8, 0.6)), DraftTree.empty(), GoodputAuction(line())
+    for _ in range(20):
+        rows = rows_of([nothing] * 4, num_remaining=np.full(4, 90))
+        policy.select(rows, [nothing] * 4)
+        policy.observe(StepOutcome(rows, [nothing] * 4, [nothing] * 4, [3, 3, 0, 3], StepSeconds(0.0, 0.023)))
+    kept = [len(tree) for tree in policy.select(rows_of([chain] * 4, num_remaining=np.full(4, 90)), [chain] * 4)]
+    assert kept[2] > max(kept[:2])
+
+
 DEAR_MODEL = DraftCost(8e-3, 1e-3, is_autoregressive=True, source="model")
 DEAR_CALL = DraftCost(per_call=6e-3, source="call")
 
