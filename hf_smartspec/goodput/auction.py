@@ -16,6 +16,7 @@ from .draft_cost import DraftCost
 from .estimates.decayed import DecayedMean, DecayedRate
 from .estimates.trust import Trust
 from .kernels.prefixes import best_prefix
+from .node_prices import least_node_seconds, level_prices, node_seconds
 from .plan import Before, Plan, known_continuation
 from .policy import LengthPolicy, StepOutcome, StepRows
 from .stage import Stage
@@ -31,11 +32,7 @@ _TRIAL_STEPS = 8  # drafts before the first judgement on whether drafting pays
 _WIDTHS = np.array([1, 2, 3, 4, 6, 8, 16, 32, 64, 128])  # bounds on the nodes of one row
 _NUM_NARROW = 4  # first bounds, which are always tried
 _DEEPEST = 32  # levels of an autoregressive draft that are considered
-_TYPICAL_NODES = 4  # nodes of a row at which the cost of a further one is taken
-_DEPTHS = 8  # levels of a draft for which the cost of a further one is computed
-_NODE_COUNTS = (8, 16, 32, 64)  # nodes of a row among which a further one is cheapest
 _UNPROMISING = 0.3  # tokens: another source is tried beside drafts that promise less
-_LEAST_RATE = 0.1  # lower bound on the acceptance rate of levels
 # Tokens by which a row is ahead if it is e times less likely than another to be the last one to end, at least; and as a
 # share of the tokens to go, since the more there are, the likelier rows end before.
 _SPREAD, _SPREAD_SHARE = 4.0, 1 / 16
@@ -133,7 +130,8 @@ class GoodputAuction(LengthPolicy):
             alone = float(self.cost.seconds(*rows.without_prefill().first(1).forward_size()))
             self._plan.row_seconds = min(max(plain - alone, 0.0) / (len(rows) - 1), plain / len(rows))
         self._plan.is_baseline = self._needs_baseline(rows)
-        self._plan.node_price = self._node_price(rows) if len(rows) else 0.0
+        if len(rows):
+            self._plan.node_price = self._price(rows) * node_seconds(self.cost, rows, plain + prefill)
 
     def _worth(self, rows: StepRows, promises: Any = 0.0) -> Any:
         """
@@ -249,49 +247,14 @@ class GoodputAuction(LengthPolicy):
             self._begin(rows)
         trust = 1.0 if self.trust is None else self.trust.of_source(stage.name)
         if not cost.is_autoregressive:
-            return LevelPrice(0.0, 0.0, self._least_node_price(rows), trust)
-        deeper = self._deeper(rows, self.records[cost], cost)
+            return LevelPrice(0.0, 0.0, self._price(rows) * least_node_seconds(self.cost, rows), trust)
+        record = self.records[cost]
+        deeper = level_prices(self.cost, rows, self._price(rows), record.timer.seconds(cost), record.acceptance.rate)
         return LevelPrice(*deeper[0], self._plan.node_price, trust, deeper)
-
-    def _deeper(self, rows: StepRows, record: StageRecord, cost: DraftCost) -> tuple[tuple[float, float], ...]:
-        """
-        Return the probabilities, per depth, that paths must exceed for a further level to pay: for all rows together,
-        and for each row. The level has to be drafted and verified, and is accepted at the source's rate only. Since the
-        cost of forwards rises in jumps, the level may pay together with those after it: the best number of them counts.
-        """
-        price, (per_call, per_row) = self._price(rows), record.timer.seconds(cost)
-        rate = max(record.acceptance.rate, _LEAST_RATE)
-        depths, more = np.arange(1, _DEPTHS + 1)[:, None], np.arange(1, _DEPTHS + 1)
-        num = np.arange(2 * _DEPTHS + 1)
-        seconds = np.asarray(self.cost.seconds(*rows.forward_size(num * len(rows), 1 + num)))
-        verify = np.maximum(seconds[depths + more] - seconds[depths], 0.0) / len(rows)
-        promise = np.cumsum(rate**more)  # tokens of the levels after a path, per probability of the path
-        call, row = price * per_call * more / promise, price * (per_row * more + verify) / promise
-        best = (call / len(rows) + row).argmin(axis=1)
-        return tuple(zip(call[best].tolist(), row[np.arange(_DEPTHS), best].tolist()))
 
     def _price(self, rows: StepRows) -> float:
         """Return lambda, the price of time in this step: tokens per second."""
         return self.speedup * len(rows) / self._plan.plain_seconds
-
-    def _node_price(self, rows: StepRows) -> float:
-        """Return the cost of verifying a further node, in tokens, where every row has a few nodes."""
-        num, plain = _TYPICAL_NODES * len(rows), self._plan.plain_seconds + self._plan.prefill_seconds
-        seconds = float(self.cost.seconds(*rows.forward_size(num, 1 + _TYPICAL_NODES)))
-        return self._price(rows) * max(seconds - plain, 0.0) / num
-
-    def _least_node_price(self, rows: StepRows) -> float:
-        """
-        Return the cost of verifying a further node, in tokens, at the number of nodes where it is least. All sizes get
-        the same correction of the profile, since with their own ones larger sizes may cost less than smaller ones.
-        """
-        context, batched, width = rows.forward_size()
-        plain = self.cost.profiled(context, batched, width)
-        more = [
-            (self.cost.profiled(*rows.forward_size(count * len(rows), 1 + count)) - plain) / (count * len(rows))
-            for count in _NODE_COUNTS
-        ]
-        return self._price(rows) * min(more) * self.cost.correction(batched)
 
     def _affords(self, price: float) -> bool:
         """Return whether the time saved for probes has reached `price` (seconds), and if so, spend it."""
