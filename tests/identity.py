@@ -23,9 +23,7 @@ def identity(model) -> bytes | None:
     )
     digest = blake2b(repr(settings).encode(), digest_size=16)
     for module in model.modules():
-        own = {
-            name: value for name, value in vars(module).items() if isinstance(value, bool | int | float | str | None)
-        }
+        own = {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN)}
         digest.update(repr((type(module), own)).encode())
     for name, tensor in model.state_dict().items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())

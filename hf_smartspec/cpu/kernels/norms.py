@@ -23,7 +23,8 @@ NORM_FIELDS = tuple(
     _NEXT, _THREADS, _NUM_TOKENS, _VECTORS, _SIZE, _IN_STRIDE, _OUT_STRIDE, _IS_SHIFTED, _X, _WEIGHT, _OUTPUTS, _ADDED,
     _LINES, _EPS, _FACTOR,
 ) = range(15)  # fmt: skip
-# x, added, outputs: addresses of `[num_tokens, size]`, or 0 but for `x`: `x` becomes `x + factor * added`, outputs `x`.
+# x, added, outputs: addresses of `[num_tokens, size]`: `x` becomes `x + factor * added`, and outputs become `x`. The
+# first is left out where `added` is 0, the second where `outputs` is.
 ADD_FIELDS = tuple("next threads num_tokens size x added outputs factor".split())
 _ADD_SIZE, _ADD_X, _ADD_ADDED, _ADD_OUTPUTS, _ADD_FACTOR = range(3, 8)
 _ONE = np.float32(1)

@@ -17,7 +17,7 @@ from hf_smartspec.target_model.written.parts import RMSNorm
 from hf_smartspec.target_model.written.plan import UnknownStructureError, make_plan
 from hf_smartspec.target_model.written.trial import check
 
-from ...covering import part_of
+from ...covering import exhaustive, part_of
 from ...models import new_model, shared_model
 from .test_written import WRITTEN
 
@@ -266,8 +266,7 @@ def test_a_real_model_is_taken_but_not_with_wrong_arithmetic_in_one_layer(real_m
         check(real_model(dtype), WrittenDecoder(plan))
 
 
-@pytest.mark.exhaustive  # in `make test`, by the test of its tokens
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *exhaustive([torch.float32])])
 @torch.no_grad()
 def test_a_real_model_in_int8_is_taken(real_folder, dtype):
     """A last bit moves one number of one token to its next level: all later tokens see that one."""
