@@ -73,6 +73,7 @@ class EagleHeads(FeatureDrafter):
         # Read here, since configs take longer to look anything up than a norm takes.
         self._norms_residual = bool(getattr(config, "norm_before_residual", False))
         self._norms_output = bool(getattr(config, "norm_output", False))
+        self._activation = ACT2FN[config.hidden_act]  # kept here, since written-out heads hold it weakly
         # The target's own are no part of this module: they move, and are saved, with the target.
         self._target_parts = target.get_input_embeddings(), target.get_output_embeddings()
         self._written: _WrittenHeads | None = None
@@ -177,7 +178,7 @@ class EagleHeads(FeatureDrafter):
         """Return the layer's output for the sum of residual and attention."""
         normed = self.part("post_attention_layernorm")(hidden)
         gate, up = (self.part(name)(normed) for name in _GATE_UP)
-        hidden = hidden + self.part("down_proj")(ACT2FN[self.config.hidden_act](gate) * up)
+        hidden = hidden + self.part("down_proj")(self._activation(gate) * up)
         return self.part("norm")(hidden) if self._norms_output else hidden
 
     def rotary(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
@@ -242,9 +243,8 @@ def _plan(heads: EagleHeads) -> DecoderPlan:
 
 def _layer_plan(heads: EagleHeads) -> LayerPlan:
     config = heads.config
-    mlp = MLP(
-        _map(heads, *_GATE_UP), written_activation(ACT2FN[config.hidden_act]), _map(heads, "down_proj"), is_gated=True
-    )
+    activation = written_activation(heads._activation)
+    mlp = MLP(_map(heads, *_GATE_UP), activation, _map(heads, "down_proj"), is_gated=True)
     return LayerPlan(
         before_attention=None,
         after_attention=None,

@@ -10,6 +10,10 @@ import torch
 from safetensors.torch import save_file
 
 EPS, THETA = 1e-5, 5000.0
+ACTIVATIONS = {
+    "silu": lambda x: x * torch.sigmoid(x),
+    "gelu": lambda x: x * (1 + torch.erf(x / math.sqrt(2))) / 2,
+}
 
 
 @dataclass
@@ -29,6 +33,7 @@ class Published:
     norm_before_residual: bool = False
     window: int | None = None
     config: dict = field(default_factory=dict)
+    activation: str = "silu"
 
     def inputs(self, embeds: torch.Tensor, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What attention reads, and what it adds to."""
@@ -62,7 +67,8 @@ class Published:
         hidden = residual + self._linear("o_proj", torch.cat(outputs, dim=-1))
         x = self._norm("post_attention_layernorm", hidden)
         gate = self._linear("gate_proj", x)
-        return hidden + self._linear("down_proj", gate * torch.sigmoid(gate) * self._linear("up_proj", x))
+        gate = ACTIVATIONS[self.activation](gate)
+        return hidden + self._linear("down_proj", gate * self._linear("up_proj", x))
 
     def logits(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
         """With the target's output weight, unless there is one of their own."""
@@ -135,6 +141,7 @@ def random_heads(
     layers: Sequence[int] = (-1,),
     norm_before_residual: bool = False,
     window: int | None = None,
+    activation: str = "silu",
     seed: int = 0,
 ) -> Published:
     """4 heads that share 2 keys. With `own_vocab`, an output of so many tokens, in no particular places."""
@@ -163,7 +170,8 @@ def random_heads(
     if own_vocab is not None:
         token_ids = torch.randperm(vocab, generator=generator)[:own_vocab].sort().values
         tensors["lm_head.weight"] = normal(own_vocab, hidden) * 3
-    return Published(tensors, third, 4, 2, head_dim, layers, token_ids, norm_before_residual, window)
+    sizes = 4, 2, head_dim
+    return Published(tensors, third, *sizes, layers, token_ids, norm_before_residual, window, activation=activation)
 
 
 def layer_config(heads: Published, vocab: int, is_explicit: bool = True) -> dict:
@@ -175,7 +183,7 @@ def layer_config(heads: Published, vocab: int, is_explicit: bool = True) -> dict
         "num_attention_heads": heads.heads,
         "num_key_value_heads": heads.kv_heads,
         "num_hidden_layers": 1,
-        "hidden_act": "silu",
+        "hidden_act": heads.activation,
         "rms_norm_eps": EPS,
         "rope_theta": THETA,
         "vocab_size": vocab,

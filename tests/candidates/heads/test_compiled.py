@@ -13,7 +13,7 @@ from hf_smartspec.target_model.written.compiled import CompiledDecoder
 from hf_smartspec.target_model.written.decoder import WrittenDecoder
 
 from ...models import new_model
-from .eagle_forwards import run, texts
+from .eagle_forwards import check, run, texts
 from .published_eagle import LAYOUTS, random_heads
 
 pytestmark = pytest.mark.skipif(not has_kernels(torch.float32), reason="there is no compiled code for this CPU")
@@ -97,9 +97,9 @@ def test_copies_compute_with_their_own_weights(tmp_path, programs):
     assert programs and torch.equal(logits_of(other, items), expected)
 
 
-@pytest.mark.parametrize("options", [{"third": False}, {"head_dim": 8}, {"inner": 40}])
+@pytest.mark.parametrize("options", [{"third": False}, {"head_dim": 8}, {"inner": 40}, {"activation": "gelu"}])
 def test_other_heads_run_layer_by_layer(options, tmp_path, programs):
-    """EAGLE-1, and sizes that compiled code does not read."""
+    """EAGLE-1, and sizes and an activation for which there is no compiled code."""
     target = new_model("llama")
     options = {"third": True, "head_dim": 16, "inner": 64, "own_vocab": 60, "layers": (1, 1, 0)} | options
     if not options["third"]:
@@ -108,4 +108,6 @@ def test_other_heads_run_layer_by_layer(options, tmp_path, programs):
     published.config["head_dim"] = published.head_dim
     LAYOUTS["3" if options["third"] else "1"](published, 97, tmp_path)
     heads = EagleHeads.from_pretrained(tmp_path, target)
-    assert logits_of(heads, texts(published, target, (9, 2))).isfinite().all() and not programs
+    forward, items = FeatureForward(heads), texts(published, target, (9, 2))
+    check(run(forward, [forward.add() for _ in items], items), published, target, items)
+    assert not programs
