@@ -32,13 +32,19 @@ class SlotLayer(CacheLayerMixin):
 
     def hold(self, *memories: torch.Tensor) -> None:
         """
-        Use these tensors as keys and values, and keep their addresses for compiled code: after a forward, no tensor is
-        in the processor's cache, and to ask 60 tensors for addresses takes long. Nothing else replaces memory.
+        Use these tensors as keys and values, and keep their addresses for compiled code. Asking 60 tensors for their
+        addresses takes long, since after a forward none of them is in the processor's cache. Nothing else replaces
+        memory.
         """
         self.memories = memories  # keys and values, once allocated
         on_cpu = [memory for memory in memories if memory.is_cpu]
         self.addresses = tuple([memory.data_ptr() for memory in on_cpu])
-        self.line_bytes = tuple([memory.stride(0) * memory.itemsize for memory in on_cpu])
+        self.line_bytes = tuple([memory.shape[1:].numel() * memory.itemsize for memory in on_cpu])
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over the state of a copy, whose memory lies at other addresses."""
+        vars(self).update(state)
+        self.hold(*self.memories)
 
     @property
     def keys(self) -> torch.Tensor:  # type: ignore[override]

@@ -1,5 +1,7 @@
 """The slot cache against a twin that keeps every row's tokens in a Python list."""
 
+from copy import deepcopy
+
 import numpy as np
 import pytest
 import torch
@@ -228,6 +230,17 @@ def test_a_row_that_outgrows_its_slot_moves_alone():
     assert copied == [7] and rows[0].line == first
     assert layer.keys.data_ptr() == address
     assert torch.equal(held(layer.keys, rows[1], 7), states(list(range(200, 207)), KEY_DIM, 0)[0])
+
+
+def test_copies_move_their_own_lines():
+    cache, _ = filled([5])
+    other = deepcopy(cache)
+    before, after = cache.layers[0].keys.clone(), cache.layers[0].keys.clone()
+    (row,) = other.rows
+    row.length = 3
+    after[row.line + 3] = before[row.line + 4]
+    other.commit([row], [[1]])
+    assert torch.equal(cache.layers[0].keys, before) and torch.equal(other.layers[0].keys, after)
 
 
 def test_memory_grows_by_half_at_least():

@@ -5,12 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_smartspec.target_model.cache.slot_cache import SlotCache, SlotLayer
 from hf_smartspec.target_model.layout.kernels.lines import move_lines
 
 from ...covering import examples
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int8)
-sizes = st.tuples(st.sampled_from(DTYPES), st.integers(1, 3), st.integers(1, 33))
+sizes = st.tuples(st.sampled_from(DTYPES), st.integers(1, 3), st.integers(0, 33))
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -29,6 +30,8 @@ def test_paths_of_trees_are_moved_as_by_torch(kinds, paths):
     expected = [memory.clone() for memory in memories]
     for memory in expected:
         memory[torch.from_numpy(targets)] = memory[torch.from_numpy(sources)]
-    addresses = np.array([memory.data_ptr() for memory in memories])
-    move_lines(addresses, np.array([memory[0].nbytes for memory in memories]), np.array([sources, targets]))
+    layer = SlotLayer(SlotCache())
+    layer.hold(*memories)
+    assert layer.line_bytes == tuple(memory[0].nbytes for memory in memories)
+    move_lines(np.array(layer.addresses), np.array(layer.line_bytes), np.array([sources, targets]))
     assert all(map(torch.equal, memories, expected))
