@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from ....target_model.drafters.features import FeatureStep, Layers
 from ....target_model.written.compiled import Features
 from ....target_model.written.decoder import WrittenDecoder
-from ....target_model.written.parts import MLP, Fused, Halves, Map, RMSNorm, written_activation, written_map
+from ....target_model.written.parts import MLP, Called, Fused, Halves, Map, RMSNorm, written_activation, written_map
 from ....target_model.written.plan import DecoderPlan, FeaturePlan, LayerPlan
 from ....target_model.written.watch import Watch
 from ..learned import FeatureDrafter
@@ -79,7 +79,7 @@ class EagleHeads(FeatureDrafter):
         self._written: _WrittenHeads | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what copies get: not the addresses of these weights."""
+        """Return the state without the written-out heads, whose programs hold addresses of these weights."""
         return self.__dict__ | {"_written": None}
 
     @classmethod
@@ -145,6 +145,7 @@ class EagleHeads(FeatureDrafter):
         return own(tokens.to(own.weight.device)).to(device=self.device, dtype=self.dtype)
 
     def combine(self, states: torch.Tensor) -> torch.Tensor:
+        """Return features `[N, hidden_size]` of the target's hidden states `[N, layers * target's hidden_size]`."""
         if not self.is_third:
             return states
         if "input_norm" in self.parts:
@@ -164,6 +165,7 @@ class EagleHeads(FeatureDrafter):
         return x, x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits `[M, own vocab]` of the layer's outputs `[M, hidden_size]`."""
         if "norm" in self.parts and not self._norms_output:
             hidden = self.part("norm")(hidden)
         logits: torch.Tensor = self.output(hidden)
@@ -193,7 +195,7 @@ class EagleHeads(FeatureDrafter):
     def _run(self, features: Features, step: FeatureStep) -> tuple[torch.Tensor, torch.Tensor]:
         written = self._written
         if written is None or not written.watch.is_unchanged():
-            with _lock:  # weights that are laid side by side move, which another thread's program must not miss
+            with _lock:  # laying weights side by side frees memory whose addresses another thread's program may hold
                 written = self._written
                 if written is None or not written.watch.is_unchanged():
                     written = self._written = _WrittenHeads(self)
@@ -206,7 +208,7 @@ class _WrittenHeads:
     def __init__(self, heads: EagleHeads):
         self._decoder = WrittenDecoder(_plan(heads))
         self._feature = -1 if heads._norms_output else 1  # number of the hidden states that are further features
-        self.watch = Watch(heads, [*heads.parts.values(), heads.output])
+        self.watch = Watch(heads, [heads.parts, *heads.parts.values(), heads.output])
 
     def __call__(self, features: Features, step: FeatureStep) -> tuple[torch.Tensor, torch.Tensor]:
         states: dict[int, torch.Tensor] = {}
@@ -215,7 +217,7 @@ class _WrittenHeads:
 
 
 def _plan(heads: EagleHeads) -> DecoderPlan:
-    is_third = heads.is_third
+    is_third, head = heads.is_third, written_map([heads.output])
     features = FeaturePlan(
         states_norm=_norm(heads, "input_norm"),
         states_map=_map(heads, "fc") if is_third else None,
@@ -232,11 +234,12 @@ def _plan(heads: EagleHeads) -> DecoderPlan:
         rotary_types=(None,),
         layers=[_layer_plan(heads)],
         final_norm=_norm(heads, "norm") or nn.Identity(),
-        head=written_map([heads.output]),
+        head=head,
         logits_divisor=1.0,
         logits_multiplier=1.0,
         logits_softcap=None,
         fused=[],
+        calls_modules=isinstance(head, Called),
         features=features,
     )
 

@@ -1,13 +1,17 @@
 """Heads of EAGLE-3 as one compiled program: the numbers of the heads that run layer by layer, to the last bit."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 import torch
+from torch import nn
 
 import hf_smartspec
+from hf_smartspec.candidates.heads.eagle import heads as heads_module
 from hf_smartspec.candidates.heads.eagle.heads import EagleHeads
 from hf_smartspec.cpu.few_tokens import has_kernels
+from hf_smartspec.online.students import student_of
 from hf_smartspec.target_model.drafters.features import FeatureForward
 from hf_smartspec.target_model.written.compiled import CompiledDecoder
 from hf_smartspec.target_model.written.decoder import WrittenDecoder
@@ -87,6 +91,57 @@ def test_weights_that_move_are_found(tmp_path, programs, monkeypatch):
     found = logits_of(heads, items)
     assert programs and not torch.equal(found, before)
     assert torch.equal(found, logits_by_layers(heads, items, monkeypatch))
+
+
+def test_parts_that_are_replaced_are_found(tmp_path, programs, monkeypatch):
+    heads, items = heads_of("own output", tmp_path)
+    before, old = logits_of(heads, items), heads.part("norm")
+    heads.parts["norm"] = copy.deepcopy(old)
+    heads.part("norm").weight.data.mul_(torch.linspace(-1, 1, len(old.weight)))
+    found = logits_of(heads, items)
+    assert programs and not torch.equal(found, before)
+    assert torch.equal(found, logits_by_layers(heads, items, monkeypatch))
+
+
+def test_learnt_weights_are_found(tmp_path, programs, monkeypatch):
+    heads, items = heads_of("own output", tmp_path)
+    before, student = logits_of(heads, items), student_of(heads)
+    student.publish([item * 1.5 for item in student.weights()])
+    found = logits_of(heads, items)
+    assert programs and not torch.equal(found, before)
+    assert torch.equal(found, logits_by_layers(heads, items, monkeypatch))
+
+
+def test_one_thread_writes_heads_out_while_others_wait(tmp_path, monkeypatch):
+    (heads, items), write, written = heads_of("own output", tmp_path), heads_module._WrittenHeads, []
+
+    def write_slowly(given):
+        written.append(given)
+        if len(written) == 1:
+            others.append(pool.submit(logits_of, heads, items))
+            wait(others, timeout=0.3)
+        return write(given)
+
+    monkeypatch.setattr(heads_module, "_WrittenHeads", write_slowly)
+    others = []
+    with ThreadPoolExecutor(1) as pool:
+        expected = logits_of(heads, items)
+        assert torch.equal(others[0].result(), expected) and len(written) == 1
+
+
+def test_outputs_that_are_called_are_not_run_in_inference_mode(tmp_path):
+    """Such as those of targets with adapters, which may be trained later."""
+    heads, items = heads_of("output of the target", tmp_path)
+    expected, modes = logits_of(heads, items), []
+
+    class Output(nn.Linear):
+        def forward(self, x):
+            modes.append(torch.is_inference_mode_enabled())
+            return super().forward(x)
+
+    heads.output.__class__ = Output
+    torch.testing.assert_close(logits_of(heads, items), expected, rtol=0, atol=1e-5)
+    assert modes and not any(modes)
 
 
 def test_copies_compute_with_their_own_weights(tmp_path, programs):
