@@ -27,11 +27,10 @@ from .plan import DecoderPlan, FeaturePlan, LayerPlan
 
 Tables = tuple[torch.Tensor, torch.Tensor]
 Places = tuple[np.ndarray, list[int]]  # indices of fields of some operators in `Program.rows`
-_NO_TABLE = "no rotary embeddings"
 _LEAST, _MOST = 16, 256  # tokens for which programs have room: their memory is kept
 # Fields that are set before every forward.
 _MEMORY = ["keys", "values"]
-_ROTATE = "lines dim cos sin".split()
+_ROTATE = ["dim", "cos", "sin"]
 _ATTEND = "scratch num_runs parts scratch_size runs firsts counts nodes bits prefixes prefix_counts".split()
 
 
@@ -407,9 +406,14 @@ class _Forward:
         sizes = rows[self.multiplied, column(codes.MULTIPLY, "wide_size")]
         self.most_wide = int(sizes.max(initial=0))
         layers = self.plan.layers
-        self.memories = [_places(codes.ROTATE, self.rotated, _MEMORY), _places(codes.ATTEND, self.attending, _MEMORY)]
-        tables = [layer.layer_type if layer.rotation is not None else _NO_TABLE for layer in layers]
-        self.rotations = _places_by(tables, codes.ROTATE, self.rotated, _ROTATE)
+        self.lines = column(codes.ROTATE, "lines")
+        self.memory_places = [
+            _places(codes.ROTATE, self.rotated, _MEMORY),
+            _places(codes.ATTEND, self.attending, _MEMORY),
+        ]
+        types = [layer.layer_type for layer in layers if layer.rotation is not None]
+        numbers = [number for number, layer in zip(self.rotated, layers) if layer.rotation is not None]
+        self.rotations = _places_by(types, codes.ROTATE, numbers, _ROTATE)  # elsewhere, these fields stay 0
         kinds = [(layer.window, layer.num_heads, layer.kv_heads, layer.head_dim) for layer in layers]
         self.attentions = _places_by(kinds, codes.ATTEND, self.attending, _ATTEND)
 
@@ -443,19 +447,16 @@ class _Forward:
                 empty = x.new_empty(1, layer.kv_heads, 1, layer.head_dim)
                 memory.lazy_initialization(empty, empty)
         addresses = np.array([memory.addresses for memory in memories])
-        for where in self.memories:
+        for where in self.memory_places:
             rows[where] = addresses
 
         assert all(part.dtype is self.dtype for pair in tables.values() for part in pair)
-        held = [part.contiguous() for pair in tables.values() for part in pair]
-        factors: dict[str | None, tuple[int, int, int]] = {
-            name: (cos.shape[-1], cos.data_ptr(), sin.data_ptr())
-            for name, cos, sin in zip(tables, held[::2], held[1::2])
-        }
-        factors[_NO_TABLE] = 0, 0, 0
-        lines = layout.lines.data_ptr()
+        held: list[torch.Tensor] = []
+        rows[self.rotated, self.lines] = layout.lines.data_ptr()
         for name, where in self.rotations.items():
-            rows[where] = lines, *factors[name]
+            cos, sin = (part.contiguous() for part in tables[name])
+            rows[where] = cos.shape[-1], cos.data_ptr(), sin.data_ptr()
+            held += cos, sin
 
         for (window, heads, kv_heads, head_dim), where in self.attentions.items():
             seen = lines_of(layout, layout.parts, window)
