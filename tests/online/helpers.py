@@ -18,8 +18,8 @@ EAGER = {"every_requests": 1, "shadow": 0, "tolerance": 1.0, "learning_rate": 3e
 KINDS = ("draft", "medusa", "eagle3")
 
 
-def new_target(seed: int = 0):
-    return new_model("llama", seed=seed)
+def new_target(seed: int = 0, **options):
+    return new_model("llama", seed=seed, **options)
 
 
 def new_drafter(kind: str, target):
