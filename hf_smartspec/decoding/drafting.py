@@ -66,7 +66,8 @@ class Drafting:
         self.sources = GuardedSources(limits.vocab_size)
         self.is_traced = False  # whether some row is traced
         self._unlearnt: Callable[[], None] | None = None  # learns from the latest step, if that was put off
-        self.has_asked = True  # whether some source was asked in the latest step, as far as this process knows
+        # Whether some source was asked in the latest step; always True in processes that do not draft.
+        self.has_asked = True
         self._seconds_learning = 0.0  # of the latest step with drafts
         self._seconds_meanwhile = 0.0  # spent on learning while a device computed
         # Accepted lengths by source, for sources after the first one: a running mean that begins with one token.

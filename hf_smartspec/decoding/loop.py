@@ -370,9 +370,10 @@ class DecodingLoop:
         """Delete a request from recorders, sources and policy; data of its row only once that is gone."""
         for recorder in request.chain.recorders:
             guarded(recorder.stop, request.request_id)
-        if request.is_known_to_source:
-            self.drafting.sources.stop(request)
-            self.policy.forget(request.request_id)
+        is_known_to_source = request.is_known_to_source
+        self.drafting.sources.stop(request)  # their gate has state of requests that it has refused
+        self.policy.forget(request.request_id)
+        if is_known_to_source:
             request.fed = request.verified = None
             if not (self._keeps_rows and has_row):
                 release(request.source_request.on_release)

@@ -31,8 +31,8 @@ def greedy_picks(
     rows: list[Request], drafts: dict[Request, DraftTree], offsets: list[int], logits: torch.Tensor, has_asked: bool
 ) -> list[int]:
     """
-    Return the arg max of every line if some row needs it, and keep likely tokens for sources that want them, unless no
-    source was asked for drafts in this step: none pays, so that what they might learn is not worth its time.
+    Return the arg max of every line if some row needs it, and keep likely tokens for sources that want them, where some
+    source was asked in this step; otherwise what they learn is not worth its time.
     """
     forward, count = rows[0].call.forward, max([request.chain.num_likeliest for request in rows]) if has_asked else 0
     is_greedy = any([request.call.picks_greedily for request in rows])

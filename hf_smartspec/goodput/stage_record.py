@@ -26,9 +26,8 @@ class StageRecord:
 
     def __init__(self) -> None:
         self.timer, self.acceptance, self.novelty = DraftTimer(), AcceptanceEstimator(), Novelty()
-        self.benefit = DecayedMean(
-            _NEWEST
-        )  # seconds saved by drafts, less those of verifying them, for first sources that draft in one call
+        # Seconds saved by drafts, less those of verifying them; of first sources that draft in one call.
+        self.benefit = DecayedMean(_NEWEST)
         self.pays = False  # whether levels paid in the latest step, for sources that are asked by level
         self._newcomers = Newcomers()
         self._number = 0

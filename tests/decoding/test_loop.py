@@ -1,10 +1,18 @@
-"""The decoding loop by itself: what it counts."""
+"""The decoding loop by itself: what it counts, keeps and forgets."""
 
+import numpy as np
 import pytest
 
 from benchmarks.step.overhead import host
 from benchmarks.step.overhead.host import make_setting
-from hf_smartspec.goodput import FixedLength
+from hf_smartspec import SmartSpecConfig
+from hf_smartspec.goodput import CostModel, DraftCost, FixedLength, PrefillGate
+from hf_smartspec.simulator import LoadRequest, SimulatedEngine, TableCandidates, with_acceptance
+
+from ..cases import left_padded
+from ..models import shared_model
+from ..sources import Random
+from .shown import decoded
 
 
 def test_the_time_of_prompts_is_that_of_the_steps_that_run_them():
@@ -38,3 +46,52 @@ def test_the_time_of_drafting_is_all_that_the_host_does_for_drafts(num_nodes, mo
     for _ in range(3):
         setting.loop.step()
     assert policy.seconds == pytest.approx([1.0, 11.0, 11.0] if num_nodes else [0.0] * 3)
+
+
+class Forgetting(FixedLength):
+    """Notes which requests it is to forget."""
+
+    def forget(self, request_id):
+        self.forgotten.append(request_id)
+
+
+def test_requests_that_the_prefill_gate_has_kept_from_their_draft_model_are_forgotten(monkeypatch):
+    gate, policy = PrefillGate(threshold=0.0), Forgetting(2)
+    policy.forgotten = []
+    monkeypatch.setattr(PrefillGate, "_LEAST_STEPS", 0)
+    gate.observe(["earlier"], [0])
+    cost, source = CostModel(0.0, 0.0, 1.0), TableCandidates((1, 1), is_autoregressive=True)
+    engine = SimulatedEngine(cost, source, DraftCost(0.1, is_autoregressive=True))
+    engine.new_gate = lambda: gate
+    rng = np.random.default_rng(0)
+    requests = LoadRequest.of_lengths(np.zeros(2), [4] * 2, [6] * 2, rng)
+    result = engine.run(with_acceptance(requests, 0.5, rng), policy)
+    assert result.statistics.drafted_tokens == 0, "the gate has refused them"
+    assert len(set(policy.forgotten)) == 2 and not gate._refused
+
+
+class EveryOther(FixedLength):
+    """Asks sources in every other step."""
+
+    num_steps = 0
+
+    def max_nodes(self, rows, stage, trees):
+        self.num_steps += 1
+        return super().max_nodes(rows, stage, trees) * (self.num_steps % 2)
+
+
+class Likely(Random):
+    """Notes in which steps it gets the target's likeliest tokens."""
+
+    num_likeliest = 2
+
+    def observe(self, request_id, step):
+        self.got.append(step.likeliest is not None)
+        super().observe(request_id, step.tokens)
+
+
+def test_likely_tokens_are_kept_in_steps_that_ask_a_source():
+    source = Likely(0, is_tree=False)
+    source.got = []
+    decoded(shared_model("llama"), SmartSpecConfig(source, policy=EveryOther(2)), left_padded([[5, 9, 5]]))
+    assert source.got == [number % 2 == 0 for number in range(len(source.got))] and len(source.got) > 3
