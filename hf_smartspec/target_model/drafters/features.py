@@ -10,7 +10,7 @@ from ..cache.slot_cache import SlotCache
 from ..forward.ragged import PlannedForward, RaggedForward
 from ..layout.rows import CacheRow
 from ..layout.step_layout import StepLayout
-from ..written.compiled import Features
+from ..written.program import Features
 
 
 class FeatureStep(NamedTuple):

@@ -1,69 +1,26 @@
 """A written-out decoder as one compiled program: all layers in one call, on a CPU."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
-import numpy as np
 import torch
 
-from ...cpu.attention import division, has_attention
-from ...cpu.few_tokens import ROWS, SMALL, most_tokens, widens
+from ...cpu.attention import has_attention
+from ...cpu.few_tokens import SMALL, most_tokens
 from ...cpu.gates import has_gates
-from ...cpu.kernels import program as codes
-from ...cpu.kernels.multiply import tokens_at_once, wide_size
 from ...cpu.norms import has_norms
-from ...cpu.program import DTYPES, Program, column
+from ...cpu.program import DTYPES
 from ...cpu.quantized import native
-from ...cpu.quantized.native import Rounded, blocks_of, num_groups
 from ...cpu.quantized.product import has_right_kernels
 from ...cpu.tensor_checks import is_plain, is_vector
-from ...cpu.threads import share_of
-from ..attention.seen_lines import has_few_tokens, lines_of
-from ..cache.slot_cache import SlotCache
+from ..attention.seen_lines import has_few_tokens
 from ..layout.step_layout import StepLayout
 from .parts import MLP, Fused, Halves, RMSNorm, gate_of
 from .plan import DecoderPlan, FeaturePlan, LayerPlan
+from .program import DecoderInput, ForwardProgram, products_of
 
-Tables = tuple[torch.Tensor, torch.Tensor]
-Places = tuple[np.ndarray, list[int]]  # indices of fields of some operators in `Program.rows`
 _LEAST, _MOST = 16, 256  # tokens for which programs have room: their memory is kept
-# Fields that are set before every forward.
-_MEMORY = ["keys", "values"]
-_ROTATE = ["dim", "cos", "sin"]
-_ATTEND = "scratch num_runs parts scratch_size runs firsts counts nodes bits prefixes prefix_counts".split()
-
-
-class Features(NamedTuple):
-    """
-    Features from which heads continue.
-
-    Args:
-        values (`torch.Tensor` of shape `[N, D]`): Features of all tokens, or the target's hidden states.
-        are_states (`bool`): Whether these are hidden states of the target.
-    """
-
-    values: torch.Tensor
-    are_states: bool
-
-
-class DecoderInput(NamedTuple):
-    """
-    What the layers of a decoder run on.
-
-    Args:
-        x (`torch.Tensor` of shape `[N, hidden_size]`): Embeddings, which are not changed.
-        layout (`StepLayout`): Layout of N tokens, of which M are kept.
-        cache (`SlotCache`): Where their keys and values are stored.
-        tables (mapping): Rotary embeddings, from `WrittenDecoder.tables`.
-        features (`Features`, *optional*): The features of all tokens, for heads.
-    """
-
-    x: torch.Tensor
-    layout: StepLayout
-    cache: SlotCache
-    tables: Mapping[str | None, Tables]
-    features: Features | None = None
 
 
 class CompiledDecoder:
@@ -78,8 +35,8 @@ class CompiledDecoder:
         self.plan = plan
         norm: Any = plan.final_norm
         self.dtype = norm.weight().dtype
-        self._most_weights = max(item.shape[0] * item.shape[1] for item in _products(plan))
-        self._free: defaultdict[tuple, list[_Forward]] = defaultdict(list)  # by what they are built for
+        self._most_weights = max(item.shape[0] * item.shape[1] for item in products_of(plan))
+        self._free: defaultdict[tuple, list[ForwardProgram]] = defaultdict(list)  # by what they are built for
 
     def serves(self, layout: StepLayout) -> bool:
         """Return whether compiled code computes this forward: few tokens, which columns say what to attend to."""
@@ -117,7 +74,7 @@ class CompiledDecoder:
         try:  # each thread has a forward of its own
             forward = self._free[key].pop()
         except IndexError:
-            forward = _Forward(self.plan, given.x, *key)
+            forward = ForwardProgram(self.plan, given.x, *key)
         try:
             return forward(given, keep)
         finally:
@@ -188,297 +145,3 @@ def _is_plain(item: Any, dtype: torch.dtype) -> bool:
         and not item.shape[1] % 16
         and (bias is None or (bias.dtype is dtype and is_vector(bias, item.shape[0])))
     )
-
-
-def _products(plan: DecoderPlan) -> list[Any]:
-    mlps: list[Any] = [layer.mlp for layer in plan.layers]
-    others: list[Any] = [item for layer in plan.layers for item in (layer.query_key_value, layer.attention_output)]
-    others += [] if plan.features is None else [plan.features.states_map]
-    return [plan.head, *others, *[item for mlp in mlps for item in (mlp.inputs, mlp.output)]]
-
-
-class _Forward:
-    """
-    A program for up to `room` tokens, with its own memory; one thread at a time runs it. That of heads begins with the
-    target's hidden states if `reads_states`, or else with features.
-    """
-
-    def __init__(
-        self,
-        plan: DecoderPlan,
-        x: torch.Tensor,
-        room: int,
-        num_threads: int,
-        layers: frozenset[int],
-        reads_states: bool,
-    ):
-        self.plan, self.room, self.num_threads, self.layers = plan, room, num_threads, layers
-        self.operators: list[tuple[int, dict[str, float]]] = []
-        self.sized: list[int] = []  # operators on all tokens
-        self.memory: list[torch.Tensor] = []
-        self.rotated: list[int] = []  # operators of each kind
-        self.attending: list[int] = []
-        self.multiplied: list[int] = []
-        self.kept: dict[int, int] = {}  # by layer, the operators that store hidden states
-        self.dtype, self.size = x.dtype, x.shape[1]
-        self._write(reads_states)
-        self.program = Program(self.dtype, self.operators)
-        self._index()
-
-    # --- Writing the program
-
-    def _write(self, reads_states: bool) -> None:
-        self.x, self.normed, self.out = (self._new(self.size) for _ in range(3))
-        self.embedded = self.given = self.x  # what tokens are copied to, and features
-        groups = [num_groups(item.shape[1]) for item in _products(self.plan) if item.whole().scale is not None]
-        self.rounded = Rounded(self.room, max(groups, default=0))  # for products in int8
-        layers = self.plan.layers
-        self.queries = self._new(max(layer.num_heads * layer.head_dim for layer in layers))
-        self.attended = self._new(max(layer.num_heads * layer.head_dim for layer in layers))
-        self.states = self._new(max((layer.num_heads + 2 * layer.kv_heads) * layer.head_dim for layer in layers))
-        mlps: list[Any] = [layer.mlp for layer in layers]
-        self.hidden = self._new(max(mlp.inputs.shape[0] for mlp in mlps))
-        self.gated = self._new(self.hidden.shape[1] // 2)
-        self.pending: tuple[torch.Tensor, float] | None = None  # what is to be added to `x`
-        normed = None if self.plan.features is None else self._first_input(self.plan.features, reads_states)
-        for index, layer in enumerate(layers):
-            if index in self.layers:
-                self.kept[index] = self._sum()
-            self._write_layer(layer, None if index else normed)
-        if len(layers) in self.layers:
-            self.kept[len(layers)] = self._sum()
-        if -1 in self.layers:
-            self._settle()
-            self.kept[-1] = self._norm(self.plan.final_norm, self.x, self.x)
-        self.last_norm = self._norm(self.plan.final_norm, self.x, self.normed, is_sized=False)
-        self.head = self._multiply(self.plan.head, self.normed, self.normed, is_sized=False)  # outputs are set later
-        self.last = [*range(self.last_norm, self.head + 1)]  # operators on the tokens that are kept
-
-    def _new(self, size: int) -> torch.Tensor:
-        self.memory.append(torch.empty(self.room, size, dtype=self.dtype, device="cpu"))
-        return self.memory[-1]
-
-    def _add(self, code: int, is_sized: bool = True, /, **fields: float) -> int:
-        """Append an operator, on all tokens if `is_sized`; return its number."""
-        self.operators.append((code, fields))
-        if is_sized:
-            self.sized.append(len(self.operators) - 1)
-        return len(self.operators) - 1
-
-    def _settle(self) -> None:
-        """Add to `x` what is pending."""
-        if self.pending is not None:
-            self._sum()
-
-    def _sum(self) -> int:
-        """Write an operator that adds to `x` what is pending, and copies it to its outputs, where they are set."""
-        added, factor = self.pending or (None, 1.0)
-        self.pending = None
-        address = 0 if added is None else added.data_ptr()
-        return self._add(codes.ADD, size=self.size, x=self.x.data_ptr(), added=address, factor=factor)
-
-    def _norm(self, norm: Any, x: torch.Tensor, outputs: torch.Tensor, is_sized: bool = True) -> int:
-        """Normalize tokens of `size` numbers; `x` after what is pending was added to it."""
-        fields: dict[str, float] = {"x": x.data_ptr(), "outputs": outputs.data_ptr()}
-        if x is self.x and self.pending is not None:
-            fields |= {"added": self.pending[0].data_ptr(), "factor": self.pending[1]}
-            self.pending = None
-        return self._norm_vectors(norm, 1, (self.size, self.size), is_sized, **fields)
-
-    def _norm_vectors(
-        self, norm: Any, vectors: int, strides: tuple[int, int], is_sized: bool = True, /, **fields: float
-    ) -> int:
-        return self._add(
-            codes.NORM,
-            is_sized,
-            vectors=vectors,
-            size=norm.shape[0],
-            in_stride=strides[0],
-            out_stride=strides[1],
-            is_shifted=norm.is_shifted,
-            weight=norm.weight().data_ptr(),
-            eps=norm.eps,
-            **fields,
-        )
-
-    def _multiply(self, item: Any, x: torch.Tensor, outputs: torch.Tensor, is_sized: bool = True) -> int:
-        """Write a product; return the number of its last operator."""
-        weight, bias, scale = item.whole()
-        num_outputs, num_inputs = item.shape
-        fields = {
-            "num_outputs": num_outputs,
-            "weight": weight.data_ptr(),
-            "bias": 0 if bias is None else bias.data_ptr(),
-            "outputs": outputs.data_ptr(),
-        }
-        if scale is not None:
-            rounded = dict(zip(("levels", "steps", "offsets"), self.rounded.addresses))
-            self._add(codes.LEVELS, is_sized, size=num_inputs, tokens=x.data_ptr(), **rounded)
-            fields |= {"num_groups": weight.shape[1], "share": blocks_of(num_outputs, num_inputs), **rounded}
-            return self._add(codes.INT8, is_sized, scales=scale.data_ptr(), **fields)
-        at_once = tokens_at_once(self.room, num_inputs)
-        fields |= {"at_once": at_once, "wide_size": wide_size(at_once, num_inputs)}
-        share = share_of(num_outputs, num_inputs, ROWS)
-        number = self._add(codes.MULTIPLY, is_sized, num_inputs=num_inputs, share=share, tokens=x.data_ptr(), **fields)
-        self.multiplied.append(number)
-        return number
-
-    def _first_input(self, plan: Any, reads_states: bool) -> torch.Tensor:
-        """Write `first_input`; return the input of attention. The features become `x`."""
-        features = self.out if plan.adds_normed else self.x
-        self.embedded, self.given, both = self._new(self.size), features, self._new(2 * self.size)
-        if reads_states:
-            self.given = self._new(plan.states_map.shape[1])
-            if plan.states_norm is not None:
-                place = self.given.data_ptr()
-                self._norm_vectors(plan.states_norm, 1, (self.given.shape[1],) * 2, x=place, outputs=place)
-            self._multiply(plan.states_map, self.given, features)
-        if plan.adds_normed:
-            self._norm(plan.feature_norm, features, self.x)
-        halves = both.data_ptr(), both.data_ptr() + self.size * both.itemsize
-        for norm, x, place in zip((plan.embedding_norm, plan.feature_norm), (self.embedded, features), halves):
-            self._norm_vectors(norm, 1, (self.size, 2 * self.size), x=x.data_ptr(), outputs=place)
-        return both
-
-    def _write_layer(self, plan: LayerPlan, normed: torch.Tensor | None = None) -> None:
-        self._write_attention(plan, self._input(plan.before_attention) if normed is None else normed)
-        if plan.after_attention is not None:
-            self._norm(plan.after_attention, self.out, self.out)
-        self.pending = self.out, plan.multiplier
-        self._write_mlp(plan, self._input(plan.before_mlp), self.out)
-        if plan.after_mlp is not None:
-            self._norm(plan.after_mlp, self.out, self.out)
-        self.pending = self.out, plan.multiplier
-
-    def _input(self, norm: Any) -> torch.Tensor:
-        """Return the input of attention or of an MLP: `x`, or `normed`."""
-        if norm is None:
-            self._settle()
-            return self.x
-        self._norm(norm, self.x, self.normed)
-        return self.normed
-
-    def _write_attention(self, plan: LayerPlan, normed: torch.Tensor) -> None:
-        heads, kv_heads, size = plan.num_heads, plan.kv_heads, plan.head_dim
-        self._multiply(plan.query_key_value, normed, self.states)
-        stride = (heads + 2 * kv_heads) * size
-        for norm, first, number in ((plan.query_norm, 0, heads), (plan.key_norm, heads, kv_heads)):
-            if norm is not None:
-                place = self.states.data_ptr() + first * size * self.states.itemsize
-                number = number if plan.norms_heads else 1
-                self._norm_vectors(norm, number, (stride, stride), x=place, outputs=place)
-        fields = {"states": self.states.data_ptr(), "queries": self.queries.data_ptr()}
-        self.rotated.append(self._add(codes.ROTATE, heads=heads, kv_heads=kv_heads, size=size, **fields))
-        attention = self._add(
-            codes.ATTEND,
-            False,
-            kv_heads=kv_heads,
-            groups=heads // kv_heads,
-            size=size,
-            queries=self.queries.data_ptr(),
-            outputs=self.attended.data_ptr(),
-            scale=plan.scaling,
-        )
-        self.attending.append(attention)
-        self._multiply(plan.attention_output, self.attended, self.out)
-
-    def _write_mlp(self, plan: LayerPlan, x: torch.Tensor, outputs: torch.Tensor) -> None:
-        mlp: Any = plan.mlp
-        activation = gate_of(mlp.activation)
-        assert activation is not None
-        self._multiply(mlp.inputs, x, self.hidden)
-        self._add(
-            codes.GATE,
-            size=mlp.inputs.shape[0] // 2,
-            activation=activation,
-            inputs=self.hidden.data_ptr(),
-            outputs=self.gated.data_ptr(),
-        )
-        self._multiply(mlp.output, self.gated, outputs)
-
-    # --- Running it
-
-    def _index(self) -> None:
-        """Note where the fields are that are set before every forward."""
-        rows = self.program.rows
-        self.token_counts = rows[:, column(codes.ADD, "num_tokens")]
-        self.wide = column(codes.MULTIPLY, "wide")
-        sizes = rows[self.multiplied, column(codes.MULTIPLY, "wide_size")]
-        self.most_wide = int(sizes.max(initial=0))
-        layers = self.plan.layers
-        self.lines = column(codes.ROTATE, "lines")
-        self.memory_places = [
-            _places(codes.ROTATE, self.rotated, _MEMORY),
-            _places(codes.ATTEND, self.attending, _MEMORY),
-        ]
-        types = [layer.layer_type for layer in layers if layer.rotation is not None]
-        numbers = [number for number, layer in zip(self.rotated, layers) if layer.rotation is not None]
-        self.rotations = _places_by(types, codes.ROTATE, numbers, _ROTATE)  # elsewhere, these fields stay 0
-        kinds = [(layer.window, layer.num_heads, layer.kv_heads, layer.head_dim) for layer in layers]
-        self.attentions = _places_by(kinds, codes.ATTEND, self.attending, _ATTEND)
-
-    def __call__(self, given: DecoderInput, keep: Callable[[int, torch.Tensor], None] | None) -> torch.Tensor:
-        x, num, program, lines = given.x, len(given.x), self.program, given.layout.kept
-        head: Any = self.plan.head
-        self.embedded[:num].copy_(x)
-        if given.features is not None:
-            self.given[:num].copy_(given.features.values)
-        num_kept = num if lines is None else len(lines)
-        logits, scratch = x.new_empty(num_kept, head.shape[0]), self._set_places(given)
-        kept = [x.new_empty(num, self.size) for _ in self.kept]
-        for number, states in zip(self.kept.values(), kept):
-            program.set(number, "outputs", states.data_ptr())
-        self.token_counts[self.sized], self.token_counts[self.last] = num, num_kept
-        program.set(self.last_norm, "lines", 0 if lines is None else lines.data_ptr())
-        program.set(self.head, "outputs", logits.data_ptr())
-        program.run(self.num_threads)
-        del scratch  # until here, only its addresses were known
-        for layer, states in zip(self.kept, kept):
-            assert keep is not None, "`layers` come with `keep`"
-            keep(layer, states)
-        return logits
-
-    def _set_places(self, given: DecoderInput) -> list[torch.Tensor]:
-        """Set the memory of layers, what tokens attend to, and rotary embeddings; return what must stay meanwhile."""
-        (x, layout, cache, tables, _), layers, rows = given, self.plan.layers, self.program.rows
-        memories = [cache.layer(index) for index in range(len(layers))]
-        for memory, layer in zip(memories, layers):
-            if not memory.is_initialized:
-                empty = x.new_empty(1, layer.kv_heads, 1, layer.head_dim)
-                memory.lazy_initialization(empty, empty)
-        addresses = np.array([memory.addresses for memory in memories])
-        for where in self.memory_places:
-            rows[where] = addresses
-
-        assert all(part.dtype is self.dtype for pair in tables.values() for part in pair)
-        held: list[torch.Tensor] = []
-        rows[self.rotated, self.lines] = layout.lines.data_ptr()
-        for name, where in self.rotations.items():
-            cos, sin = (part.contiguous() for part in tables[name])
-            rows[where] = cos.shape[-1], cos.data_ptr(), sin.data_ptr()
-            held += cos, sin
-
-        for (window, heads, kv_heads, head_dim), where in self.attentions.items():
-            seen = lines_of(layout, layout.parts, window)
-            parts, size = division(seen, heads, kv_heads, head_dim, self.num_threads)
-            held.append(x.new_empty(self.num_threads * size, dtype=torch.float32))
-            rows[where] = held[-1].data_ptr(), len(seen.runs) - 1, parts, size, *seen.addresses
-
-        if widens(self.dtype, len(x)):
-            held.append(x.new_empty(self.num_threads * self.most_wide, dtype=torch.float32))
-            rows[self.multiplied, self.wide] = held[-1].data_ptr()
-        else:
-            rows[self.multiplied, self.wide] = 0
-        return held
-
-
-def _places(code: int, operators: list[int], names: list[str]) -> Places:
-    return np.array(operators)[:, None], [column(code, name) for name in names]
-
-
-def _places_by(kinds: list[Any], code: int, operators: list[int], names: list[str]) -> dict[Any, Places]:
-    """Return the places of fields by the kind of each operator."""
-    by_kind = defaultdict[Any, list[int]](list)
-    for kind, number in zip(kinds, operators):
-        by_kind[kind].append(number)
-    return {kind: _places(code, own, names) for kind, own in by_kind.items()}

@@ -12,8 +12,9 @@ from ...log import get_logger
 from ..attention.tree_attention import packed_attention
 from ..cache.slot_cache import SlotCache, SlotLayer
 from ..layout.step_layout import MOST_NODES, StepLayout
-from .compiled import CompiledDecoder, DecoderInput, Features, Tables, can_compile
+from .compiled import CompiledDecoder, can_compile
 from .plan import DecoderPlan, FeaturePlan, LayerPlan
+from .program import DecoderInput, Features, Tables
 
 logger = get_logger(__name__)
 
