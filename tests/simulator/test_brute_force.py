@@ -89,10 +89,12 @@ def test_the_fixed_lengths_that_are_compared_with_are_those_of_the_engine(length
 @pytest.mark.parametrize("level", [0.02, 0.1, 0.2, 0.3])
 @pytest.mark.parametrize("alpha", [0.3, 0.5, 0.7, 0.9])
 def test_reaches_the_best_fixed_length_of_any_draft_model_at_batch_1(alpha, level):
-    world = World(JUMP, load(alpha, is_telling=False), level)
-    found, per_step = world.serve(auction(JUMP))
-    assert found >= 0.97 * world.best()
-    assert per_step > 1.5 or world.best() < 1.2 * world.fixed(0), "where much is to be gained, it drafts at most steps"
+    worlds = [World(JUMP, load(alpha, is_telling=False, seed=seed), level) for seed in range(4)]
+    found, per_step = zip(*[world.serve(auction(JUMP)) for world in worlds])
+    best = [world.best() for world in worlds]
+    assert np.mean(np.divide(found, best)) >= 0.97, "of several loads: single ones vary by 2 %"
+    gain = np.mean(np.divide(best, [world.fixed(0) for world in worlds]))
+    assert np.mean(per_step) > 1.5 or gain < 1.2, "where much is to be gained, it drafts at most steps"
 
 
 @pytest.mark.parametrize("cost", [JUMP, LINE, BUCKETS])
