@@ -69,6 +69,7 @@ class Drafting:
         # Whether some source was asked in the latest step; always True in processes that do not draft.
         self.has_asked = True
         self._seconds_learning = 0.0  # of the latest step with drafts
+        self._seconds_selecting = 0.0  # in all steps, for sources that draft in one call
         self._seconds_meanwhile = 0.0  # spent on learning while a device computed
         # Accepted lengths by source, for sources after the first one: a running mean that begins with one token.
         self._lengths: defaultdict[str, DecayedMean] = defaultdict(partial(DecayedMean, _NEWEST, 1.0, 1))
@@ -110,10 +111,19 @@ class Drafting:
             selected = self.policy.select(step, proposed)
             _check_number(self.policy, "selected", len(selected), "trees", len(rows))
             asked = [stage for stage in step.stages if stage.asked.any()]
-            if asked:  # selecting and learning take the host's time for drafts only
-                asked[0].seconds += self.clock() - before + self._seconds_learning
+            if asked:  # without drafts, there is hardly anything to select and to learn
+                self._count_as_drafting(asked[0], self.clock() - before, self._seconds_learning)
             self.has_asked = bool(asked)
         return proposed, selected
+
+    def _count_as_drafting(self, stage: Stage, selecting: float, learning: float = 0.0) -> None:
+        """
+        Count seconds of selecting and learning as the stage's time, and no longer as the forward's. Where every level
+        is a call, the stage's time is that of levels, to which these seconds do not belong.
+        """
+        if not stage.cost.is_autoregressive:
+            stage.seconds += selecting + learning
+            self._seconds_selecting += selecting
 
     def _count(self, step: StepRows, rows: list[Request], trees: list[DraftTree]) -> None:
         """Count drafted nodes for the gates of draft models, except for rows whose sources wait for the prefill."""
@@ -132,16 +142,18 @@ class Drafting:
             price = self.policy.price(step, stage) if asked else None
         if not asked:
             return trees
-        before = self.clock()
         with self._timed("seconds_draft"):
+            before = self.clock()
             padding, asked = _split_padding(asked, stage.position)
             proposals = padding | self.sources.propose(stage.position, asked, price)
+            stage.seconds = self.clock() - before
         with self._timed("seconds_select"):
+            before = self.clock()
             stage.proposed = [proposals.get(request, _EMPTY) for request in rows]
             drafted = self.policy.calibrated(step, stage, stage.proposed)
             _check_number(self.policy, "calibrated", len(drafted), "trees", len(rows))
             joined = join(trees, drafted, step.caps) if any([len(tree.tokens) for tree in trees]) else drafted
-        stage.seconds = self.clock() - before
+            self._count_as_drafting(stage, self.clock() - before)
         return joined
 
     def observe(
@@ -209,9 +221,10 @@ class Drafting:
 
     def seconds(self) -> StepSeconds:
         """Return the seconds spent in all steps; of forwards, until the host does nothing but wait for them."""
-        counts = self.statistics
+        counts, selecting = self.statistics, self._seconds_selecting
         forward = counts.seconds_forward + self._seconds_meanwhile
-        return StepSeconds(counts.seconds_draft, forward, counts.seconds_select + counts.seconds_verify)
+        other = counts.seconds_select - selecting + counts.seconds_verify
+        return StepSeconds(counts.seconds_draft + selecting, forward, other)
 
     def _step_rows(self, rows: Sequence[Request], feeds: dict[Request, np.ndarray], num_waiting: int) -> StepRows:
         sizes = list(map(len, feeds.values()))

@@ -53,9 +53,9 @@ class CostPoint(NamedTuple):
 class StepSeconds(NamedTuple):
     """Seconds of one step by kind of work."""
 
-    draft: float
+    draft: float  # and selecting, for sources that draft in one call
     forward: float
-    other: float = 0.0  # layout, selection, verification, commit, observation
+    other: float = 0.0  # layout, selecting, verification, commit
 
 
 @dataclass

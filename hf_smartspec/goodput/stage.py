@@ -24,7 +24,8 @@ class Stage:
     Attributes, which the loop fills in:
         asked (`np.ndarray` of shape `[rows]`, int): Number of nodes that each row's draft was asked for.
         proposed (list of `DraftTree`): The source's draft for each row, with its own probabilities.
-        seconds (`float`): Time of drafting, and of the host's other work for the draft.
+        seconds (`float`): Time of drafting; of sources that draft in one call, also that of the host's other work for
+            drafts.
     """
 
     def __init__(self, cost: DraftCost, caps: np.ndarray, position: int = 0, threshold: float = np.inf):

@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks.step.overhead import host
 from benchmarks.step.overhead.host import make_setting
-from hf_smartspec import SmartSpecConfig
+from hf_smartspec import SmartSpecConfig, SuffixTreeCandidates
 from hf_smartspec.goodput import CostModel, DraftCost, FixedLength, PrefillGate
 from hf_smartspec.simulator import LoadRequest, SimulatedEngine, TableCandidates, with_acceptance
 
@@ -34,18 +34,28 @@ class Slow(FixedLength):
 
     def observe(self, outcome):
         self.clock.advance(10.0)
-        self.seconds += [stage.seconds for stage in outcome.rows.stages]
+        self.seconds += [(stage.seconds, outcome.seconds.draft, outcome.seconds.other) for stage in outcome.rows.stages]
 
 
-@pytest.mark.parametrize("num_nodes", [3, 0])
-def test_the_time_of_drafting_is_all_that_the_host_does_for_drafts(num_nodes, monkeypatch):
+@pytest.mark.parametrize(
+    ("num_nodes", "by_level", "expected"),
+    [
+        (3, False, [(1.0, 1.0, 0.0), (11.0, 1.0, 0.0), (11.0, 1.0, 0.0)]),
+        (3, True, [(0.0, 0.0, 1.0)] * 3),
+        (0, False, [(0.0, 0.0, 1.0)] * 3),
+    ],
+)
+def test_drafts_of_one_call_take_all_that_the_host_does_for_them_and_their_nodes_no_more(
+    num_nodes, by_level, expected, monkeypatch
+):
     policy = Slow(num_nodes)
     monkeypatch.setattr(host, "_policy", lambda *_: policy)
+    monkeypatch.setattr(SuffixTreeCandidates, "is_autoregressive", by_level)
     setting = make_setting("suffix", 2, num_steps=3)
     policy.clock, policy.seconds = setting.loop.clock, []
     for _ in range(3):
         setting.loop.step()
-    assert policy.seconds == pytest.approx([1.0, 11.0, 11.0] if num_nodes else [0.0] * 3)
+    assert np.allclose(policy.seconds, expected)
 
 
 class Forgetting(FixedLength):
