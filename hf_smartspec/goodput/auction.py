@@ -330,13 +330,13 @@ class GoodputAuction(LengthPolicy):
         best = Won(*best_prefix(*scanned, *cost.by_tokens(rows.num_batched, len(order) + 1), counts, mask))
         if not best.num_nodes:
             best = Won(0, float(len(rows)), plan.plain_seconds)
-        most = min(2 * best.num_nodes + len(rows), len(order))  # at most twice the tokens
-        if most == best.num_nodes or self._probe_seconds <= 0:
+        size = rows.num_batched + best.num_nodes
+        most = min(2 * best.num_nodes + len(rows), len(order))  # at most twice the tokens, the size most in doubt
+        if most == best.num_nodes or self._probe_seconds <= 0 or cost.doubt(rows.num_batched + most, size) <= _UNKNOWN:
             return best, best
         more, lowest = np.zeros_like(mask), cost.by_tokens(rows.num_batched, most + 1, _OPTIMISM)
         tried = Won(*best_prefix(order[:most], *scanned[1:], *lowest, counts, more))
-        sizes = rows.num_batched + tried.num_nodes, rows.num_batched + best.num_nodes
-        if tried.num_nodes <= best.num_nodes or cost.doubt(*sizes) <= _UNKNOWN:
+        if tried.num_nodes <= best.num_nodes or cost.doubt(rows.num_batched + tried.num_nodes, size) <= _UNKNOWN:
             return best, best
         self._probe_seconds = 0.0
         mask[:] = more
