@@ -190,16 +190,21 @@ class EagleHeads(FeatureDrafter):
     def layers(self) -> Layers:
         if self._written is not None and not self._written.watch.is_unchanged(thoroughly=True):
             self._written = None
+        self._write_out()  # now rather than in a step: a GPU's host waits for what is copied to it
         return self._run
 
     def _run(self, features: Features, step: FeatureStep) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._write_out()(features, step)
+
+    def _write_out(self) -> "_WrittenHeads":
+        """Return the written-out heads, which are made anew where weights have moved."""
         written = self._written
         if written is None or not written.watch.is_unchanged():
             with _lock:  # laying weights side by side frees memory whose addresses another thread's program may hold
                 written = self._written
                 if written is None or not written.watch.is_unchanged():
                     written = self._written = _WrittenHeads(self)
-        return written(features, step)
+        return written
 
 
 class _WrittenHeads:
