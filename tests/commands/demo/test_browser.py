@@ -34,8 +34,10 @@ def _open(browser, address, size=DESK):
 def _shorten(page):
     """Ask for 16 tokens, and for drafts in every step: how many pay is a matter of time, on a busy machine none."""
     page.get_by_role("button", name="Decoding and length").click()
-    page.get_by_label("number input for New tokens at most").first.fill("16")
-    page.keyboard.press("Tab")
+    name = "New tokens at most"
+    while page.get_by_label(f"range slider for {name}").first.input_value() != "16":  # the page may not listen yet
+        page.get_by_label(f"number input for {name}").first.fill("16")
+        page.keyboard.press("Tab")
     page.get_by_label("Draft nodes in every step").click()
     page.get_by_role("option", name="4", exact=True).click()
 
