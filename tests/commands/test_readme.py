@@ -72,9 +72,10 @@ def test_a_command_of_the_pages_is_accepted_as_printed(line):
     parser.parse_args(arguments)
     if path == ("transformers",):
         return  # what follows is transformers' own, and may name models of the hub
-    outputs = [arguments[at + 1] for at, word in enumerate(arguments) if word in _OUTPUTS]
+    others = [arguments[at + 1] for at, word in enumerate(arguments) if word in _OUTPUTS]
+    others += [choice for action in parser._actions for choice in action.choices or ()]  # "llama.cpp"
     for word in arguments:
-        if " " not in word and re.search(r"[/.]", word) and not re.fullmatch(r"[\d/.]+", word) and word not in outputs:
+        if " " not in word and re.search(r"[/.]", word) and not re.fullmatch(r"[\d/.]+", word) and word not in others:
             path_named = word.rpartition("=")[2]  # of NAME=PATH
             assert (REPOSITORY / path_named).exists(), f"{word!r} is not in the repository"
 
