@@ -71,7 +71,7 @@ def _strict_session():
 def _freeze():
     """
     Function that does what `gc.freeze` does. Commands unfreeze all objects when they end: from then on, each collection
-    of garbage would go through all imported packages, for half a second.
+    of garbage would go through all imported packages.
     """
     freeze = gc.freeze
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Which models are equal: what is computed of one need not be computed of the others."""
+"""Digests of models: what is computed of one need not be computed of equal ones."""
 
 from hashlib import blake2b
 

@@ -251,11 +251,12 @@ def asks(policy, rows):
 def test_nearly_as_good_as_the_best_fixed_length(accuracy, gamma, batch_size):
     drafters = [Drafter(accuracy, claimed=0.9)] * batch_size
 
-    def goodput(make_policy):  # of several runs: that of 600 steps varies by 2 %
-        return np.mean([simulate(make_policy(), drafters, line(gamma), 600, seed).goodput for seed in range(4)])
+    def goodputs(make_policy):  # of several runs, which vary by when plain steps get their price
+        return np.array([simulate(make_policy(), drafters, line(gamma), 600, seed).goodput for seed in range(4)])
 
-    fixed = [goodput(lambda num=num: FixedLength(num)) for num in (0, 1, 2, 3, 4, 6, 8)]
-    assert goodput(lambda: GoodputAuction(line(gamma))) > 0.97 * max(fixed)
+    best = max(goodputs(lambda num=num: FixedLength(num)).mean() for num in (0, 1, 2, 3, 4, 6, 8))
+    shares = goodputs(lambda: GoodputAuction(line(gamma))) / best
+    assert shares.mean() > 0.97 and shares.min() > 0.94
 
 
 def test_better_than_any_fixed_length_where_requests_differ():

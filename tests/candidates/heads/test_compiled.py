@@ -1,7 +1,8 @@
 """Heads of EAGLE-3 as one compiled program: the numbers of the heads that run layer by layer, to the last bit."""
 
 import copy
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event, Lock
 
 import pytest
 import torch
@@ -112,18 +113,35 @@ def test_learnt_weights_are_found(tmp_path, programs, monkeypatch):
     assert torch.equal(found, logits_by_layers(heads, items, monkeypatch))
 
 
+class Counted:
+    """A lock that says when a second thread has come to it."""
+
+    def __init__(self):
+        self.lock, self.num_arrived, self.second = Lock(), 0, Event()
+
+    def __enter__(self):
+        self.num_arrived += 1
+        if self.num_arrived == 2:
+            self.second.set()
+        self.lock.acquire()
+
+    def __exit__(self, *_):
+        self.lock.release()
+
+
 def test_one_thread_writes_heads_out_while_others_wait(tmp_path, monkeypatch):
-    (heads, items), write, written = heads_of("own output", tmp_path), heads_module._WrittenHeads, []
+    (heads, items), write, written, others = heads_of("own output", tmp_path), heads_module._WrittenHeads, [], []
+    lock = Counted()
 
     def write_slowly(given):
         written.append(given)
         if len(written) == 1:
             others.append(pool.submit(logits_of, heads, items))
-            wait(others, timeout=0.3)
+            assert lock.second.wait(timeout=60)
         return write(given)
 
     monkeypatch.setattr(heads_module, "_WrittenHeads", write_slowly)
-    others = []
+    monkeypatch.setattr(heads_module, "_lock", lock)
     with ThreadPoolExecutor(1) as pool:
         expected = logits_of(heads, items)
         assert torch.equal(others[0].result(), expected) and len(written) == 1
