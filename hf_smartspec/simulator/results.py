@@ -54,6 +54,14 @@ class LoadResult:
         """Return the given percentile of the latencies, in seconds; NaN if no request was served."""
         return float(np.percentile(self.latencies, percentile)) if self.served else np.nan
 
+    def seconds_per_token(self, percentile: float) -> float:
+        """
+        Return the given percentile, over requests with two tokens or more, of the mean seconds between two tokens of an
+        answer; NaN without such a request.
+        """
+        times = [(item.end - item.first_token) / (item.num_tokens - 1) for item in self.served if item.num_tokens > 1]
+        return float(np.percentile(times, percentile)) if times else np.nan
+
     @property
     def first_token(self) -> float:
         """Mean seconds from arrival to the first token."""
@@ -80,8 +88,11 @@ class LoadResult:
         return {
             "requests": len(self.served),
             "mean_latency": self.mean_latency,
+            "p50_latency": self.latency(50),
             "p90_latency": self.latency(90),
             "p99_latency": self.latency(99),
+            "p50_per_token": self.seconds_per_token(50),
+            "p99_per_token": self.seconds_per_token(99),
             "first_token": self.first_token,
             "goodput": self.goodput,
             "tokens": self.num_tokens,

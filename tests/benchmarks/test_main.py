@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.__main__ import BENCHES, load_parser, parse
+from benchmarks.benches import BENCHES, load_parser, parse
 from hf_smartspec.commands.main import COMMANDS, IN_A_CHECKOUT
 
 from .helpers import bench
@@ -33,7 +33,8 @@ def test_help_and_refusals_import_neither_torch_nor_transformers():
     """A new process has imported nothing yet."""
     script = """
 import sys
-from benchmarks.__main__ import BENCHES, main
+from benchmarks.__main__ import main
+from benchmarks.benches import BENCHES
 
 for words in [[], ["--help"], ["typo"], *([name, word] for name in BENCHES for word in ("--help", "--typo"))]:
     try:
@@ -89,7 +90,7 @@ def test_every_bench_takes_a_model_and_prompts_of_ones_own(name):
     assert {"--model", "--prompts"} <= load_parser(name)._option_string_actions.keys()
 
 
-NEEDED = {"online": "{prompts}", "sources": "{prompts}", "gpu": "--device cpu --smoke"}
+NEEDED = {"online": "{prompts}", "sources": "{prompts}", "gpu": "--device cpu --smoke", "papers": "suffix"}
 
 
 @pytest.mark.parametrize("name", BENCHES)

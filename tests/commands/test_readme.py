@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import hf_smartspec
-from benchmarks import __main__ as benches
+from benchmarks import benches
 from hf_smartspec import LengthPolicy, goodput
 from hf_smartspec.candidates import SourceRequest
 from hf_smartspec.commands import main as cli

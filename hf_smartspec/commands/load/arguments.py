@@ -17,7 +17,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(limit=16)
     parser.add_argument(
         "--rates", type=positive_number, nargs="+", metavar="R",
-        help="requests per second (default: 0.3 and 0.8 of what can be served without speculation)",
+        help="requests per second (default: by --shares)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--shares", type=positive_number, nargs="+", metavar="S",
+        help="rates in place of --rates, as shares of what can be served without speculation (default: 0.3 0.8)",
     )  # fmt: skip
     parser.add_argument(
         "--sources", type=source_name, nargs="+", default=["auto"], metavar="SOURCE",

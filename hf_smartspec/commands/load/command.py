@@ -21,7 +21,7 @@ from .policies import Policies
 from .report import Cell, Cells, Point, plot, print_points, summaries
 from .runs import Twin, calibrate, new_requests, serve, warm_up
 
-_SHARES = (0.3, 0.8)  # default rates, as shares of the engine's capacity without speculation
+_SHARES = (0.3, 0.8)  # of the engine's capacity without speculation: the default rates
 _REHEARSAL = 0.5  # length of a rehearsal, as a share of its load's
 _NUM_CALIBRATED = 32  # prompts by which costs for virtual time are measured
 
@@ -58,6 +58,8 @@ def _check(args: argparse.Namespace) -> None:
     if ORACLE in args.policies and not args.virtual:
         raise UsageError("--policies: only simulations have an oracle, see --virtual")
     check_simulated(args.sources, args.simulated or args.virtual or "table" in args.policies)
+    if args.rates and args.shares:
+        raise UsageError("--rates and --shares exclude each other")
     args.replay = args.replay or args.virtual
 
 
@@ -90,7 +92,8 @@ class LoadBench:
             self._virtual = Calibrations(partial(calibrate, sample), args.profile, machine)
 
     def run(self) -> None:
-        num_rates = len(self.args.rates or _SHARES)
+        shares = self.args.shares or _SHARES
+        num_rates = len(self.args.rates or shares)
         num_runs = num_rates * self.args.repeats * len(self.names)
         num = len(self.setups) * len(self.args.sources) * (1 + num_runs)
         with track(total=num, desc="serving") as progress:
@@ -103,7 +106,7 @@ class LoadBench:
                     progress.update()
                     twin = Twin(setup, source, calibration)
                     if rates is None:
-                        rates = [float(f"{share * twin.capacity():.2g}") for share in _SHARES]
+                        rates = [float(f"{share * twin.capacity():.2g}") for share in shares]
                     policies = self._policies(twin)
                     for rate in rates:
                         if not self.args.virtual:

@@ -19,6 +19,13 @@ from .explain import LEGEND, Explanation, print_explanations
 from .policies import is_fixed
 
 LEAST_GOODPUT, MOST_LATENCY = 0.98, 1.02  # limits of the auction, as multiples of no speculation's
+MOST_BY_BEST = 1.03  # limit of its percentiles, as multiples of the best fixed choice's in hindsight
+PERCENTILES = {
+    "p50_latency": "p50 of latency",
+    "p99_latency": "p99 of latency",
+    "p50_per_token": "p50 of seconds per token",
+    "p99_per_token": "p99 of seconds per token",
+}
 FIDELITY = 0.10  # relative error of the simulated mean latency that counts as faithful
 _SATURATED = 0.1  # share of their latency that requests of a saturated engine wait in the queue
 
@@ -78,6 +85,12 @@ def summaries(cells: Cells) -> list[dict[str, Any]]:
             row["is_best_fixed"] = name == best
             if name == AUCTION:
                 row["latency_by_best_fixed"] = _median(latency_ratios(cell.results, policies[best].results))
+                least = {key: min(measured[item][key] for item in measured if is_fixed(item)) for key in PERCENTILES}
+                row["percentiles_by_best_fixed"] = {
+                    key: figures[key] / least[key]
+                    for key in PERCENTILES
+                    if least[key] > 0  # not of single tokens
+                }
             is_slow = row["speedup"] is not None and (
                 row["goodput_ratio"] < LEAST_GOODPUT or row["speedup"] < 1 / MOST_LATENCY
             )
@@ -145,9 +158,11 @@ def best_fixed(measured: dict[str, dict[str, Any]]) -> str:
 # Heading, key, format.
 _COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("mean", "mean_latency", ".3f"),
-    ("p90", "p90_latency", ".3f"),
+    ("p50", "p50_latency", ".3f"),
     ("p99", "p99_latency", ".3f"),
     ("first", "first_token", ".3f"),
+    ("token p50", "p50_per_token", ".4f"),
+    ("token p99", "p99_per_token", ".4f"),
     ("tokens/s", "goodput", ".1f"),
     ("lat. x", "speedup", ".2f"),
     ("good. x", "goodput_ratio", ".2f"),
@@ -234,7 +249,25 @@ def verdicts(rows: list[dict[str, Any]]) -> Iterable[str]:
             f"Auction's latency by that of the best fixed choice: median {np.median(ratios):.2f}, worst "
             f"{max(ratios):.2f}."
         )
+    yield from _percentile_verdicts(auction)
     yield from _fidelity_verdict([row for row in rows if row.get("simulation_error") is not None])
+
+
+def _percentile_verdicts(auction: list[dict[str, Any]]) -> Iterable[str]:
+    """Yield how far each percentile of the auction lies above the least of all fixed choices', load by load."""
+    for key, name in PERCENTILES.items():
+        ratios = {
+            Point(row["data_set"], row["source"], row["rate"]): row["percentiles_by_best_fixed"][key]
+            for row in auction
+            if key in row["percentiles_by_best_fixed"]
+        }
+        if ratios:
+            worst = max(ratios, key=lambda point: ratios[point])
+            num_behind = sum(ratio > MOST_BY_BEST for ratio in ratios.values())
+            yield (
+                f"Auction's {name} by the best fixed choice's: worst {ratios[worst]:.2f} ({worst}), above "
+                f"{MOST_BY_BEST} at {num_behind} of {len(ratios)} loads."
+            )
 
 
 def _fidelity_verdict(rows: list[dict[str, Any]]) -> Iterable[str]:

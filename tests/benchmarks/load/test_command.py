@@ -239,6 +239,7 @@ def test_simulate_plays_figures_and_traces(folder, tmp_path, capsys, asked, name
     [
         (["load", "--policies", "k=x"], "none, k=NUMBER"),
         (["load", "--rates", "0"], "must be positive"),
+        (["load", "--rates", "1", "--shares", "1"], "--rates and --shares exclude each other"),
         (["load", "--seconds", "x"], "is no number"),
         (["load", "--json", "/nowhere/x.json"], "no such folder"),
         (["load", "--policies", "oracle"], "only simulations have an oracle"),
@@ -312,6 +313,9 @@ def test_the_auction_is_marked_where_it_is_slower_than_no_speculation():
     assert rows[2]["simulation_error"] == pytest.approx(1.0 / 1.03 - 1)
     text = "\n".join(verdicts(rows))
     assert "at 1 of 2 loads" in text and "worst 1.29" in text and "within 10% of the engine's in 1 of 1 rows" in text
+    assert "p99 of latency by the best fixed choice's: worst 1.29 (a, draft, 1/s), above 1.03 at 1 of 2 loads" in text
+    assert rows[0]["p50_per_token"] == pytest.approx((1.0 - 0.1) / 9), "nine tokens after the first"
+    assert rows[2]["percentiles_by_best_fixed"]["p99_per_token"] == pytest.approx((1.03 - 0.1) / (0.8 - 0.1))
 
 
 def test_simulations_are_judged_run_by_run_below_saturation():

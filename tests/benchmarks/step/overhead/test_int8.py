@@ -7,7 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks.__main__ import load_parser
+from benchmarks.benches import load_parser
 from benchmarks.kit.session import Session
 from benchmarks.step.overhead import int8
 from benchmarks.step.overhead.int8 import WAYS

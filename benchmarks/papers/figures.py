@@ -1,0 +1,184 @@
+"""Figures and tables of the five papers: what each found, and the commands that play it here."""
+
+from typing import NamedTuple
+
+SQL, SWE, EDITS = (f"demos/agentic/{name}.jsonl.gz" for name in ("sql", "swe", "edit"))
+AGENTIC, PROMPTS = f"{SQL} {SWE} {EDITS}", "demos/prompts.jsonl"
+REAL = "the real engine and model, on this machine"
+MATCHED = "the real engine on this machine, with the embedded models at the cost of larger ones"
+SIMULATED = "simulated: a 7 B model on an A100, by its data sheet"
+REPLAYED = "recorded answers, replayed without a model"
+
+_POLICIES = "none k=1 k=3 k=5 table step auction"
+_SHARES = "0.2 0.4 0.6 0.8 0.95 1.1"
+
+
+class Play(NamedTuple):
+    """
+    Args:
+        on (`str`): What is measured.
+        command (`str`): Words of a bench, or of `smartspec` where they begin so; MODEL stands for the model.
+    """
+
+    on: str
+    command: str
+
+
+class Figure(NamedTuple):
+    """
+    Args:
+        title (`str`): What the paper shows in it.
+        found (`str`): What came out there.
+        plays (`Play`): How it is played here; none where no machine of this size can.
+    """
+
+    title: str
+    found: str
+    plays: tuple[Play, ...]
+
+
+FIGURES: dict[str, dict[str, Figure]] = {
+    "smartspec": {
+        "1": Figure(
+            "speed-up of fixed lengths 1, 3, 5 over the batch size",
+            "7 B, acceptance 0.7: long drafts win in small batches, and lose in large ones",
+            (Play(SIMULATED, "simulate --figures 1"),),
+        ),
+        "5": Figure(
+            "goodput over the proposed length, by batch size",
+            "7 B on an A100, acceptance 0.7: the best length is above 4 for one request, 0 for the largest batches",
+            (Play(SIMULATED, "simulate --figures 5"),),
+        ),
+        "7": Figure(
+            "predicted and profiled seconds of a forward",
+            "points along the diagonal for 7 B to 70 B",
+            (Play(REAL, "smartspec profile MODEL"),),
+        ),
+        "11": Figure(
+            "latency over the request rate with a draft model",
+            "7 B to 70 B: up to 3.2 times lower at low rates, as good as no speculation at high ones",
+            (
+                Play(MATCHED, f"load --sources draft --policies {_POLICIES} --shares {_SHARES}"),
+                Play(SIMULATED, "simulate --figures 11"),
+            ),
+        ),
+        "12": Figure(
+            "latency over the request rate with prompt lookup",
+            "Mistral 7 B and Mixtral: SmartSpec is the best at every rate",
+            (
+                Play(
+                    REAL, f"load --model MODEL --sources prompt_lookup auto --policies {_POLICIES} --shares {_SHARES}"
+                ),
+                Play(SIMULATED, "simulate --figures 12"),
+            ),
+        ),
+        "13": Figure(
+            "fidelity of the simulator",
+            "mean latency off by less than 10 % below saturation",
+            (Play(REAL, "load --model MODEL --sources prompt_lookup --simulated"),),
+        ),
+        "14": Figure(
+            "SmartSpec against an oracle and random lengths",
+            "a gap to the oracle, far above random",
+            (Play(SIMULATED, "simulate --figures 14"),),
+        ),
+        "15": Figure(
+            "Medusa with fixed top k, and chosen by goodput; Figure 16: tokens verified per request",
+            "fewer tokens as the rate rises: down to 4 per request, latency below every fixed choice",
+            (Play(SIMULATED, "simulate --figures 15"),),
+        ),
+    },
+    "sssd": {
+        "2": Figure(
+            "accepted tokens and cost of a forward over the speculation length",
+            "batch size 8: accepted tokens rise faster than the cost up to a budget",
+            (Play(REAL, "batch --model MODEL --sources auto --batch-sizes 8 --lengths 0 4 8 16 32"),),
+        ),
+        "4": Figure(
+            "input, datastore, and both",
+            "the shares of both nearly add up",
+            (Play(REPLAYED, f"sources --only datastore --prompts {AGENTIC} {PROMPTS}"),),
+        ),
+        "6": Figure(
+            "latency and throughput over the batch size",
+            "1.37 to 1.80 times at batch size 64, 2.05 to 2.61 times at 1",
+            (Play(REAL, "queue --model MODEL --assistant none auto"),),
+        ),
+    },
+    "osd": {
+        "table-1": Figure(
+            "acceptance after distillation offline, by kind of sampling",
+            "up by 0.10 to 0.65; the teacher's own samples are the best",
+            (Play(MATCHED, f"online --parts table --prompts {PROMPTS}:category"),),
+        ),
+        "3": Figure(
+            "acceptance over the requests served, against a static drafter",
+            "above the static drafter, of 10 % of the data, after few requests",
+            (Play(MATCHED, f"online --parts online --prompts {PROMPTS}:category"),),
+        ),
+        "4": Figure(
+            "a sudden shift of the requests, against static drafters",
+            "recovers after a drop, and ends near a drafter distilled on 70 % of the data",
+            (Play(MATCHED, f"online --parts shift --prompts {PROMPTS}:category"),),
+        ),
+        "6": Figure(
+            "a drafter for each topic, against one for all",
+            "higher acceptance on every topic",
+            (Play(MATCHED, f"online --parts several --prompts {PROMPTS}:category"),),
+        ),
+        "table-3": Figure(
+            "speed-up with a draft model that has learnt; Table 4: Medusa heads",
+            "1.36 to 2.17 times; Medusa 1.34, with learning 2.01",
+            (Play(MATCHED, f"online --parts speed --prompts {PROMPTS}:category"),),
+        ),
+    },
+    "suffix": {
+        "4": Figure(
+            "speed-up on agents' requests, against prompt lookup",
+            "5.3 times on AgenticSQL, 2.5 times on SWE-Bench, where prompt lookup has 1.5",
+            (Play(REAL, f"generate {AGENTIC} --model MODEL --assistant suffix prompt_lookup auto --remember 200"),),
+        ),
+        "7": Figure(
+            "the global tree, the request's, and both",
+            "both are the best on most tasks; the global one gives more",
+            (Play(REPLAYED, f"sources --only trees --prompts {AGENTIC}"),),
+        ),
+        "8": Figure(
+            "speed-up over the number of outputs in the tree",
+            "rises with the tree, also on open chats; acceptance stays",
+            (Play(REPLAYED, f"sources --only size --prompts {AGENTIC}"),),
+        ),
+        "9": Figure(
+            "a sudden shift of the requests",
+            "1.5 times at first, back to 2.6 after 500 requests",
+            (Play(REPLAYED, f"sources --only shift --prompts {EDITS} {SQL}"),),
+        ),
+        "table-2": Figure(
+            "time and memory of a tree as it grows",
+            "about 20 microseconds a token; memory is linear",
+            (Play(REPLAYED, f"memory --prompts {SWE} {EDITS}"),),
+        ),
+        "table-3": Figure(
+            "hybrid speculation over its threshold; Table 4: on AgenticSQL",
+            "best at 5 to 7, near the fallback's accepted tokens; at 0 on AgenticSQL",
+            (Play(REPLAYED, f"sources --only hybrid --prompts {AGENTIC} {PROMPTS}"),),
+        ),
+    },
+    "su": {
+        "1": Figure(
+            "latency per token over batch size and length; Figure 4: the best length",
+            "2.73 times at batch size 1, 1.31 at 32, 1.94 on average; the best length falls as batches grow",
+            (Play(MATCHED, "batch --batch-sizes 1 2 4 8 16 --lengths 0 1 2 3 4 6 8"),),
+        ),
+        "5": Figure(
+            "latency over interval and burstiness",
+            "2.3 times on average; the table is 1.07 times better than the better fixed length",
+            (Play(SIMULATED, "simulate --figures cv"),),
+        ),
+        "6": Figure(
+            "latency over time while busy and quiet phases alternate",
+            "as good as the better of lengths 2 and 4 in every phase: 9 and 14 % better over all",
+            (Play(MATCHED, "timeline --source draft --policies none k=2 k=4 table auction"),),
+        ),
+    },
+}
