@@ -15,6 +15,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from .arguments import UsageError, usage_errors
+from .workloads import is_workload, workload_rows
 
 
 @contextmanager
@@ -28,9 +29,12 @@ def opened(path: Path) -> Iterator[TextIO]:
 
 def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """
-    Yield number and content of the rows of a .jsonl or .jsonl.gz file; raises `UsageError` if it cannot be read, or a
-    row is no JSON object.
+    Yield number and content of the rows of a .jsonl or .jsonl.gz file, or of a data set named as in `workloads`; raises
+    `UsageError` if it cannot be read, or a row is no JSON object.
     """
+    if is_workload(path):
+        yield from workload_rows(path)
+        return
     with opened(path) as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
