@@ -23,14 +23,16 @@ class StagedCandidates(CombinedCandidates):
 
     Without a policy that weighs that (a fixed number of nodes, transformers' own loop), it is SuffixDecoding's hybrid
     (appendix B.1): a later source is asked where the tree so far promises too few tokens (SCORE, the sum of its path
-    probabilities, is at most τ). The paper then verifies this source's draft in place of the tree; here its nodes join
-    the tree.
+    probabilities, is at most τ). Its nodes join the tree; or, as published (`replaces`), its draft is verified in place
+    of the tree.
 
     Args:
         sources (sequence of `TreeCandidateGenerator`): The stages, cheap ones first.
         threshold (`float`, *optional*): τ, in tokens. By default the running mean of what is accepted of the drafts of
             the source in question.
         vocab_size (`int`, *optional*): See `CombinedCandidates`.
+        replaces (`bool`): The published hybrid: τ decides under every policy, and a later source's draft takes the
+            tree's place. A policy that weighs gains against costs may still not ask where the draft does not pay.
     """
 
     def __init__(
@@ -38,11 +40,12 @@ class StagedCandidates(CombinedCandidates):
         sources: Sequence[TreeCandidateGenerator],
         threshold: float | None = None,
         vocab_size: int | None = None,
+        replaces: bool = False,
     ):
         super().__init__(sources, vocab_size=vocab_size)
         if threshold is not None and not threshold >= 0:
             raise ValueError(f"`threshold` must not be negative, got {threshold!r}.")
-        self.threshold = threshold
+        self.threshold, self.replaces = threshold, replaces
         self._lengths: defaultdict[int, DecayedMean] = defaultdict(  # accepted, by stage; begin with one token
             partial(DecayedMean, _LEAST_WEIGHT, 1.0, 1)
         )
@@ -62,8 +65,9 @@ class StagedCandidates(CombinedCandidates):
             most = [min(max_nodes[row], source.default_num_nodes) for row in rows]  # it may cost by the node
             drafts = self._ask(source, names, most)
             self._drafts |= {(name, stage): draft for name, draft in zip(names, drafts) if len(draft)}
-            joined = join([trees[row] for row in rows], drafts, [max_nodes[row] for row in rows])
-            for row, tree in zip(rows, joined):
+            if not self.replaces:
+                drafts = join([trees[row] for row in rows], drafts, [max_nodes[row] for row in rows])
+            for row, tree in zip(rows, drafts):
                 trees[row] = tree
         return trees
 

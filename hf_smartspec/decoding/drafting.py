@@ -137,6 +137,8 @@ class Drafting:
         with self._timed("seconds_select"):
             max_nodes = self.policy.max_nodes(step, stage, trees)
             _check_number(self.policy, "gave", len(max_nodes), "limits", len(rows))
+            if stage.replaces:
+                max_nodes = stage.limits(np.asarray(max_nodes), trees)
             stage.asked = np.maximum(np.minimum(max_nodes, stage.caps), 0).astype(np.int64, copy=False)
             asked = {request: number for request, number in zip(rows, stage.asked.tolist()) if number > 0}
             price = self.policy.price(step, stage) if asked else None
@@ -152,7 +154,10 @@ class Drafting:
             stage.proposed = [proposals.get(request, _EMPTY) for request in rows]
             drafted = self.policy.calibrated(step, stage, stage.proposed)
             _check_number(self.policy, "calibrated", len(drafted), "trees", len(rows))
-            joined = join(trees, drafted, step.caps) if any([len(tree.tokens) for tree in trees]) else drafted
+            if stage.replaces:
+                joined = [own if num else tree for tree, own, num in zip(trees, drafted, stage.asked.tolist())]
+            else:
+                joined = join(trees, drafted, step.caps) if any([len(tree.tokens) for tree in trees]) else drafted
             self._count_as_drafting(stage, self.clock() - before)
         return joined
 
@@ -266,9 +271,7 @@ class Drafting:
         costs = rows[0].chain.costs if rows else ()
         if all([request.chain.costs is costs and not request.dropped for request in rows]):
             return [
-                Stage(
-                    cost, _own_caps(cost, rows, caps, feeds), position, self._threshold(rows[0], position, cost.source)
-                )
+                self._stage(cost, _own_caps(cost, rows, caps, feeds), position, rows[0])
                 for position, cost in enumerate(costs)
             ]
         kinds: dict[tuple[int, DraftCost], list[int]] = {}
@@ -282,14 +285,16 @@ class Drafting:
             if len(members) < len(rows):
                 own = np.zeros_like(caps)
                 own[members] = known[members]
-            stages.append(Stage(cost, own, position, self._threshold(rows[members[0]], position, cost.source)))
+            stages.append(self._stage(cost, own, position, rows[members[0]]))
         return stages
 
-    def _threshold(self, request: Request, position: int, name: str) -> float:
+    def _stage(self, cost: DraftCost, caps: np.ndarray, position: int, request: Request) -> Stage:
+        """Return a stage; where it is not the first one, with what the request's source sets for its hybrid."""
         if not position:
-            return np.inf
-        given = getattr(request.call.source, "threshold", None)
-        return self._lengths[name].mean if given is None else given
+            return Stage(cost, caps)
+        source = request.call.source
+        given, replaces = getattr(source, "threshold", None), getattr(source, "replaces", False)
+        return Stage(cost, caps, position, self._lengths[cost.source].mean if given is None else given, replaces)
 
     def _within_limits(self, request: Request, tree: DraftTree) -> DraftTree:
         if not request.call.forward.trees:

@@ -20,6 +20,8 @@ class Stage:
         position (`int`): Place in the order; the stage at 0 drafts first.
         threshold (`float`): τ of SuffixDecoding's hybrid, for policies that do not weigh gains against costs: a later
             source is asked where the trees promise at most so many tokens.
+        replaces (`bool`): Whether the hybrid is as published: the threshold counts under every policy, and a draft of
+            this stage takes the place of the trees.
 
     Attributes, which the loop fills in:
         asked (`np.ndarray` of shape `[rows]`, int): Number of nodes that each row's draft was asked for.
@@ -28,8 +30,16 @@ class Stage:
             drafts.
     """
 
-    def __init__(self, cost: DraftCost, caps: np.ndarray, position: int = 0, threshold: float = np.inf):
+    def __init__(
+        self,
+        cost: DraftCost,
+        caps: np.ndarray,
+        position: int = 0,
+        threshold: float = np.inf,
+        replaces: bool = False,
+    ):
         self.cost, self.caps, self.position, self.threshold = cost, caps, position, threshold
+        self.replaces = replaces
         self.asked = np.zeros(len(caps), np.int64)
         self.proposed: list[DraftTree] = [DraftTree.empty()] * len(caps)
         self.seconds = 0.0

@@ -171,4 +171,7 @@ def timed_stages(
     """Return the source with each of its stages timed, by `costs` in order; further stages take the last cost."""
     stages = [TimedCandidates(stage, clock, costs[min(index, len(costs) - 1)])
               for index, stage in enumerate(source.stages)]  # fmt: skip
-    return stages[0] if len(stages) == 1 else StagedCandidates(stages, getattr(source, "threshold", None))
+    if len(stages) == 1:
+        return stages[0]
+    threshold, replaces = getattr(source, "threshold", None), getattr(source, "replaces", False)
+    return StagedCandidates(stages, threshold, replaces=replaces)

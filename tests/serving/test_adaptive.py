@@ -152,6 +152,22 @@ def test_the_drafter_speaks_where_the_first_source_is_silent(model, is_adaptive)
     assert statistics.mean_accepted_length > 3
 
 
+@pytest.mark.parametrize("is_adaptive", [False, True])
+@pytest.mark.parametrize(("threshold", "is_asked"), [(1e9, True), (0.0, False)])
+def test_the_published_hybrid_heeds_tau_under_every_policy(model, threshold, is_asked, is_adaptive):
+    """SuffixDecoding, appendix B.1: the fallback drafts, alone, where the first source's SCORE is at most τ."""
+    arguments = prompts([3, 9, 5, 7])
+    known = model.generate(**arguments, max_new_tokens=60, eos_token_id=None)
+    right, wrong = Oracle(known, arguments["attention_mask"]), Wrong()
+    first, drafter = Spy(wrong if is_asked else right), Spy(right if is_asked else wrong)
+    source = StagedCandidates([first, drafter], threshold, replaces=True)
+    policy = GoodputAuction(UnmovedCost(alpha=0.0, gamma=1e-5, delta=1e-2)) if is_adaptive else FixedLength(4)
+    statistics = speculate(model, SmartSpecConfig(source, policy=policy))
+    assert (drafter.drafted > 0) == is_asked
+    if is_asked and not is_adaptive:
+        assert statistics.accepted_tokens == statistics.drafted_tokens == drafter.accepted > 0, "none of the first"
+
+
 def test_the_drafter_is_silent_where_the_first_source_knows(model):
     arguments = prompts([3, 9, 5, 7])
     known = model.generate(**arguments, max_new_tokens=60, eos_token_id=None)

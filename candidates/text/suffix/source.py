@@ -4,6 +4,7 @@ import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -73,7 +74,8 @@ class SuffixTreeCandidates(EarlierOutputs, TreeCandidateGenerator):
         keep_outputs (`bool`): Whether finished requests' outputs join the tree of their namespace.
         likeliest (`bool`): Whether it also proposes the tokens that the target found likely when it last verified the
             same token (Token Recycling, Luo et al., 2024), where there is a target: new text is drafted by these.
-        scoring (`str`): "learned" (see above), or "counts": SuffixDecoding as published (algorithm 1), for comparison.
+        scoring (`str`): "learned" (see above), or "counts": nodes are ranked by their numbers of occurrences after one
+            context, whose length bounds the draft. `SuffixTreeCandidates.published` is SuffixDecoding's setting.
         factor, offset (`float`): With "counts", p matching tokens are continued by up to `factor * p + offset` nodes.
 
     Methods may be called from several threads.
@@ -125,6 +127,26 @@ class SuffixTreeCandidates(EarlierOutputs, TreeCandidateGenerator):
         settings = [max_match, least, chains, *_LEARNING, max_depth, scoring == "counts", factor, offset]
         self._slots = SuffixSlots(self._corpus, settings)
         self._requests: dict[Hashable, _Request] = {}
+
+    @classmethod
+    def published(cls, factor: float = 4.0, max_match: int = MAX_MATCH, **options: Any) -> "SuffixTreeCandidates":
+        """
+        Return SuffixDecoding as published (Oliaro et al., 2024, algorithm 1, GENERATECANDIDATETREE). Nodes are ranked
+        by C(N) = COUNT(N) / COUNT(PARENT(N)), none is too unlikely, and MAX_SPEC, alpha times p, alone bounds a draft.
+        Of all trees and pattern lengths p = 1 ... P, the draft of the highest SCORE is proposed.
+
+        Args:
+            factor (`float`): Alpha. The paper finds 1 to 4 good for agents.
+            max_match (`int`): P, in tokens.
+            options: Further arguments of the constructor. With `offset=-1`, MAX_SPEC counts the pattern's own node, as
+                the pseudo-code does, and not only drafted ones, as its text does.
+
+        Raises:
+            ValueError: for arguments that the constructor refuses.
+        """
+        own: dict[str, Any] = {"scoring": "counts", "min_probability": 0.0}
+        own |= {"num_nodes": MAX_NODES - 1, "max_depth": 3 * MAX_MATCH}
+        return cls(max_match=max_match, factor=factor, **(own | options))
 
     # The contract
 

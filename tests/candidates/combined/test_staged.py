@@ -21,6 +21,17 @@ def test_a_later_source_speaks_where_little_is_promised(tree, threshold, expecte
     assert staged.propose(["a"], [4])[0].tokens.tolist() == expected
 
 
+@pytest.mark.parametrize(
+    ("tree", "threshold", "expected"),
+    [(WEAK, 0.41, [5, 6]), (WEAK, 0.39, [1]), (STRONG, 2.44, [5, 6]), (STRONG, 2.43, [1, 2, 3])],
+)
+def test_the_published_hybrid_replaces_drafts_whose_score_is_at_most_tau(tree, threshold, expected):
+    """SuffixDecoding, appendix B.1: suffix decoding if SCORE > τ, else the fallback."""
+    staged = StagedCandidates([Scripted(tree), Scripted(DraftTree.chain([5, 6]))], threshold, replaces=True)
+    staged.start("a", np.array([7]))
+    assert staged.propose(["a"], [4])[0].tokens.tolist() == expected
+
+
 def test_the_threshold_becomes_what_is_accepted_of_the_later_sources_drafts():
     """Three tokens of each: where the first source promises more than that, the later one is asked no more."""
     for promised, is_asked in ((2.5, True), (3.5, False)):

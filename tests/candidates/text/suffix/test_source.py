@@ -164,13 +164,12 @@ def test_tokens_are_known_by_what_became_of_them_elsewhere(is_deep):
 
 
 def expand(outputs, pattern, size):
-    """EXPANDSPECULATIONTREE by counting in the texts: path probabilities of the likeliest nodes, best first."""
+    """EXPANDSPECULATIONTREE by counting in the texts: D of the likeliest nodes, best first."""
 
     def count(string):
         return sum(text[i : i + len(string)] == string for text in outputs for i in range(len(text)))
 
-    drafted, queue = [], [(1.0, pattern)]
-    nodes = []
+    drafted, queue, nodes = [], [(1.0, pattern)], []
     while queue:
         path, string = queue.pop()
         nodes += [(path * count([*string, t]) / count(string), [*string, t]) for t in range(4) if count([*string, t])]
@@ -181,23 +180,45 @@ def expand(outputs, pattern, size):
     return [path for path, _ in drafted]
 
 
-@settings(deadline=None, max_examples=examples(40))
-@given(st.lists(texts, min_size=1, max_size=4), st.lists(st.integers(0, 3), max_size=3, unique=True), st.data())
-def test_published_algorithm_finds_the_best_score(outputs, end, data):
-    factor, limit = data.draw(st.sampled_from([1.0, 2.5])), data.draw(st.integers(1, 8))
-    source = small(scoring="counts", factor=factor, offset=1.0, min_probability=0.0, max_depth=40)
+@settings(deadline=None, max_examples=examples(60))
+@given(st.lists(texts, min_size=1, max_size=4), st.lists(st.integers(0, 3), max_size=4, unique=True), st.data())
+def test_algorithm_1_proposes_the_draft_of_the_highest_score(outputs, end, data):
+    """SuffixDecoding, algorithm 1: GENERATECANDIDATETREE over p = 1 ... P; of equal scores, the first one stays."""
+    factor, offset, limit = (data.draw(st.sampled_from(x)) for x in ([1.0, 2.5], [1.0, 0.0, -1.0], [3, 8, 40]))
+    source = SuffixTreeCandidates.published(factor, 3, offset=offset, max_bytes=2**20)
     source.add_outputs(outputs, progress=False)
     prompt = [50, 51, *end]  # no token twice: nothing comes from the request's own tree
     source.start("a", np.array(prompt))
     tree = source.propose(["a"], [limit])[0]
-    patterns = [prompt[len(prompt) - length :] for length in range(1, len(end) + 1)]
-    found = [pattern for pattern in patterns if any(occurs(pattern, text) for text in outputs)]
-    drafts = [expand(outputs, pattern, min(limit, int(factor * len(pattern) + 1))) for pattern in found]
-    best = max(map(sum, drafts), default=0)
+    best, best_size = 0.0, 0
+    for length in range(1, min(3, len(end)) + 1):
+        pattern = prompt[-length:]
+        if any(occurs(pattern, text) for text in outputs):
+            draft = expand(outputs, pattern, min(limit, int(factor * length + offset)))
+            if sum(draft) > best + 1e-9:
+                best, best_size = sum(draft), len(draft)
     assert tree.path_probs.sum() == pytest.approx(best, abs=1e-4)
-    if best:
-        sizes = {len(draft) for draft in drafts if sum(draft) == pytest.approx(best, abs=1e-4)}
-        assert len(tree) in sizes
+    assert len(tree) == best_size
+
+
+@pytest.mark.parametrize(
+    ("outputs", "prompt", "tokens", "probs"),
+    [
+        ([[1, 2, 3], [1, 2, 4], [1, 2, 4]], [9, 1, 2], [4, 3], [2 / 3, 1 / 3]),  # C(N) = COUNT(N) / COUNT(PARENT(N))
+        ([[1, 2, 3, 6, 7, 8]], [1, 2, 4, 5, 1, 2], [3, 6, 7, 8], [1.0] * 4),  # equal scores: S_g comes before S_r
+        ([[1, 2, 3], [1, 2, 6, 7]], [1, 2, 4, 5, 1, 2], [4, 5, 1, 2], [1.0] * 4),  # S_r has the higher SCORE
+        ([[2, 3, 3, 3], [1, 2, 4, 4, 4]], [9, 1, 2], [4, 4, 4], [1.0] * 3),  # p = 2 has more than p = 1, four halves
+        ([[5, 20 + k] for k in range(20)], [9, 5], [20, 21, 22, 23], [0.05] * 4),  # none is too unlikely
+    ],
+)  # fmt: skip
+def test_the_published_draft_in_examples(outputs, prompt, tokens, probs):
+    """SuffixDecoding, algorithm 1, with alpha = 4."""
+    source = SuffixTreeCandidates.published(max_bytes=2**20)
+    source.add_outputs(outputs, progress=False)
+    source.start("a", np.array(prompt))
+    tree = source.propose(["a"], [40])[0]
+    assert sorted(tree.tokens.tolist()) == sorted(tokens)
+    assert sorted(tree.probs.tolist()) == pytest.approx(sorted(probs))
 
 
 def test_namespaces_neither_feed_nor_steer_one_another():
