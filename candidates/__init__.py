@@ -2,6 +2,7 @@
 
 from .base import TreeCandidateGenerator
 from .combined.fused.source import FusedCandidates
+from .combined.fused.sssd import SSSDCandidates
 from .combined.routed.classifier import TextClassifier
 from .combined.routed.source import RoutedCandidates
 from .combined.staged import StagedCandidates
@@ -20,6 +21,7 @@ from .models.growing import GrowingCandidates
 from .models.translated.source import TranslatedDraftCandidates
 from .request import SourceRequest
 from .text.datastore.file import Datastore, build_datastore
+from .text.datastore.input_trees import InputTreeCandidates
 from .text.datastore.source import DatastoreCandidates
 from .text.prompt_lookup import PromptLookupCandidates
 from .text.suffix.source import SuffixTreeCandidates
@@ -35,6 +37,7 @@ __all__ = [
     "ForwardingSource",
     "FusedCandidates",
     "GrowingCandidates",
+    "InputTreeCandidates",
     "MLPSpeculator",
     "MLPSpeculatorCandidates",
     "MedusaCandidates",
@@ -42,6 +45,7 @@ __all__ = [
     "MtpLayers",
     "PromptLookupCandidates",
     "RoutedCandidates",
+    "SSSDCandidates",
     "SourceRequest",
     "StagedCandidates",
     "SuffixTreeCandidates",

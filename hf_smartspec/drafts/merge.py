@@ -11,14 +11,47 @@ from .tree import DraftTree
 
 class Discount(NamedTuple):
     """
-    Dampening factors of a source, in [0, 1]. The probability of a node at depth d that was found by a match of m tokens
-    is multiplied by `first` (d = 1) or `further` (d > 1), and by `short` ** (1 / (m + d - 1)) where m is known:
-    together with the node's ancestors, the match is m + d - 1 tokens long.
+    Dampening factors of a source, in [0, 1], which compound along a path. The probability of a node at depth d that was
+    found by a match of m tokens is multiplied by `first` (d = 1) or `further` (d > 1), and by `short` ** (1 / (m + d -
+    1)) where m is known: together with the node's ancestors, the match is m + d - 1 tokens long.
     """
 
     first: float = 1.0
     further: float = 1.0
     short: float = 1.0
+
+
+class PathDiscount(NamedTuple):
+    """
+    SSSD's `discount(source, depth)` (algorithm 1), which does not compound: the probability of the *path* to a node at
+    depth d, found by a match of m tokens, is multiplied by `factors[m - 1][d - 1]` (m = 0, where it is unknown, counts
+    as 1). The last row serves longer matches, and the last factor of a row greater depths.
+
+    Example:
+        >>> chain = Draft.of(DraftTree.chain([5, 6, 7], [0.9, 0.9, 0.9]))
+        >>> merge([chain.discounted(PathDiscount([[0.8]]))], 3).path_probs.round(2)  # 0.8 of 0.9, 0.81 and 0.729
+        array([0.72, 0.65, 0.58], dtype=float32)
+    """
+
+    factors: Sequence[Sequence[float]]
+
+    @classmethod
+    def geometric(cls, scale: float, short: float, deep: float, max_prefix: int, branch_len: int) -> "PathDiscount":
+        """
+        Return the factors `scale * short ** (max_prefix - m) * deep ** (d - 1)` for matches of m = 1 ... `max_prefix`
+        tokens and depths d = 1 ... `branch_len`.
+        """
+        return cls(
+            [
+                [scale * short ** (max_prefix - length) * deep**depth for depth in range(branch_len)]
+                for length in range(1, max_prefix + 1)
+            ]
+        )
+
+    def of(self, length: int, depth: int) -> float:
+        """Return the factor of a node found by a match of `length` tokens; `depth` is 0 for children of the root."""
+        row = self.factors[min(max(length, 1), len(self.factors)) - 1]
+        return row[min(depth, len(row) - 1)]
 
 
 _NO_DISCOUNT = Discount()
@@ -48,9 +81,11 @@ class Draft(NamedTuple):
         match_lengths = lengths.tolist() if isinstance(lengths, np.ndarray) else [int(lengths)] * len(probs)
         return cls(tree.tokens.tolist(), probs, depths, match_lengths, children)
 
-    def discounted(self, discount: Discount) -> "Draft":
+    def discounted(self, discount: Discount | PathDiscount) -> "Draft":
         if discount == _NO_DISCOUNT:
             return self
+        if isinstance(discount, PathDiscount):
+            return self._discounted_by_path(discount)
         first, further, short = discount
         return self._replace(
             probs=[
@@ -58,6 +93,16 @@ class Draft(NamedTuple):
                 for prob, depth, length in zip(self.probs, self.depths, self.match_lengths)
             ]
         )
+
+    def _discounted_by_path(self, discount: PathDiscount) -> "Draft":
+        # Each node takes back its parent's factor, so that products along a path hold the last node's alone.
+        factors = [discount.of(*place) for place in zip(self.match_lengths, self.depths)]
+        probs = list(self.probs)
+        for parent, children in self.children.items():
+            before = factors[parent] if parent >= 0 else 1.0
+            for child in children:
+                probs[child] *= factors[child] / before if before else 0.0
+        return self._replace(probs=probs)
 
     def nodes_of(self, tree: DraftTree) -> list[int]:
         """Return the node on the same path of tokens for each node of `tree`; -1 where there is none."""

@@ -12,6 +12,7 @@ from ..candidates import (
     Datastore,
     DatastoreCandidates,
     PromptLookupCandidates,
+    SSSDCandidates,
     SuffixTreeCandidates,
     TreeCandidateGenerator,
 )
@@ -21,17 +22,20 @@ from ..candidates.heads.mtp import MTP
 from ..target_model.model_state import state_of
 from .draft_models import load_drafter
 
-DATASTORE, TUNED = "datastore:", "tuned:"  # prefixes of a path
+DATASTORE, SSSD, TUNED = "datastore:", "sssd:", "tuned:"  # prefixes of a path
 EARLY_EXIT = "early_exit:"  # prefix of a number of layers
-PRESET_NAMES = ["auto", "none", "prompt_lookup", "suffix", MTP, f"{DATASTORE}PATH", f"{EARLY_EXIT}N", f"{TUNED}PATH"]
-PRESETS = {"prompt_lookup": PromptLookupCandidates, "none": NoCandidates}
+PRESETS = {"none": NoCandidates, "prompt_lookup": PromptLookupCandidates, "sssd": SSSDCandidates}
+PRESET_NAMES = [
+    *("auto", "suffix", MTP, *PRESETS),
+    *(f"{DATASTORE}PATH", f"{EARLY_EXIT}N", f"{SSSD}PATH", f"{TUNED}PATH"),
+]
 
 
 def is_preset(assistant: Any) -> bool:
     """Return whether `assistant` is the name of a source, and not of a drafter that has to be loaded."""
     if not isinstance(assistant, str) or assistant == MTP:
         return False
-    return assistant in PRESET_NAMES or assistant.startswith((DATASTORE, TUNED))
+    return assistant in PRESET_NAMES or assistant.startswith((DATASTORE, SSSD, TUNED))
 
 
 def is_source(assistant: Any) -> bool:
@@ -95,6 +99,8 @@ def find_named(name: str, target: PreTrainedModel) -> Any:
         return suffix_trees(target)
     if name.startswith(DATASTORE):
         return _datastore(name.removeprefix(DATASTORE))
+    if name.startswith(SSSD):
+        return SSSDCandidates(_opened(name.removeprefix(SSSD)))
     if name in PRESETS:
         return PRESETS[name]()
     return load_drafter(os.path.expanduser(name), target)
@@ -118,8 +124,11 @@ def _suffix_trees(model: PreTrainedModel, path: str, **options: Any) -> SuffixTr
 
 
 def _datastore(path: str, **options: Any) -> DatastoreCandidates:
-    modified = os.stat(path).st_mtime_ns if os.path.exists(path) else 0
-    return DatastoreCandidates(_opened_datastore(path, modified), **options)
+    return DatastoreCandidates(_opened(path), **options)
+
+
+def _opened(path: str) -> Datastore:
+    return _opened_datastore(path, os.stat(path).st_mtime_ns if os.path.exists(path) else 0)
 
 
 @lru_cache(maxsize=4)

@@ -166,8 +166,6 @@ def _as_source(config: SmartSpecConfig, target: PreTrainedModel, drafters: Draft
         assistant = find_named(assistant, target)
     if isinstance(assistant, SuffixTreeCandidates):
         assistant.warm_up()  # compiles, once per installation: here rather than in the middle of decoding
-    if isinstance(assistant, DatastoreCandidates):
-        check_datastore(assistant.datastore, target)
     if hasattr(assistant, "get_base_model"):  # PEFT's wrapper: the model inside has the adapter's layers
         assistant = assistant.get_base_model()
     if isinstance(assistant, PreTrainedModel):
@@ -193,6 +191,8 @@ def _fit(source: TreeCandidateGenerator, target: PreTrainedModel) -> None:
     """Prepare a source that the caller has made, and its members, for the target; raise if one does not fit."""
     for member in source.sources if isinstance(source, CombinedCandidates) else ():
         _fit(member, target)
+    if isinstance(source, DatastoreCandidates):
+        check_datastore(source.datastore, target)
     if isinstance(source, RoutedCandidates):
         _prepare_drafters(source, SmartSpecConfig(), target, Drafters())
     if isinstance(source, TranslatedDraftCandidates):

@@ -22,6 +22,7 @@ from hf_smartspec import (
     SuffixTreeCandidates,
     TreeCandidateGenerator,
 )
+from hf_smartspec.candidates import SSSDCandidates
 from hf_smartspec.candidates.heads.eagle.heads import EagleHeads
 from hf_smartspec.candidates.heads.feature_source import FeatureCandidates
 from hf_smartspec.candidates.heads.learned import LearnedDrafter
@@ -127,6 +128,10 @@ def prompt_lookup(architecture: str, rng: random.Random) -> TreeCandidateGenerat
     return PromptLookupCandidates()
 
 
+def sssd(architecture: str, rng: random.Random) -> TreeCandidateGenerator:
+    return SSSDCandidates(max_prefix=rng.choice((1, 4)), num_nodes=rng.choice((None, 6)))
+
+
 KINDS = {
     "draft model": Kind(draft_model, swap_draft_model),
     "translated": Kind(translated, swap_draft_model),
@@ -139,6 +144,7 @@ KINDS = {
     "routed": Kind(routed, swap_routed),
     "suffix": Kind(suffix),
     "prompt lookup": Kind(prompt_lookup),
+    "sssd": Kind(sssd),
 }
 
 

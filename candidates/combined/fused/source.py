@@ -1,10 +1,11 @@
 """Several cheap sources as one: a common tree of their best continuations (SSSD, section 3.1.3)."""
 
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 
 import numpy as np
 
-from ....drafts.merge import Discount, Draft, merge
+from ....drafts.merge import Discount, Draft, PathDiscount, merge
 from ....drafts.price import LevelPrice
 from ....drafts.tree import DraftTree
 from ....goodput.estimates.calibrator import Calibrator
@@ -29,7 +30,7 @@ class FusedCandidates(CombinedCandidates):
         discounts (sequence, *optional*): Per source, a factor on its nodes' probabilities, below 1 for a source that is
             too sure of itself: one `float`, or a pair, of which the first counts at depth 1 and the second at every
             further depth, or these and a third, which counts the more the shorter the match is that a node was found
-            by (see `drafts.merge.Discount`).
+            by (see `drafts.merge.Discount`). A `PathDiscount` in place of these does not compound along the path.
         calibrator (`Calibrator`, *optional*): Replaces the sources' raw probabilities by observed acceptance
             frequencies, before discounts apply.
         min_probability (`float`, *optional*): Nodes whose path has a lower probability, after all that, are not
@@ -40,7 +41,7 @@ class FusedCandidates(CombinedCandidates):
     def __init__(
         self,
         sources: Sequence[TreeCandidateGenerator],
-        discounts: Sequence[float | Sequence[float]] | None = None,
+        discounts: Sequence[float | Sequence[float] | PathDiscount] | None = None,
         calibrator: Calibrator | None = None,
         min_probability: float | None = None,
         num_nodes: int | None = None,
@@ -118,14 +119,20 @@ def _limits(source: TreeCandidateGenerator, max_nodes: Sequence[int], price: Lev
     return [min(limit, most) for limit in max_nodes]
 
 
-def _discounts(discounts: Sequence[float | Sequence[float]], num_sources: int) -> list[Discount]:
-    try:
-        found = [Discount(*item) if isinstance(item, Sequence) else Discount(item, item) for item in discounts]
-        lengths = [len(item) for item in discounts if isinstance(item, Sequence)]
-        if len(found) == num_sources and set(lengths) <= {2, 3} and all(0 <= x <= 1 for item in found for x in item):
-            return found
-    except TypeError:
-        pass
+def _discounts(
+    discounts: Sequence[float | Sequence[float] | PathDiscount], num_sources: int
+) -> list[Discount | PathDiscount]:
+    found: list[Discount | PathDiscount] = []
+    with suppress(TypeError):
+        for item in discounts:
+            if isinstance(item, PathDiscount):
+                found.append(item)
+                continue
+            factors = (item, item) if isinstance(item, int | float) else item
+            if len(factors) in (2, 3) and all(0 <= factor <= 1 for factor in factors):
+                found.append(Discount(*factors))
+    if len(found) == len(discounts) == num_sources:
+        return found
     raise ValueError(
         f"`discounts` must give each source a number in [0, 1], or a pair or three of them, got {discounts!r} for "
         f"{num_sources} sources."
