@@ -272,11 +272,12 @@ def _guarded(learner: Learner, call: Callable[..., Any], *args: Any) -> None:
 
 def _members(source: TreeCandidateGenerator) -> Iterator[TreeCandidateGenerator]:
     """Yield all sources that draft for some request."""
-    if not isinstance(source, RoutedCandidates):
-        yield from source.stages
-        return
-    for item in source.sources:
-        yield from _members(item)
+    for stage in source.stages:
+        if not isinstance(stage, RoutedCandidates):
+            yield stage
+            continue
+        for item in stage.sources:
+            yield from _members(item)
 
 
 def _learn(reference: "weakref.ref[OnlineDistillation]", changed: threading.Condition) -> None:

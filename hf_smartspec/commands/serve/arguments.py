@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder or hub id, which is its name for clients, or NAME=MODEL (default: demo=, the demo's target)",
     )  # fmt: skip
     _add_speculation(parser)
+    _add_learning(parser)
     add_dtype_argument(parser)
     parser.add_argument("--quantize", choices=QUANTIZATIONS, help="run linear maps in it, on the CPU")
     add_machine_arguments(parser)
@@ -72,6 +73,28 @@ def _add_speculation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shared-interval", type=positive_number, default=30.0, metavar="SECONDS", help="of exchanges (default: 30)"
     )
+
+
+def _add_learning(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--learn", metavar="FOLDER",
+        help="drafters learn from the requests that they draft for; what they have learnt is saved there, and taken up "
+        "again at the next start",
+    )  # fmt: skip
+    parser.add_argument(
+        "--learn-options", type=_json_object, default={}, metavar="JSON",
+        help="""options of `OnlineDistillation`, such as '{"every_requests": 32}'""",
+    )  # fmt: skip
+    parser.add_argument(
+        "--learn-tenants", choices=("apart", "together"), default="apart",
+        help="whether each key has a copy of the draft model that learns from its requests alone, or all have one "
+        "(default: apart)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--no-learn-key-file", type=Path, metavar="FILE",
+        help="keys, one per line, from whose requests nothing is learnt; they are drafted for by the draft model as it "
+        "was loaded",
+    )  # fmt: skip
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from packaging.version import Version
 
 from ...prepare.checks import check_assistant
+from ...prepare.presets import is_preset
 from ...target_model.private import TRANSFORMERS
 from ..common.arguments import UsageError, usage_errors
 from ..common.models import demo_folder, use_machine
@@ -28,10 +29,36 @@ def check_arguments(args: argparse.Namespace) -> None:
     args.assistant = [item for name in args.assistant for item in parts_of(name)]
     with usage_errors("--assistant"):
         check_assistant(args.assistant)
+    _check_learning(args)
     if args.replicas:
         check_ray()
         if args.max_replicas is not None and args.max_replicas < args.replicas:
             raise UsageError(f"--max-replicas: {args.max_replicas} is less than the {args.replicas} of --replicas")
+
+
+def _check_learning(args: argparse.Namespace) -> None:
+    """Raise `UsageError` if drafters cannot learn, or would draft for tenants from whom they are to be kept apart."""
+    if not args.learn:
+        if args.learn_options or args.no_learn_key_file or args.learn_tenants != "apart":
+            raise UsageError("--learn-options, --learn-tenants and --no-learn-key-file need --learn")
+        return
+    from ...online.options import LearningOptions
+
+    if "checkpoint" in args.learn_options:
+        raise UsageError("--learn-options: `checkpoint` is the folder of --learn")
+    with usage_errors("--learn-options", TypeError, ValueError):
+        LearningOptions(**args.learn_options)
+    others = [item for item in args.assistant if not is_preset(item)]
+    if not args.draft and not others:
+        raise UsageError("--learn: nothing that learns drafts: add --draft MODEL, or name heads in --assistant")
+    has_keys = bool(args.api_key or args.api_key_file or args.admin_key_file)
+    if args.no_learn_key_file and not has_keys:
+        raise UsageError("--no-learn-key-file: there are no keys; clients can set `speculation.learn` to false")
+    if others and has_keys and (args.learn_tenants == "apart" or args.no_learn_key_file):
+        raise UsageError(
+            f"--learn: keys are kept apart by copies of --draft, and {others[0]} would draft for all of them: leave it "
+            "out, or choose --learn-tenants together, without --no-learn-key-file"
+        )
 
 
 def check_extras() -> None:
@@ -61,8 +88,10 @@ def api_keys(args: argparse.Namespace) -> "ApiKeys":
     from ...replicas.sharing.folder import SharedFolder
     from ...serving.server.guard.keys import ApiKeys, read_keys
 
-    with usage_errors("--shared"):
-        salt = SharedFolder(args.shared).salt() if args.shared else None
-    with usage_errors("--api-key, --api-key-file or --admin-key-file"):
-        keys, admin_keys = (read_keys(path) if path else [] for path in (args.api_key_file, args.admin_key_file))
-        return ApiKeys([*args.api_key, *keys], salt, admin_keys)
+    kept = args.shared or args.learn  # where namespaces must be the same after a new start
+    with usage_errors("--shared" if args.shared else "--learn"):
+        salt = SharedFolder(kept).salt() if kept else None
+    files = args.api_key_file, args.admin_key_file, args.no_learn_key_file
+    with usage_errors("--api-key, --api-key-file, --admin-key-file or --no-learn-key-file"):
+        keys, admin_keys, unlearnt_keys = (read_keys(path) if path else [] for path in files)
+        return ApiKeys([*args.api_key, *keys], salt, admin_keys, unlearnt_keys)

@@ -4,7 +4,7 @@ import argparse
 import gc
 import socket
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from urllib.parse import quote
@@ -13,18 +13,20 @@ import torch
 from transformers import PreTrainedModel
 
 from ... import __version__
+from ...online.distillation import OnlineDistillation
 from ...replicas.sharing.outputs import SharedOutputs
 from ...serving.memory.budget import Budget
 from ...serving.server.app import Server, make_app
 from ...serving.server.engine import ServedEngine
 from ...serving.server.guard.hosts import local_hosts
-from ...serving.server.guard.keys import ApiKeys
+from ...serving.server.guard.keys import ApiKeys, Caller
 from ...serving.server.guard.limits import Limits
 from ...serving.server.metrics import ServerMetrics
 from ...serving.server.running import DrainingServer
 from ...serving.server.served import ServedModel
 from ..common.arguments import UsageError, usage_errors
 from ..common.models import load_draft, load_model, load_tokenizer, name_of, use_quantized
+from .learning import learning_draft, new_learning, sharing_of_learnt
 
 _MIB = 2**20
 
@@ -58,12 +60,18 @@ def loaded_server(
     models: dict[str, ServedModel] = {}
     with ExitStack() as stack:
         for name, path in names.items():
-            models[name] = served = load_served(args, name, path, limits, metrics, len(names))
+            if args.learn:
+                stack.enter_context(sharing_of_learnt(args, name))  # before the drafters take up what was learnt
+            models[name] = served = load_served(args, name, path, limits, metrics, len(names), keys)
+            if isinstance(online := served.engine.config.online, OnlineDistillation):
+                stack.callback(online.close)
             stack.callback(served.stop)
         if args.shared:
             for name, served in models.items():
                 stack.enter_context(_sharing(f"{args.shared}/{quote(name, safe='')}", served, args.shared_interval))
         print(f"smartspec serve: {memory_of(models)}", file=sys.stderr, flush=True)
+        if args.learn:
+            print(f"smartspec serve: what drafters learn is saved in {args.learn}", file=sys.stderr, flush=True)
         template_kwargs = args.chat_template_kwargs
         app = make_app(models, metrics, keys, limits.max_body_bytes, template_kwargs, __version__, hosts)
         # All that is loaded stays: garbage collections of it would stop all requests for tenths of a second at a time.
@@ -112,7 +120,13 @@ def num_sharing(args: argparse.Namespace, num_models: int) -> int:
 
 
 def load_served(
-    args: argparse.Namespace, name: str, path: str, limits: Limits, metrics: ServerMetrics, num_models: int = 1
+    args: argparse.Namespace,
+    name: str,
+    path: str,
+    limits: Limits,
+    metrics: ServerMetrics,
+    num_models: int = 1,
+    keys: ApiKeys | None = None,
 ) -> ServedModel:
     """Return a model with its started engine."""
     model = load_model(path, args.dtype, args.device)
@@ -120,22 +134,27 @@ def load_served(
     tokenizer = load_tokenizer(path)
     if tokenizer is None:
         raise UsageError(f"the model {path!r} has no tokenizer, which a server needs")
+    callers = [] if keys is None else keys.callers
     with usage_errors(name):
         engine = ServedEngine(
             model,
-            _assistant(args, model),
+            _assistant(args, model, callers),
             max_batch_size=args.max_batch_size,
             max_kv_bytes=Budget(args.max_kv_mib and args.max_kv_mib * _MIB, num_sharing(args, num_models)),
             max_prefill_tokens=args.max_prefill_tokens,
             tokenizer=tokenizer,
+            online=new_learning(args, name, len(callers)) if args.learn else None,
         )
         served = ServedModel(name, engine, limits, metrics, args.max_batch_size)
     engine.start()
     return served
 
 
-def _assistant(args: argparse.Namespace, model: PreTrainedModel) -> Any:
+def _assistant(args: argparse.Namespace, model: PreTrainedModel, callers: Sequence[Caller]) -> Any:
     sources: list[Any] = list(args.assistant)
     if args.draft:
-        sources = [*(item for item in sources if item != "none"), load_draft(args.draft, model, name_of(model.dtype))]
+        draft: Any = load_draft(args.draft, model, name_of(model.dtype))
+        if args.learn:
+            draft = learning_draft(draft, callers, args.learn_tenants)
+        sources = [*(item for item in sources if item != "none"), draft]
     return sources[0] if len(sources) == 1 else sources

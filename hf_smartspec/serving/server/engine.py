@@ -3,7 +3,9 @@
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ...candidates.text.suffix.source import SuffixTreeCandidates
+from ...candidates import RoutedCandidates, SuffixTreeCandidates
+from ...online.distillation import OnlineDistillation
+from ...online.learner import LearningStatistics
 from ...prepare.sources import Assistant
 from ..engine import Engine
 
@@ -30,17 +32,33 @@ class ServedEngine(Engine):
         stages = self.own_assistant().source.stages
         return [stage for stage in stages if isinstance(stage, SuffixTreeCandidates)]
 
-    def own_assistant(self, num_nodes: int | None = None, **options: Any) -> Assistant:
+    def own_assistant(
+        self, num_nodes: int | None = None, namespace: str = "", teaches: bool = True, **options: Any
+    ) -> Assistant:
         """
         Return the engine's own assistant with options for one request.
 
         Args:
             num_nodes (`int`, *optional*): Draft nodes per step; if omitted, the engine's policy decides.
-            options: `namespace` and `references`, as in `SmartSpecConfig`.
+            namespace (`str`): The tenant's. A `RoutedCandidates` gets it as the tag, so that a tenant may have a
+                drafter of its own.
+            teaches (`bool`): Whether drafters may learn from the request.
+            options: `references`, as in `SmartSpecConfig`.
         """
+        options["namespace"] = namespace
         if num_nodes is not None:
             options |= {"num_nodes": num_nodes, "policy": None}
+        if not teaches:
+            options["online"] = None
+        if namespace and any(isinstance(stage, RoutedCandidates) for stage in self._assistant.source.stages):
+            options["tag"] = namespace
         return Assistant(replace(self._assistant.config, **options), self._assistant.source)
+
+    @property
+    def learning(self) -> list[LearningStatistics]:
+        """Return the counts of drafters that learn from the engine's requests."""
+        online = self.config.online
+        return list(online.statistics.values()) if isinstance(online, OnlineDistillation) else []
 
     @property
     def num_preemptions(self) -> int:

@@ -2,6 +2,8 @@
 
 import time
 from collections.abc import Iterable, Mapping
+from math import isfinite
+from statistics import fmean
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -36,6 +38,21 @@ _COUNTERS = {
 
 
 _ENGINE_COUNTERS = ("num_preemptions", *(name for name in _COUNTERS if name.startswith("spec_decode")))
+
+
+_LEARNING_COUNTERS = {
+    "requests": "Requests that drafters have been given to learn from.",
+    "tokens": "Tokens of their answers.",
+    "updates": "Updates of drafters.",
+    "swaps": "Times that a drafter took over new weights.",
+    "rollbacks": "Updates whose shadow drafts were worse, so that the weights before them draft on.",
+    "seconds": "Seconds of training.",
+}
+_LEARNING_MEANS = {
+    "loss": "Loss of the latest update.",
+    "acceptance": "Share of shadow drafts that were accepted after the latest update.",
+    "acceptance_before": "The same by the weights before it.",
+}
 
 
 class ServerMetrics:
@@ -127,4 +144,28 @@ class _Engines(Collector):
             values = engine.num_preemptions, counts.steps, counts.drafted_tokens, counts.accepted_tokens
             for family, value in zip(counters, values):
                 family.add_metric([name], value)
-        return [running, waiting, usage, *counters]
+        return [running, waiting, usage, *counters, *self._learning()]
+
+    def _learning(self) -> Iterable[Metric]:
+        """Yield sums over the drafters that learn from a model's requests, and means of their acceptance."""
+        found = {name: counts for name, engine in self._engines.items() if (counts := engine.learning)}
+        if not found:
+            return
+        for field, text in _LEARNING_COUNTERS.items():
+            counter = CounterMetricFamily(f"smartspec:learning_{field}", text, labels=_MODEL)
+            for name, counts in found.items():
+                counter.add_metric([name], sum(getattr(item, field) for item in counts))
+            yield counter
+        drafters = GaugeMetricFamily("smartspec:learning_drafters", "Drafters that learn.", labels=_MODEL)
+        memory = GaugeMetricFamily("smartspec:learning_buffer_bytes", "Memory of samples.", labels=_MODEL)
+        for name, counts in found.items():
+            drafters.add_metric([name], sum(not item.failure for item in counts))
+            memory.add_metric([name], sum(item.buffer_bytes for item in counts))
+        yield from (drafters, memory)
+        for field, text in _LEARNING_MEANS.items():
+            gauge = GaugeMetricFamily(f"smartspec:learning_{field}", text, labels=_MODEL)
+            for name, counts in found.items():
+                values = [number for item in counts if isfinite(number := getattr(item, field))]
+                if values:
+                    gauge.add_metric([name], fmean(values))
+            yield gauge

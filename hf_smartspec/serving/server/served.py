@@ -20,7 +20,7 @@ from ..outputs import EngineOutput
 from .answers import Answer
 from .engine import ServedEngine
 from .errors import ApiError
-from .guard.keys import CALLER
+from .guard.keys import CALLER, Caller
 from .guard.limits import Limits, OpenRequests, max_answer_tokens
 from .metrics import ServerMetrics
 from .request.grammar import GrammarProcessor, Grammars
@@ -163,11 +163,12 @@ class ServedModel:
         usual = self.limits.max_new_tokens if usual_tokens is None else usual_tokens
         room = [max_answer_tokens(len(ids), settings.max_new_tokens, usual, self.max_model_len) for ids in prompts]
         count = len(prompts) * len(settings.seeds)
-        namespace = CALLER.get().namespace
+        caller = CALLER.get()
+        namespace = caller.namespace
         self.open.add(namespace, count)
         answers: list[Answer] = []
         try:
-            prepared = await self.in_worker(self._prepared, settings, namespace, prediction)
+            prepared = await self.in_worker(self._prepared, settings, caller, prediction)
             for ids, limit in zip(prompts, room):
                 for seed in settings.seeds:
                     answers.append(await self._begin(ids, limit, seed, settings, prepared, keeps_special))
@@ -185,7 +186,8 @@ class ServedModel:
                 message = f"{field}: the model has {self._vocab_size} tokens, and {token} is none of them"
                 raise ApiError(400, message, param=field)
 
-    def _prepared(self, settings: Settings, namespace: str, prediction: Sequence[int] | None) -> "_Prepared":
+    def _prepared(self, settings: Settings, caller: Caller, prediction: Sequence[int] | None) -> "_Prepared":
+        namespace = caller.namespace
         grammar = None if settings.form is None else self._grammars.processor(settings.form)
         if settings.known is not None:
             return _Prepared(SmartSpecConfig(KnownText(settings.known), num_nodes=KNOWN_NODES, namespace=namespace))
@@ -197,7 +199,8 @@ class ServedModel:
         self.check_length([token for ids in texts for token in ids], field)
         # All choices get the same arrays, so that sources may index them once.
         references = [np.array(ids, np.int64) for ids in [*texts, prediction] if ids]
-        own = self.engine.own_assistant(settings.num_nodes, namespace=namespace, references=references)
+        teaches = caller.teaches and settings.teaches
+        own = self.engine.own_assistant(settings.num_nodes, namespace, teaches, references=references)
         return _Prepared(own, grammar)
 
     async def _begin(

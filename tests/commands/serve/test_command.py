@@ -116,7 +116,7 @@ def test_what_runs_is_finished_when_the_server_is_told_to_end(tmp_path):
     options = ["--port", "0", "--assistant", "none", "--dtype", "float32", "--api-key", "k"]
     process = processes.start(processes.run_logged, ["serve", f"demo={EMBEDDED}", *options], tmp_path / "said")
     try:
-        url = _address(process, tmp_path / "said")
+        url = address(process, tmp_path / "said")
         body = {"prompt": "1, 2, 3,", "max_tokens": 200, "ignore_eos": True, "stream": True}
         headers = {"Authorization": "Bearer k"}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers, timeout=60) as answer:
@@ -134,7 +134,7 @@ def test_what_runs_is_finished_when_the_server_is_told_to_end(tmp_path):
         process.join()
 
 
-def _address(process, said):
+def address(process, said):
     end = time.monotonic() + 120
     while not (said.exists() and (match := re.search(r"at (http://\S+)/v1", said.read_text()))):
         assert process.is_alive() and time.monotonic() < end

@@ -18,10 +18,12 @@ class Caller(NamedTuple):
     Args:
         namespace (`str`): Namespace of the tenant's texts: no other tenant's drafts or reused prefixes come from them.
         is_admin (`bool`): Whether the caller may read metrics over all tenants.
+        teaches (`bool`): Whether drafters may learn from the tenant's requests.
     """
 
     namespace: str = ""
     is_admin: bool = False
+    teaches: bool = True
 
 
 # A context variable, since transformers' application does not pass such an argument on to handlers.
@@ -38,12 +40,19 @@ class ApiKeys:
             from a namespace. Servers that share outputs need the same salt; random if omitted.
         admin_keys (iterable of `str`): Keys of admins; they may be among `keys`. Without any keys, all clients are
             admins.
+        unlearnt_keys (iterable of `str`): Those of the others from whose requests no drafter learns.
 
     Raises:
-        ValueError: for keys that no header can carry.
+        ValueError: for keys that no header can carry, and for keys in `unlearnt_keys` alone.
     """
 
-    def __init__(self, keys: Iterable[str] = (), salt: bytes | None = None, admin_keys: Iterable[str] = ()):
+    def __init__(
+        self,
+        keys: Iterable[str] = (),
+        salt: bytes | None = None,
+        admin_keys: Iterable[str] = (),
+        unlearnt_keys: Iterable[str] = (),
+    ):
         salt = secrets.token_bytes(32) if salt is None else salt
         self._callers: dict[bytes, Caller] = {}
         for key, is_admin in [*((key, False) for key in keys), *((key, True) for key in admin_keys)]:
@@ -52,9 +61,18 @@ class ApiKeys:
             namespace = hmac.new(salt, key.strip().encode(), hashlib.sha256).hexdigest()[:32]
             # The key itself is not stored.
             self._callers[_digest(key.strip())] = Caller(f"key:{namespace}", is_admin)
+        for digest in map(_digest, map(str.strip, unlearnt_keys)):
+            if digest not in self._callers:
+                raise ValueError("A key that is not to be learnt from is none of the server's keys.")
+            self._callers[digest] = self._callers[digest]._replace(teaches=False)
 
     def __len__(self) -> int:
         return len(self._callers)
+
+    @property
+    def callers(self) -> list[Caller]:
+        """The callers that have keys."""
+        return list(self._callers.values())
 
     def caller(self, authorization: str | None) -> Caller | None:
         """Return the caller with the key in a header; None for an unknown key. The time does not depend on the key."""

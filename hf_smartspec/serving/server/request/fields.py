@@ -45,6 +45,7 @@ class Speculation(Fields):
     assistant: Literal["none"] | None = None
     num_nodes: int | None = Field(None, ge=0, le=1024)
     references: Items[str] = Field(default=[], max_length=64)
+    learn: bool = True
 
 
 class Prediction(Fields):

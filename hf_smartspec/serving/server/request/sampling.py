@@ -42,6 +42,7 @@ class Settings:
         references (sequence of `str`): Texts that the answer may repeat.
         prediction (`str`, *optional*): OpenAI's predicted output.
         known (`np.ndarray`, int64, *optional*): The answer itself, of which only the log-probabilities are wanted.
+        teaches (`bool`): Whether drafters may learn from the request.
     """
 
     arguments: dict[str, Any]
@@ -58,6 +59,7 @@ class Settings:
     references: Sequence[str] = ()
     prediction: str | None = None
     known: np.ndarray | None = None
+    teaches: bool = True
 
 
 def read_settings(
@@ -111,6 +113,7 @@ def read_settings(
         speculation.num_nodes,
         speculation.references,
         None if fields.prediction is None else fields.prediction.text,
+        teaches=speculation.learn,
     )
 
 

@@ -1,0 +1,66 @@
+"""`smartspec serve --learn`: which copy of the draft model learns from whose requests, and where it is saved."""
+
+import copy
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from transformers import PreTrainedModel
+
+from ...candidates import RoutedCandidates
+from ...online.distillation import OnlineDistillation
+from ...online.options import LearningOptions
+from ...replicas.sharing.checkpoints import SharedCheckpoints
+from ...serving.server.guard.keys import Caller
+from ..common.arguments import usage_errors
+
+APART, TOGETHER = TENANTS = ("apart", "together")
+_AS_LOADED = "as loaded"
+
+
+def learning_draft(draft: PreTrainedModel, callers: Sequence[Caller], tenants: str) -> Any:
+    """
+    Return what drafts and learns in place of a draft model: the model itself where there are no keys, else a
+    `RoutedCandidates` of copies, so that nobody is drafted for by what tenants from whom it is apart have taught.
+
+    Args:
+        callers (sequence of `Caller`): The callers that have keys.
+        tenants (`str`): "apart" gives each key a copy of its own, "together" one to all. Keys from which nothing is
+            learnt share a copy that stays as it was loaded.
+    """
+    if not callers:
+        return draft
+    copies = {caller.namespace: _copy_of(caller, tenants) for caller in callers}
+    drafters = {name: copy.deepcopy(draft) for name in dict.fromkeys(copies.values())}
+    for name, drafter in drafters.items():  # by which `OnlineDistillation` names what it saves
+        drafter.name_or_path = f"{Path(draft.name_or_path or 'draft').name}-{name}"
+    return RoutedCandidates(drafters, labels=copies)
+
+
+def _copy_of(caller: Caller, tenants: str) -> str:
+    if not caller.teaches:
+        return _AS_LOADED
+    return TOGETHER if tenants == TOGETHER else caller.namespace
+
+
+def new_learning(args: Any, name: str, num_copies: int) -> OnlineDistillation:
+    """Return what trains the drafters of one model; each has an equal part of the memory of samples."""
+    options = {"max_bytes": LearningOptions.max_bytes // max(num_copies, 1), **args.learn_options}
+    return OnlineDistillation(checkpoint=_folder(args, name), **options)
+
+
+def sharing_of_learnt(args: Any, name: str) -> AbstractContextManager[None]:
+    """Return the exchange of learnt weights with other servers, by `--shared`."""
+    if not args.shared:
+        return nullcontext()
+    with usage_errors("--shared"):
+        shared = SharedCheckpoints(
+            f"{args.shared}/{quote(name, safe='')}/learnt", _folder(args, name), args.shared_interval
+        )
+    return shared.attached()
+
+
+def _folder(args: Any, name: str) -> Path:
+    return Path(args.learn) / quote(name, safe="")
