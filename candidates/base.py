@@ -83,6 +83,8 @@ class TreeCandidateGenerator(AssistedDecodingSource):
         width (`int`): Nodes that an autoregressive source drafts per level.
         heeds_prices (`bool`): Whether `propose` takes a `price`, and ends drafts by itself where a further level, or
             node, is not worth it.
+        heeds_shapes (`bool`): Whether `propose` takes a `price` that has `widths`, and gives drafts that shape; sources
+            that heed prices may, too.
         follows_target (`bool`): Whether it drafts from results of the target's forward over the text before the last
             token. Such a source gets no calls of `propose` while a prompt is still being run.
         is_learned (`bool`): Whether it drafts with weights that were trained for targets like this one. Drafts that are
@@ -107,6 +109,7 @@ class TreeCandidateGenerator(AssistedDecodingSource):
     is_autoregressive: bool = False
     width: int = 1
     heeds_prices: bool = False
+    heeds_shapes: bool = False
     follows_target: bool = False
     is_learned: bool = False
     needs: frozenset[str] = frozenset()
@@ -176,6 +179,7 @@ class TreeCandidateGenerator(AssistedDecodingSource):
         Sources that heed prices take a further argument, `price: LevelPrice | None = None`: what a further level must
         be worth in this step, in expected tokens (the sum of its nodes' path probabilities), and what a node must be.
         Forwards become dearer in steps: `price.beyond(depth)` is what the level after `depth` levels must be worth.
+        A price with `widths` fixes the shape of drafts instead, for sources that heed shapes.
         Without a price, drafts have their usual size.
         """
 
@@ -218,8 +222,10 @@ def proposals_of(
     max_nodes: Sequence[int],
     price: LevelPrice | None = None,
 ) -> list[DraftTree]:
-    """Call `propose` of a source, with the price if it heeds prices."""
-    arguments: dict[str, Any] = {"price": price} if source.heeds_prices else {}
+    """Call `propose` of a source, with the price if it heeds prices, or the shape that the price fixes."""
+    is_shaped = price is not None and bool(price.widths)
+    heeds = source.heeds_prices or (source.heeds_shapes and is_shaped)
+    arguments: dict[str, Any] = {"price": price} if heeds else {}
     return source.propose(request_ids, max_nodes, **arguments)
 
 

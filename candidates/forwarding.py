@@ -16,6 +16,7 @@ _ATTRIBUTES = (
     "is_autoregressive",
     "width",
     "heeds_prices",
+    "heeds_shapes",
     "follows_target",
     "needs",
     "hidden_layers",

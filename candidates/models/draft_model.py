@@ -82,9 +82,8 @@ class DraftModelCandidates(GrowingCandidates):
     ):
         if not isinstance(model, PreTrainedModel):
             raise TypeError(f"`model` must be a PreTrainedModel, got {type(model).__name__}.")
-        self._draws_trees = can_pack(model)
         config = model.config.get_text_config(decoder=True)
-        super().__init__(num_nodes, width, confidence_threshold, samples, self._draws_trees, num_positions(config))
+        super().__init__(num_nodes, width, confidence_threshold, samples, can_pack(model), num_positions(config))
         if self.width > 1 and not self._draws_trees:
             raise ValueError(f"{type(model).__name__} cannot be packed, so that it drafts chains: leave `width` out.")
         self.model, self.vocabulary = model, vocabulary

@@ -137,4 +137,7 @@ class EarlyExitCandidates(GrowingCandidates):
         """
         row = growth.state.row
         room = row.prefix_len + row.stride - len(growth.state.tokens)
-        return min(super()._max_depth(growth, price), max(room // self._width(price), 0))
+        depth = super()._max_depth(growth, price)
+        if price is not None and price.widths:
+            return min(depth, int(np.count_nonzero(np.cumprod(price.widths).cumsum() <= room)))
+        return min(depth, max(room // self._width(price), 0))

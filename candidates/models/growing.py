@@ -76,6 +76,7 @@ class GrowingCandidates(TreeCandidateGenerator):
         # Sampled drafts must not end, or lose nodes, for what was drawn: what is left would be no sample.
         self.heeds_prices = not samples
         self.most_nodes = num_nodes or (_CHAIN_NODES if samples else _TREE_NODES)
+        self._draws_trees = draws_trees
         self._widest = width or (_TREE_WIDTH if draws_trees else 1)
         self.confidence_threshold, self.samples = confidence_threshold, samples
         self._num_positions, self._vocab_size = num_positions, vocab_size
@@ -150,7 +151,9 @@ class GrowingCandidates(TreeCandidateGenerator):
             # The last token is always fed, also where an earlier attempt failed after it: its logits are needed.
             row = growth.state.row
             self._forward.cut(row, min(row.length, len(growth.state.tokens) - 1))
-        if growing and self._reads_every_level:
+        # Of a shape with branches, and where confidence ends drafts, the next level is not known before it is read.
+        is_shaped = price is not None and (max(price.widths, default=1) > 1 or price.confidence > 0)
+        if growing and (self._reads_every_level or is_shaped):
             self._grow_by_level(growing, price)
         elif growing:
             self._grow_at_once(growing, price)
@@ -174,7 +177,7 @@ class GrowingCandidates(TreeCandidateGenerator):
             numbers = [len(growth.frontier) for growth in growths]
             distribute_features(self._forward.hidden, growths, numbers)
             noise = self._noise(growths, numbers, growths[0].depth)
-            children = self._best_children(growths, numbers, logits, noise, self._width(price))
+            children = self._best_children(growths, numbers, logits, noise, self._width(price, growths[0].depth))
             tokens, probs = fetch_together(children)
             self._add_children(growths, tokens, probs, price)
             growths = self._worth_growing(growths, price)
@@ -195,7 +198,7 @@ class GrowingCandidates(TreeCandidateGenerator):
         for level, (tokens, probs, chosen) in zip(levels, found):
             level.take_frontier(chosen)
             self._add_children(level.growths, tokens, probs, price)
-            if price is not None:
+            if price is not None and not price.widths:
                 for growth in level.growths:
                     growth.promises.append(growth.promise_of(self._worth_children(growth, price)))
         for growth in growths:
@@ -295,17 +298,28 @@ class GrowingCandidates(TreeCandidateGenerator):
             for node in growth.frontier:
                 growth.add_children(node, *next(lines), trust)
 
-    def _width(self, price: LevelPrice | None) -> int:
+    def _width(self, price: LevelPrice | None, depth: int = 0) -> int:
+        """Return the children of every node at a depth."""
+        if price is not None and price.widths:
+            return price.widths[depth] if self._draws_trees else 1
         return self.width if price is None else self._widest
 
     def _worth_growing(self, growths: list[Growth], price: LevelPrice | None) -> list[Growth]:
         """Set the frontiers of the next level, and return the growths that get one."""
         if price is None:
             return [growth for growth in growths if self._choose_frontier(growth)]
+        if price.widths:
+            return [growth for growth in growths if self._follow_shape(growth, price)]
         for growth in growths:
             growth.frontier = self._worth_children(growth, price)
         promises = [growth.promise_of(growth.frontier) for growth in growths]
         return self._worth_a_level(growths, promises, growths[0].depth, price)
+
+    def _follow_shape(self, growth: Growth, price: LevelPrice) -> bool:
+        """Set all confident ones of the newest candidates to be expanded next; return False if the draft ends."""
+        least = price.confidence if price.confidence > 0 else -1.0
+        growth.frontier = [node for node in growth.newest if growth.probs[node] > least]
+        return bool(growth.frontier) and growth.depth < self._max_depth(growth, price)
 
     def _worth_children(self, growth: Growth, price: LevelPrice) -> list[int]:
         """Return the newest nodes that are worth children."""
@@ -326,7 +340,7 @@ class GrowingCandidates(TreeCandidateGenerator):
         """
         Return the number of levels of trees that grow at once, from the promises of earlier drafts of the requests.
         """
-        if price is None:
+        if price is None or price.widths:
             return [self._max_depth(growth, price) for growth in growths]
         depths = dict.fromkeys(growths, 0)
         continuing = growths
@@ -356,6 +370,6 @@ class GrowingCandidates(TreeCandidateGenerator):
         if self._num_positions is not None:
             room = self._num_positions - len(growth.state.tokens) + 1
         if price is not None:
-            return min(growth.limit, room)
+            return min(growth.limit, room, len(price.widths) or growth.limit)
         num_levels = -(-growth.limit // self.width) + (self.width > 1)
         return min(growth.limit, num_levels, room)

@@ -12,6 +12,10 @@ class LevelPrice(NamedTuple):
 
     A level's cost depends on the depth of the draft, since forwards become dearer in steps. `deeper` has the costs
     after one level, after two, and so on; its last entry holds for all deeper drafts.
+
+    With `widths`, a policy fixes the shape of drafts, and prices do not count: every node at depth d has the
+    `widths[d]` likeliest children, as far as the draft may have nodes, and 1, 1, 1 is a chain (SmartSpec, section 4.3).
+    A branch ends after a node of no more than `confidence` (SmartSpec, algorithm 3).
     """
 
     call: float  # for all rows together
@@ -19,6 +23,8 @@ class LevelPrice(NamedTuple):
     node: float  # to have one node verified
     trust: float = 1.0  # observed over drafted probability
     deeper: tuple[tuple[float, float], ...] = ()  # (call, row)
+    widths: tuple[int, ...] = ()
+    confidence: float = 0.0
 
     def beyond(self, depth: int) -> "LevelPrice":
         """

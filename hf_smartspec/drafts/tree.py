@@ -161,6 +161,19 @@ class DraftTree:
             nodes[current] = True
         return self.keep(nodes)
 
+    def within(self, widths: Sequence[int]) -> "DraftTree":
+        """Return the part in which every node at depth d has the `widths[d]` likeliest of its children at most."""
+        if self.is_chain:  # widths of 0 end a chain, too
+            depth = next((depth for depth, width in enumerate(widths) if width < 1), len(widths))
+            return self.keep(self.depths <= depth)
+        nodes, numbers = np.zeros(len(self), bool), [0] * (len(self) + 1)  # the last number is of children of the root
+        for node in np.lexsort((-self.probs, self.depths)).tolist():
+            parent, depth = int(self.parents[node]), int(self.depths[node]) - 1
+            if depth < len(widths) and numbers[parent] < widths[depth] and (parent < 0 or nodes[parent]):
+                nodes[node] = True
+                numbers[parent] += 1
+        return self.keep(nodes)
+
     def check_integrity(self, vocab_size: int) -> None:
         """Raise `ValueError` if the arrays do not describe a tree over `vocab_size` tokens."""
         num_nodes = len(self.tokens)

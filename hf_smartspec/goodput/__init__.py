@@ -7,8 +7,9 @@ from .estimates.acceptance import AcceptanceEstimator
 from .estimates.calibrator import Calibrator, expected_calibration_error, outcomes
 from .papers.entropy import empirical_entropy
 from .papers.length import PowerLaw, expected_length, expected_tree_length, optimal_length
-from .papers.policies import BatchLookupTable, Oracle, RequestGoodput, StepGoodput, StepPlan
+from .papers.policies import BatchLookupTable, Oracle
 from .papers.roofline import Roofline, free_tokens
+from .papers.smartspec import ConfidenceGoodput, RequestGoodput, StepGoodput, StepPlan, TreeGoodput
 from .policy import FixedLength, LengthPolicy, NoSpeculation, Stage, StepOutcome, StepRows
 from .prefill_gate import PrefillGate
 
@@ -16,6 +17,7 @@ __all__ = [
     "AcceptanceEstimator",
     "BatchLookupTable",
     "Calibrator",
+    "ConfidenceGoodput",
     "CostModel",
     "CostPoint",
     "DraftCost",
@@ -36,6 +38,7 @@ __all__ = [
     "StepPlan",
     "StepRows",
     "StepSeconds",
+    "TreeGoodput",
     "empirical_entropy",
     "expected_calibration_error",
     "expected_length",

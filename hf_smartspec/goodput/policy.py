@@ -100,8 +100,10 @@ class StepRows:
         ids, lens = self.request_ids[:num_rows], self.context_lens[:num_rows]
         share = float(np.sum(lens)) / max(float(np.sum(self.context_lens)), 1.0)
         padded = None if self.padded_context is None else round(share * self.padded_context)
-        remaining = None if self.num_remaining is None else self.num_remaining[:num_rows]
-        return replace(self, request_ids=ids, context_lens=lens, padded_context=padded, num_remaining=remaining)
+        caps, remaining = self.caps[:num_rows], None if self.num_remaining is None else self.num_remaining[:num_rows]
+        return replace(
+            self, request_ids=ids, context_lens=lens, caps=caps, padded_context=padded, num_remaining=remaining
+        )
 
     def without_prefill(self) -> "StepRows":
         """Return the step without its prompts."""

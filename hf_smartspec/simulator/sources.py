@@ -1,6 +1,7 @@
 """Sources of simulations: drafts from a table, and sources whose drafts take virtual time."""
 
 from collections.abc import Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from ..candidates.request import SourceRequest
 from ..drafts.price import LevelPrice
 from ..drafts.tree import DraftTree
 from ..goodput.draft_cost import DraftCost
+from ..goodput.papers.length import tree_size
 from .clock import EventClock
 from .requests import LoadRequest
 
@@ -34,7 +36,7 @@ class TableCandidates(TreeCandidateGenerator):
         if not widths or min(widths) < 1:
             raise ValueError(f"`widths` must be numbers of at least 1, got {widths!r}.")
         self.widths, self.is_autoregressive = tuple(widths), is_autoregressive
-        self.heeds_prices = heeds_prices and max(widths) == 1
+        self.heeds_prices, self.heeds_shapes = heeds_prices and max(widths) == 1, max(widths) > 1
         self.default_num_nodes, self.width = tree_size(widths), max(widths)
         parents: list[int] = []
         levels: list[int] = []
@@ -62,7 +64,8 @@ class TableCandidates(TreeCandidateGenerator):
     def propose(
         self, request_ids: Sequence[Hashable], max_nodes: Sequence[int], price: LevelPrice | None = None
     ) -> list[DraftTree]:
-        make = self._chain if self.width == 1 else self._tree
+        widths = self.widths if price is None or not price.widths else price.widths
+        make = self._chain if self.width == 1 else partial(self._tree, widths)
         trees = [make(name, limit) for name, limit in zip(request_ids, max_nodes)]
         return trees if price is None or not self.heeds_prices else _worth(trees, price)
 
@@ -71,12 +74,13 @@ class TableCandidates(TreeCandidateGenerator):
         tokens = tokens[first : first + min(limit, len(self.widths))]
         return DraftTree.of(tokens, self._parents[: len(tokens)], probs[first : first + len(tokens)])
 
-    def _tree(self, request_id: Any, limit: int) -> DraftTree:
+    def _tree(self, widths: Sequence[int], request_id: Any, limit: int) -> DraftTree:
         ranks, probs, first = request_id.ranks, request_id.probs, self._num_seen[request_id]
         levels = self._levels[self._levels < len(ranks) - first]
         siblings, at = self._siblings[: len(levels)], levels + first
         tokens = request_id.response[at] + np.where(ranks[at] == siblings, 0, siblings + 1)
-        return DraftTree.of(tokens, self._parents[: len(levels)], probs[at, siblings]).most_likely(limit)
+        tree = DraftTree.of(tokens, self._parents[: len(levels)], probs[at, siblings])
+        return (tree if widths == self.widths else tree.within(widths)).most_likely(limit)
 
     def num_right(self, request_id: Hashable) -> int:
         """Return how many tokens of the next draft in a row will be right by the drafter's first candidates."""
@@ -101,7 +105,11 @@ def _worth(chains: Sequence[DraftTree], price: LevelPrice) -> list[DraftTree]:
     while growing:
         level = price.beyond(depth)
         growing = [
-            row for row in growing if paths[row][depth - 1] > max(level.node, level.row) and depth < len(paths[row])
+            row
+            for row in growing
+            if paths[row][depth - 1] > max(level.node, level.row)
+            and depth < len(paths[row])
+            and chains[row].probs[depth - 1] > price.confidence
         ]
         if sum(paths[row][depth - 1] - level.row for row in growing) <= level.call:
             break
@@ -111,11 +119,6 @@ def _worth(chains: Sequence[DraftTree], price: LevelPrice) -> list[DraftTree]:
     return [
         DraftTree.of(chain.tokens[:num], chain.parents[:num], chain.probs[:num]) for chain, num in zip(chains, depths)
     ]
-
-
-def tree_size(widths: Sequence[int]) -> int:
-    """Return the number of nodes of a full tree with `widths` children at each depth (SmartSpec, section 4.3)."""
-    return int(np.cumprod(widths).sum())
 
 
 def _depth(tree: DraftTree) -> int:

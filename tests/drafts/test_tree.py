@@ -52,6 +52,21 @@ def test_child_finds_the_first_of_equal_siblings_and_no_other_node(tree, token):
         assert tree.child(parent, token) == (same[0] if same else None)
 
 
+@given(trees(), st.lists(st.integers(0, 3), max_size=4))
+def test_within_keeps_the_likeliest_children_of_every_node(tree, widths):
+    kept, expected = tree.within(widths), {-1}
+    for node in range(len(tree)):
+        siblings = [other for other in range(len(tree)) if tree.parents[other] == tree.parents[node]]
+        rank = sorted(siblings, key=lambda other: -tree.probs[other]).index(node)
+        depth = int(tree.depths[node]) - 1
+        if tree.parents[node] in expected and depth < len(widths) and rank < widths[depth]:
+            expected.add(node)
+    nodes = sorted(expected - {-1})
+    assert kept.tokens.tolist() == tree.tokens[nodes].tolist() and kept.probs.tolist() == tree.probs[nodes].tolist()
+    assert kept.depths.tolist() == tree.depths[nodes].tolist()
+    assert tree.within([1] * len(tree)).tokens.tolist() == tree.best_chain().tokens.tolist()
+
+
 @given(trees(), st.data())
 def test_keep_preserves_every_kept_path(tree, data):
     lengths = np.array(data.draw(st.lists(st.integers(0, 9), min_size=len(tree), max_size=len(tree))), np.int64)

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from ....device import fetch_together
+from ....drafts.price import LevelPrice
 from ....drafts.tree import DraftTree
 from ....goodput.estimates.calibrator import Calibrator
 from ....validate import check_positive
@@ -14,7 +15,7 @@ from ...base import TreeCandidateGenerator
 from ...committed import HIDDEN_STATES, LAST, Committed
 from ...request import SourceRequest
 from .heads import MedusaHeads
-from .trees import FixedTree, best_trees
+from .trees import FixedTree, best_trees, full_tree
 
 _NUM_NODES, _WIDTH = 32, 8  # of a tree at most; candidates of each head, unless a fixed tree has more
 _NUM_SCORES = 64  # of a table of calibrated probabilities
@@ -52,6 +53,7 @@ class MedusaCandidates(TreeCandidateGenerator):
 
     label = "medusa"
     needs = frozenset({HIDDEN_STATES})
+    heeds_shapes = True
     follows_target = True
     is_learned = True
     hidden_layers = (LAST,)
@@ -92,25 +94,32 @@ class MedusaCandidates(TreeCandidateGenerator):
     def stop(self, request_id: Hashable) -> None:
         self._states.pop(request_id, None)
 
-    def propose(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> list[DraftTree]:
+    def propose(
+        self, request_ids: Sequence[Hashable], max_nodes: Sequence[int], price: LevelPrice | None = None
+    ) -> list[DraftTree]:
+        """Draft the best trees, or full ones where a policy fixes their shape: each head's so many likeliest tokens."""
+        widths = () if price is None else price.widths[: self.heads.num_heads]
         trees = [DraftTree.empty()] * len(request_ids)
         states = [self._states[name] for name in request_ids]
         asked = [(row, state.hidden) for row, state in enumerate(states) if state.hidden is not None and max_nodes[row]]
         if not asked:
             return trees
         hidden = torch.stack([hidden for _, hidden in asked])
-        tokens, probs = fetch_together(self.heads.best(hidden, self._width))
+        tokens, probs = fetch_together(self.heads.best(hidden, max(self._width, *widths, 0)))
         worth = probs if self._calibration is None else self._calibration.calibrated(probs)
         limits = [max_nodes[row] for row, _ in asked]
-        for number, ((row, _), tree) in enumerate(zip(asked, self._trees(tokens, worth, limits))):
+        for number, ((row, _), tree) in enumerate(zip(asked, self._trees(tokens, worth, limits, widths))):
             trees[row] = tree
             states[row].candidates = tokens[number], probs[number]
         return trees
 
-    def _trees(self, tokens: np.ndarray, probs: np.ndarray, limits: Sequence[int]) -> list[DraftTree]:
-        if self._tree is None:
+    def _trees(
+        self, tokens: np.ndarray, probs: np.ndarray, limits: Sequence[int], widths: tuple[int, ...]
+    ) -> list[DraftTree]:
+        tree = full_tree(widths) if widths else self._tree
+        if tree is None:
             return best_trees(tokens, probs, limits)
-        return [self._tree.of(*row) for row in zip(tokens, probs, limits)]
+        return [tree.of(*row) for row in zip(tokens, probs, limits)]
 
 
 def _checked(tree: Sequence[Sequence[int]], num_heads: int) -> list[tuple[int, ...]]:

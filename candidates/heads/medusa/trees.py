@@ -1,6 +1,8 @@
 """Trees from heads that do not depend on one another: the candidates at a depth are the same after all paths."""
 
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import product
 
 import numpy as np
 
@@ -77,3 +79,10 @@ class FixedTree:
         depths, ranks = self._depths[:limit], self._ranks[:limit]
         shares = probs[depths, ranks].astype(np.float32)
         return DraftTree(tokens[depths, ranks].astype(np.int64), self._parents[:limit], shares)
+
+
+@lru_cache
+def full_tree(widths: tuple[int, ...]) -> FixedTree:
+    """Return the tree in which every node at depth d has `widths[d]` children (SmartSpec, Figure 8)."""
+    levels = [list(map(range, widths[:depth])) for depth in range(1, len(widths) + 1)]
+    return FixedTree([path for ranks in levels for path in product(*ranks)])

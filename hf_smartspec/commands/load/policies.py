@@ -4,7 +4,8 @@ import copy
 from dataclasses import dataclass
 
 from ...goodput import CostModel, FixedLength, GoodputAuction, LengthPolicy, NoSpeculation
-from ...goodput.papers.policies import BatchLookupTable, Oracle, RequestGoodput, StepGoodput
+from ...goodput.papers.policies import BatchLookupTable, Oracle
+from ...goodput.papers.smartspec import RequestGoodput, StepGoodput
 from ...simulator import SimulatedEngine, TableCandidates
 from ...simulator.oracle import DraftOracle
 from .arguments import AUCTION, NONE, ORACLE

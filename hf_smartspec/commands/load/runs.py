@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from ...candidates import DraftModelCandidates
 from ...candidates.base import NoCandidates
-from ...drafts.tree import DraftTree
-from ...goodput import CostModel, DraftCost, LengthPolicy, Stage, StepRows
-from ...goodput.papers.policies import BatchLookupTable, StepGoodput
+from ...goodput import CostModel, DraftCost, LengthPolicy, StepRows
+from ...goodput.papers.policies import BatchLookupTable
+from ...goodput.papers.smartspec import StepGoodput
 from ...goodput.report import LoggedPolicy
 from ...serving.engine import Engine
 from ...serving.outputs import EngineOutput
@@ -44,9 +44,9 @@ class Exploration(StepGoodput):
         super().__init__(cost, max(LENGTHS))
         self.num_steps = 0
 
-    def max_nodes(self, rows: StepRows, stage: Stage, trees: Sequence[DraftTree]) -> np.ndarray:
+    def shapes(self, rows: StepRows) -> Sequence[tuple[int, ...]]:
         self.num_steps += 1
-        return stage.limits(LENGTHS[self.num_steps % len(LENGTHS)], trees)
+        return [(1,) * LENGTHS[self.num_steps % len(LENGTHS)]] * len(rows)
 
 
 # The real engine
@@ -248,8 +248,8 @@ class Twin(NamedTuple):
         def seconds_per_token(batch_size: int, length: int) -> float:
             if length > self.calibration.max_nodes:
                 return np.inf
-            policy = partial(Policies(self.calibration.cost).new, f"k={length}")
-            return 1 / self.run(self._requests(2 * batch_size), policy, batch_size).goodput
+            requests = self._requests(2 * batch_size)
+            return 1 / self.run(requests, lambda _: BatchLookupTable({1: length}), batch_size).goodput
 
         size = min(_TABLE_BATCHES, self.setup.max_batch_size)
         return BatchLookupTable.profiled(seconds_per_token, size, _TABLE_LENGTH)

@@ -1,7 +1,7 @@
 """The papers' formulas for the tokens that a draft yields by its length, and for optimal lengths."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,11 +32,11 @@ def expected_length(alpha: float | np.ndarray, num_nodes: int | np.ndarray) -> n
     return np.where(is_one, num_nodes + 1.0, (1 - below ** (num_nodes + 1)) / (1 - below))
 
 
-def expected_tree_length(alphas: Sequence[float], widths: Sequence[int]) -> float:
+def expected_tree_length(alphas: Sequence[float] | np.ndarray, widths: Sequence[int] | np.ndarray) -> Any:
     """
     Return l(alpha_1 ... alpha_h, k_1 ... k_h) of SmartSpec, Eq. 10: mean tokens of a full tree of h heads, the bonus
-    token included. Head i proposes `widths[i]` tokens; each of them is right with probability `alphas[i]`,
-    independently.
+    token included, or of several trees `[..., h]`. Head i proposes `widths[..., i]` tokens; each of them is right with
+    probability `alphas[i]`, independently.
 
     Eq. 10 as printed counts a head that fails by alpha_{i+1} alone, whatever its width, and leaves out the step in
     which the first head fails, which yields the bonus token. Both are corrected here, so that heads of width 1 and one
@@ -46,12 +46,17 @@ def expected_tree_length(alphas: Sequence[float], widths: Sequence[int]) -> floa
         ValueError: if the two differ in length, for an alpha outside [0, 1], or a width below 0.
     """
     rates, counts = np.asarray(alphas, np.float64), np.asarray(widths)
-    if rates.ndim != 1 or rates.shape != counts.shape:
+    if rates.ndim != 1 or rates.shape != counts.shape[-1:]:
         raise ValueError(f"`alphas` and `widths` must be of one length, got shapes {rates.shape} and {counts.shape}.")
     if not ((rates >= 0) & (rates <= 1)).all() or not (counts >= 0).all():
         raise ValueError(f"`alphas` must lie in [0, 1] and `widths` be at least 0, got {rates} and {counts}.")
     # A sum over i of (i + 1) times the probability of exactly i accepted heads is a sum of those of at least i.
-    return float(1 + np.cumprod(1 - (1 - rates) ** counts).sum())
+    return 1 + np.cumprod(1 - (1 - rates) ** counts, axis=-1).sum(axis=-1)
+
+
+def tree_size(widths: Sequence[int]) -> int:
+    """Return the nodes of a full tree with `widths[d]` children of every node at depth d (SmartSpec, section 4.3)."""
+    return int(np.cumprod(widths).sum())
 
 
 class PowerLaw(NamedTuple):

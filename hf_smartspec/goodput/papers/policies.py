@@ -1,8 +1,8 @@
-"""The papers' length policies, for comparison with the auction."""
+"""Su et al.'s length policy and an oracle, for comparison with the auction; what the papers' policies share."""
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -10,31 +10,51 @@ from ...drafts.forest import Forest
 from ...drafts.price import FREE, LevelPrice
 from ...drafts.tree import DraftTree
 from ..cost import CostModel
-from ..draft_cost import DraftTimer
-from ..estimates.acceptance import AcceptanceEstimator
 from ..estimates.decayed import DecayedMean
-from ..policy import LengthPolicy, StepOutcome, StepRows
+from ..policy import LengthPolicy, StepRows
 from ..stage import Stage
-from .length import PowerLaw, expected_length, optimal_length
+from .length import PowerLaw, optimal_length, tree_size
 
 _NEWEST = 0.02  # weight of the latest step in an oracle's running speed-up
 
 
-class _Lengths(LengthPolicy):
-    """Base of policies that set lengths before drafting; merged drafts of several stages are cut to them."""
+class ShapedDrafts(LengthPolicy):
+    """
+    Base of the papers' policies, which set the shape of each row's draft before it is drafted: a chain, whose length is
+    its depth, or a full tree. Sources that heed shapes draft it. Others are asked for as many nodes as it has, and what
+    is verified of their drafts is the likeliest part of this shape.
+    """
+
+    confidence = 0.0  # drafts end after a token of no more
+    _rows: StepRows | None = None
+    _shapes: Sequence[tuple[int, ...]] = ()
+
+    @abstractmethod
+    def shapes(self, rows: StepRows) -> Sequence[tuple[int, ...]]:
+        """Return the children of every node at each depth, for each row: (1, 1, 1) is a chain of three tokens."""
+
+    def max_nodes(self, rows: StepRows, stage: Stage, trees: Sequence[DraftTree]) -> np.ndarray:
+        if not stage.position or self._rows is not rows:
+            self._rows, self._shapes = rows, self.shapes(rows)
+        sizes = {shape: tree_size(shape) for shape in set(self._shapes)}
+        return stage.limits(np.array([sizes[shape] for shape in self._shapes], np.int64), trees)
+
+    def price(self, rows: StepRows, stage: Stage) -> LevelPrice | None:
+        """Return price 0 and the longest shape; rows with fewer nodes get a part of it."""
+        return FREE._replace(widths=max(self._shapes, key=len, default=()), confidence=self.confidence)
 
     def select(self, rows: StepRows, trees: Sequence[DraftTree]) -> list[DraftTree]:
-        asked = np.max([stage.asked for stage in rows.stages], axis=0)
-        return [tree.most_likely(number) for tree, number in zip(trees, asked.tolist())]
+        return [tree.within(shape) for tree, shape in zip(trees, self._shapes)]
 
 
-class BatchLookupTable(_Lengths):
+class BatchLookupTable(ShapedDrafts):
     """
-    Policy that looks up the optimal length of every batch size (Su et al., section 4). Between two profiled sizes, the
-    smaller of their two lengths is used; beyond the smallest or largest size, that size's length.
+    Policy that looks up the optimal length of every batch size (Su et al., section 4). Drafts are chains of s tokens.
+    Between two profiled sizes, the smaller of their two lengths is used; beyond the smallest or largest size, that
+    size's length.
 
     Args:
-        lengths (mapping of `int` to `int`): Draft nodes per row by batch size, profiled at powers of two.
+        lengths (mapping of `int` to `int`): Draft tokens per row by batch size, profiled at powers of two.
     """
 
     def __init__(self, lengths: Mapping[int, int]):
@@ -83,134 +103,17 @@ class BatchLookupTable(_Lengths):
             return self.lengths[batch_size]
         return min(self.lengths[size] for size in self._sizes[max(place - 1, 0) : place + 1])
 
-    def max_nodes(self, rows: StepRows, stage: Stage, trees: Sequence[DraftTree]) -> np.ndarray:
-        return stage.limits(self.length(len(rows)), trees)
+    def shapes(self, rows: StepRows) -> Sequence[tuple[int, ...]]:
+        return [(1,) * self.length(len(rows))] * len(rows)
+
+    def most_nodes(self, usual: int, most: int) -> int:
+        return max(self.lengths.values())
 
 
 def _powers_of_two(largest: int) -> list[int]:
     if largest < 1:
         raise ValueError(f"`max_batch_size` must be at least 1, got {largest}.")
     return [2**exponent for exponent in range(largest.bit_length())]
-
-
-class StepPlan(NamedTuple):
-    """Result of SmartSpec's algorithm 2."""
-
-    num_requests: int  # requests that run: the first ones of the queue
-    num_nodes: int  # nodes that are drafted and verified for each of them
-    goodput: float  # expected tokens per second
-
-
-class _SmartSpec(_Lengths):
-    """Base of both granularities: a cost model that measured steps correct, and moving averages of acceptance."""
-
-    def __init__(self, cost: CostModel, max_length: int = 8):
-        if max_length < 0:
-            raise ValueError(f"`max_length` must be at least 0, got {max_length}.")
-        self.cost, self.max_length = cost, max_length
-        self.acceptance, self.timer = AcceptanceEstimator(), DraftTimer()
-
-    def _draft_seconds(self, rows: StepRows, lengths: np.ndarray) -> float:
-        cost = rows.stages[0].cost
-        per_call, per_row = self.timer.seconds(cost)
-        calls, in_calls = cost.calls(lengths)
-        return per_call * calls + per_row * in_calls
-
-    def observe(self, outcome: StepOutcome) -> None:
-        context, size, width = outcome.forward_size
-        if size:
-            self.cost.observe(context, size, outcome.seconds.forward + outcome.seconds.other, width)
-        first, accepted = outcome.rows.stages[0], np.asarray(outcome.accepted, np.int64)
-        drafted = np.array([tree.depths.max(initial=0) for tree in first.proposed], np.int64)
-        self.timer.observe(*first.cost.calls(drafted), first.seconds)
-        depths = np.array([tree.depths.max(initial=0) for tree in outcome.verified], np.int64)
-        levels = np.arange(1, int(depths.max(initial=0)) + 1)
-        succeeded = levels <= accepted[:, None]
-        tried = levels <= np.minimum(accepted + 1, depths)[:, None]
-        self.acceptance.update(outcome.rows.request_ids, tried, succeeded)
-
-    def forget(self, request_id: Hashable) -> None:
-        self.acceptance.forget(request_id)
-
-
-class StepGoodput(_SmartSpec):
-    """
-    SmartSpec with the global acceptance rate (algorithms 1 and 2): one length for all rows of a step, which maximises
-    goodput.
-
-    Args:
-        cost (`CostModel`): Cost of the target's forward.
-        max_length (`int`): V, the longest draft considered.
-    """
-
-    def max_nodes(self, rows: StepRows, stage: Stage, trees: Sequence[DraftTree]) -> np.ndarray:
-        if not len(rows):
-            return np.zeros(0, np.int64)
-        return stage.limits(self.plan(rows, least=len(rows)).num_nodes, trees)
-
-    def plan(self, rows: StepRows, least: int = 1, has_slots: Callable[[int, int], bool] | None = None) -> StepPlan:
-        """
-        Return the batch and length of the highest goodput (algorithm 2). Candidate batches are the prefixes of the
-        queue, each with its best length.
-
-        Args:
-            rows (`StepRows`): The whole queue, in order.
-            least (`int`): Number of rows that run in any case.
-            has_slots (`Callable`, *optional*): Returns whether the KV cache has room for a number of requests with
-                drafts of a length; candidates without room are left out.
-
-        Returns:
-            `StepPlan`, of no requests if none has room.
-        """
-        best = StepPlan(0, 0, -1.0)
-        for num_requests in range(max(least, 1), len(rows) + 1):
-            lengths, goodput = self._goodput(rows, num_requests)
-            length = int(lengths[goodput.argmax()])
-            if has_slots is not None and not has_slots(num_requests, length):
-                continue
-            if goodput.max() > best.goodput:
-                best = StepPlan(num_requests, length, float(goodput.max()))
-        return best
-
-    def _goodput(self, rows: StepRows, num_requests: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return lengths and their goodput (algorithm 1). (As printed, its line 4 has the number of requests twice.)"""
-        lengths = np.arange(min(self.max_length, int(np.max(rows.caps[:num_requests]))) + 1)
-        tokens = num_requests * expected_length(self.acceptance.rate, lengths)
-        seconds = self.cost.seconds(*rows.first(num_requests).forward_size(num_requests * lengths, 1 + lengths))
-        draft = [self._draft_seconds(rows, np.full(num_requests, length)) for length in lengths]
-        return lengths, tokens / (seconds + draft)
-
-
-class RequestGoodput(_SmartSpec):
-    """
-    SmartSpec with every request's own acceptance rate (section 4.4, Eq. 9): lengths k_1 ... k_n that maximise goodput.
-    Position j of request i is worth alpha_i^j: the best lengths are a prefix of all positions sorted by worth.
-
-    Args:
-        cost (`CostModel`): Cost of the target's forward.
-        max_length (`int`): V, the longest draft considered.
-    """
-
-    def max_nodes(self, rows: StepRows, stage: Stage, trees: Sequence[DraftTree]) -> np.ndarray:
-        if not len(rows):
-            return np.zeros(0, np.int64)
-        positions = np.arange(1, self.max_length + 1)
-        worth = self.acceptance.rates(rows.request_ids)[:, None] ** positions
-        worth[positions > rows.caps[:, None]] = 0.0
-        order = np.argsort(-worth, axis=None, kind="stable")
-        tokens = len(rows) + np.append(0.0, np.cumsum(worth.ravel()[order]))
-        row, depth = np.divmod(order, self.max_length or 1)
-        cost = rows.stages[0].cost
-        per_call, per_row = self.timer.seconds(cost)
-        num = np.arange(len(tokens))
-        calls, in_calls = np.append(0, np.maximum.accumulate(depth + 1)), num
-        if not cost.is_autoregressive:
-            calls, in_calls = np.minimum(num, 1), np.append(0, np.cumsum(depth == 0))
-        width = 1 + np.append(0, np.maximum.accumulate(depth + 1))
-        target = self.cost.seconds(*rows.forward_size(num, width))
-        goodput = tokens / (target + per_call * calls + per_row * in_calls)
-        best = np.bincount(row[: int(goodput.argmax())], minlength=len(rows)) if len(row) else np.zeros_like(rows.caps)
-        return stage.limits(best, trees)
 
 
 class Oracle(LengthPolicy):

@@ -10,6 +10,7 @@ import hf_smartspec
 from hf_smartspec import Engine, FixedLength, SmartSpecConfig
 from hf_smartspec.candidates.heads.eagle.heads import EagleHeads
 from hf_smartspec.candidates.heads.feature_source import FeatureCandidates
+from hf_smartspec.goodput import CostModel, TreeGoodput
 
 from ...covering import exhaustive
 from ...generate.helpers import prompts, tiny_llama
@@ -62,6 +63,7 @@ ASSISTANTS = {
     "tree": lambda folder, heads: SmartSpecConfig(folder, num_nodes=12, width=3),
     "sure": lambda folder, heads: SmartSpecConfig(FeatureCandidates(heads, confidence_threshold=0.3), num_nodes=5),
     "with suffix trees": lambda folder, heads: ["suffix", folder],
+    "full trees": lambda folder, heads: SmartSpecConfig(folder, policy=TreeGoodput(CostModel(0.0, 1e-5, 1e-2))),
 }
 
 

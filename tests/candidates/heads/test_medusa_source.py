@@ -8,7 +8,7 @@ import torch
 
 import hf_smartspec
 from hf_smartspec import Committed, Engine, MedusaCandidates, MedusaHeads, SmartSpecConfig
-from hf_smartspec.goodput import Calibrator
+from hf_smartspec.goodput import Calibrator, CostModel, TreeGoodput
 from hf_smartspec.prepare.sources import Drafters, resolve
 
 from ...covering import exhaustive
@@ -64,6 +64,7 @@ ASSISTANTS = {
         MedusaHeads.from_pretrained(folder, target), tree=[(0,), (1,), (0, 0), (0, 1), (0, 0, 0)]
     ),
     "with suffix trees": lambda folder, target: ["suffix", folder],
+    "full trees": lambda folder, target: SmartSpecConfig(folder, policy=TreeGoodput(CostModel(0.0, 1e-5, 1e-2))),
 }
 
 

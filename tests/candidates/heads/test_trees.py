@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_smartspec.candidates.heads.medusa.trees import FixedTree, best_trees
+from hf_smartspec.candidates.heads.medusa.trees import FixedTree, best_trees, full_tree
 
 
 def random_candidates(seed, batch, depth, width):
@@ -69,3 +69,13 @@ def test_fixed_trees_have_the_ranks_that_they_name():
         np.testing.assert_allclose(tree.probs, [shares[0, 3], shares[0, 0], shares[1, 0], shares[2, 1]])
         part = fixed.of(own, shares, 2)
         assert part.tokens.tolist() == tree.tokens[:2].tolist() and len(fixed.of(own, shares, 0)) == 0
+
+
+def test_smartspecs_figure_8_has_27_nodes():
+    """Heads of 3, 2 and 3 tokens: 18 continuations, and the last token besides."""
+    tokens, probs = random_candidates(2, 1, 3, 4)
+    tree = full_tree((3, 2, 3)).of(tokens[0], probs[0], 99)
+    assert len(tree) == 3 + 6 + 18
+    paths = [path for length in (1, 2, 3) for path in product(*[range(width) for width in (3, 2, 3)[:length]])]
+    expected = [tuple(tokens[0, level, rank] for level, rank in enumerate(path)) for path in paths]
+    assert sorted(tuple(tree.tokens[node] for node in path) for path in every_path(tree)) == sorted(expected)

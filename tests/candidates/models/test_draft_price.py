@@ -5,6 +5,7 @@ import pytest
 
 from hf_smartspec import DraftModelCandidates
 from hf_smartspec.drafts.price import LevelPrice
+from hf_smartspec.goodput.papers.length import tree_size
 
 from ...models import shared_model
 from .checks import check_tree, count_forwards, look_at_the_end, next_scores, sharp_model, start
@@ -98,3 +99,26 @@ def test_prices_of_one_step_are_forgotten_and_sampled_drafts_do_not_heed_them():
     sampled = DraftModelCandidates(model, samples=True)
     start(sampled, seed=3)
     assert len(sampled.propose(["a"], [6], LevelPrice(9.0, 9.0, 9.0))[0]) == 6 and not sampled.heeds_prices
+
+
+@pytest.mark.parametrize("widths", [(1, 1, 1, 1), (3, 2, 2), (2,)])
+def test_drafts_have_the_shape_that_a_policy_fixes(widths, way):
+    """SmartSpec, section 4.3: each of a level's tokens is followed by the k likeliest ones."""
+    model = sharp_model()
+    tree, text = priced(model, LevelPrice(0.0, 0.0, 0.0, widths=widths))
+    check_tree(model, tree, text, max(widths), tree_size(widths))
+    assert len(tree) == tree_size(widths)
+    for parent in range(-1, len(tree)):
+        depth = int(tree.depths[parent]) if parent >= 0 else 0
+        children = np.flatnonzero(tree.parents == parent)
+        assert len(children) == (widths[depth] if depth < len(widths) else 0)
+    assert len(priced(model, LevelPrice(0.0, 0.0, 0.0, widths=widths), limit=1, width=3)[0]) == 1
+
+
+def test_algorithm_3_goes_on_while_confidence_exceeds_the_threshold(way):
+    model = sharp_model()
+    whole, _ = priced(model, LevelPrice(0.0, 0.0, 0.0, widths=(1,) * 12))
+    for threshold in sorted(float(prob) for prob in whole.probs[:6]):
+        chain, _ = priced(model, LevelPrice(0.0, 0.0, 0.0, widths=(1,) * 12, confidence=threshold))
+        low = whole.probs <= threshold
+        assert chain.tokens.tolist() == whole.tokens[: int(low.argmax()) + 1 if low.any() else 12].tolist()

@@ -2,8 +2,6 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hf_smartspec import DraftTree
 from hf_smartspec.goodput import (
@@ -20,7 +18,6 @@ from hf_smartspec.goodput import (
     Stage,
     StepGoodput,
     StepRows,
-    expected_length,
 )
 
 from ..simulation import Drafter, line, simulate
@@ -83,73 +80,6 @@ def test_the_modelled_table_falls_with_the_batch_size():
 def test_bad_tables_are_refused(lengths):
     with pytest.raises(ValueError, match="lengths"):
         BatchLookupTable(lengths)
-
-
-# --- SmartSpec --------------------------------------------------------------------------------------------------------
-
-
-class Known:
-    """An acceptance estimator that knows."""
-
-    def __init__(self, rates):
-        self._rates = np.array(rates, float)
-
-    @property
-    def rate(self):
-        return float(self._rates.mean())
-
-    def rates(self, request_ids):
-        return self._rates[list(request_ids)]
-
-
-def test_algorithm_1_and_2_on_an_example_worked_by_hand():
-    # T = 1 + 0.25 N seconds, alpha 0.5, queue of 2, up to 2 nodes each. Goodput of n requests with k nodes:
-    #   n = 1: k = 0: 1 / 1.25 = 0.8      k = 1: 1.5 / 1.5 = 1.0      k = 2: 1.75 / 1.75 = 1.0
-    #   n = 2: k = 0: 2 / 1.5  = 1.333    k = 1: 3   / 2   = 1.5      k = 2: 3.5  / 2.5  = 1.4
-    policy = StepGoodput(CostModel(0.0, 0.25, 1.0), max_length=2)
-    policy.acceptance = Known([0.5])
-    rows = rows_of(2)
-    assert policy.plan(rows) == (2, 1, pytest.approx(1.5))
-    assert policy.plan(rows_of(1)) == (1, 1, pytest.approx(1.0)), "of equals the shorter"
-    assert asked(policy, rows).tolist() == [1, 1]
-    # No room for two requests with a node each: lines 5 to 7 drop the candidate.
-    assert policy.plan(rows, has_slots=lambda num, length: num * (length + 1) < 4) == (1, 1, pytest.approx(1.0))
-    assert policy.plan(rows, has_slots=lambda num, length: False).num_requests == 0
-    # Each draft level costs a second: then none pays.
-    policy = StepGoodput(CostModel(0.0, 0.25, 1.0), max_length=2)
-    policy.acceptance = Known([0.5])
-    dear = rows_of(2, stages=[Stage(DraftCost(1.0, is_autoregressive=True), np.full(2, 8))])
-    assert policy.plan(dear) == (2, 0, pytest.approx(2 / 1.5))
-
-
-@given(st.lists(st.floats(0, 0.99), min_size=1, max_size=3), st.floats(0, 0.5), st.integers(0, 3))
-def test_request_lengths_are_the_best_of_all(rates, gamma, cap):
-    cost = CostModel(0.0, gamma, 1.0)
-    policy = RequestGoodput(cost, max_length=3)
-    policy.acceptance = Known(rates)
-    rows = rows_of(len(rates), cap=cap)
-
-    def goodput(lengths):
-        tokens = expected_length(np.array(rates), np.array(lengths)).sum()  # Eq. 9
-        return tokens / cost.seconds(0, len(rates) + sum(lengths))
-
-    everything = np.stack(np.meshgrid(*[np.arange(min(cap, 3) + 1)] * len(rates)), -1).reshape(-1, len(rates))
-    found = asked(policy, rows)
-    assert (found <= cap).all()
-    assert goodput(found) == pytest.approx(max(map(goodput, everything)), rel=1e-9)
-
-
-@pytest.mark.parametrize("policy", [StepGoodput, RequestGoodput])
-def test_moving_averages_find_the_length(policy):
-    for accuracy, low, high in ((0.05, 0, 1), (0.9, 5, 8)):
-        learner = policy(line())
-        simulate(learner, [Drafter(accuracy)] * 2, line(), steps=200)
-        assert low <= asked(learner, rows_of(2, context=200)).max() <= high
-    simulate(learner, [Drafter(0.9)] * 2, line(), steps=2)
-    for name in range(3):
-        learner.forget(name)
-    assert not learner.acceptance._requests
-    assert len(asked(learner, rows_of(0))) == 0
 
 
 # --- Oracle -----------------------------------------------------------------------------------------------------------
