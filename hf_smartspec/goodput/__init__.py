@@ -6,7 +6,7 @@ from .draft_cost import DraftCost, DraftTimer
 from .estimates.acceptance import AcceptanceEstimator
 from .estimates.calibrator import Calibrator, expected_calibration_error, outcomes
 from .papers.entropy import empirical_entropy
-from .papers.length import PowerLaw, expected_length, expected_tree_length, optimal_length
+from .papers.length import PowerLaw, correct_lengths, expected_length, expected_tree_length, optimal_length
 from .papers.policies import BatchLookupTable, Oracle
 from .papers.roofline import Roofline, free_tokens
 from .papers.smartspec import ConfidenceGoodput, RequestGoodput, StepGoodput, StepPlan, TreeGoodput
@@ -39,6 +39,7 @@ __all__ = [
     "StepRows",
     "StepSeconds",
     "TreeGoodput",
+    "correct_lengths",
     "empirical_entropy",
     "expected_calibration_error",
     "expected_length",

@@ -15,6 +15,8 @@ from ..goodput.policy import FixedLength, LengthPolicy
 from ..validate import is_integer
 from .presets import is_source
 
+TABLE = "table"  # the policy of this name
+
 
 @dataclass(frozen=True)
 class SmartSpecConfig:
@@ -36,7 +38,9 @@ class SmartSpecConfig:
         verification (`str`): "coupled" (the same tokens for the same seed, whatever is drafted), "rejection" (the
             same distribution; draft models only) or "typical" (Medusa's typical acceptance, *another* distribution:
             sampling rows keep every drafted token that is likely enough. Greedy rows stay as they are).
-        policy (`LengthPolicy`, *optional*): Decides how much to speculate, in place of `num_nodes` and the auction.
+        policy (`LengthPolicy` or "table", *optional*): Decides how much to speculate, in place of `num_nodes` and the
+            auction. "table" is the `BatchLookupTable` that `smartspec profile --table` has measured for this model,
+            machine and kind of source.
         tokenizer, assistant_tokenizer (`PreTrainedTokenizerBase`, *optional*): Tokenizers of the target and of the
             draft model, where these differ: drafts are translated (see `TranslatedDraftCandidates`). By default, where
             the sizes of the vocabularies differ, the tokenizers that are stored beside the models.
@@ -59,7 +63,7 @@ class SmartSpecConfig:
     num_nodes: int | None = None
     width: int | None = None
     verification: str = "coupled"
-    policy: LengthPolicy | None = None
+    policy: LengthPolicy | str | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
     assistant_tokenizer: PreTrainedTokenizerBase | None = None
     namespace: str = ""
@@ -76,8 +80,10 @@ class SmartSpecConfig:
             raise ValueError(f"`num_nodes` must be an integer of at least 0 or None, got {self.num_nodes!r}.")
         if self.width is not None and (not is_integer(self.width) or self.width < 1):
             raise ValueError(f"`width` must be a positive integer, got {self.width!r}.")
-        if self.policy is not None and not isinstance(self.policy, LengthPolicy):
-            raise TypeError(f"`policy` must be a LengthPolicy, got {type(self.policy).__name__}.")
+        if isinstance(self.policy, str) and self.policy != TABLE:
+            raise ValueError(f"`policy` must be a LengthPolicy or {TABLE!r}, got {self.policy!r}.")
+        if self.policy is not None and not isinstance(self.policy, LengthPolicy | str):
+            raise TypeError(f"`policy` must be a LengthPolicy or {TABLE!r}, got {type(self.policy).__name__}.")
         if self.num_nodes is not None and self.policy is not None:
             raise ValueError("`num_nodes` and `policy` both say how much to draft: pass one of them.")
         if (self.width or 1) > 1 and (is_source(self.assistant) or self.verification == "rejection"):
@@ -153,6 +159,7 @@ class SmartSpecConfig:
     def policy_for(self, source: TreeCandidateGenerator) -> LengthPolicy | None:
         """Return the policy set by `policy` or `num_nodes`; None where a `GoodputAuction` is to decide."""
         if self.policy is not None:
+            assert not isinstance(self.policy, str), "`resolve` loads the table"
             return self.policy
         if self.num_nodes is None and source.default_num_nodes > 0 and self.verification != "rejection":
             return None

@@ -137,12 +137,13 @@ class Engine:
         return GoodputAuction(cost)
 
     def _make_policy(self) -> LoggedPolicy:
-        policy = self.config.policy_for(self._assistant.source)
+        config, source = self._assistant
+        policy = config.policy_for(source)
         if policy is not None:
             return LoggedPolicy(policy, getattr(policy, "cost", None))
         cost = cost_of(self.model) if self._memory.shares_forward else None
         if cost is None:
-            return LoggedPolicy(self.config.fixed_policy_for(self._assistant.source))
+            return LoggedPolicy(config.fixed_policy_for(source))
         return LoggedPolicy(self._new_auction(cost), cost)
 
     # Requests

@@ -2,19 +2,16 @@
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
 
-import numpy as np
 from rich.console import Console
 
 from hf_smartspec.commands.common.names import shown
 from hf_smartspec.commands.common.outputs import check_outputs
 from hf_smartspec.commands.common.setup import Setup
-from hf_smartspec.goodput import FixedLength
-from hf_smartspec.serving.engine import Engine
+from hf_smartspec.commands.profile.lookup import decode_batch
 
 from ...kit.models import described, new_setup
 from ...kit.plots import Panel, plot_lines
@@ -64,21 +61,11 @@ def _median(runs: Sequence[Row]) -> Row:
 
 def seconds_per_token(setup: Setup, source: str, batch_size: int, length: int) -> float:
     """
-    Decode one batch of requests that end together, with drafts of one length. Return the mean over the requests of
-    their seconds from the first to the last token, per token. Prompts are not counted: all of them run in the first
-    step.
+    Decode one batch with drafts of one length. Return the mean over the requests of their seconds from the first to the
+    last token, per token.
     """
-    prompts = [setup.prompts[index % len(setup.prompts)] for index in range(batch_size)]
-    config = replace(sources_by_name([source], setup)[source](), policy=FixedLength(length))
-    size = sum(map(len, prompts))
-    engine = Engine(setup.model, config, max_batch_size=batch_size, max_prefill_tokens=size)
-    outputs = engine.generate(prompts, max_new_tokens=setup.max_new_tokens, eos_token_id=None)
-    seconds = [
-        (output.lifespan[1] - (output.first_token_time or output.lifespan[0]))
-        / max(len(output.generated_tokens) - 1, 1)
-        for output in outputs
-    ]
-    return float(np.mean(seconds))
+    config = sources_by_name([source], setup)[source]()
+    return decode_batch(setup.model, config, setup.prompts, batch_size, length, setup.max_new_tokens).per_token
 
 
 def _grid(rows: Rows) -> Grid:

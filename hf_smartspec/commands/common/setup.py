@@ -70,7 +70,7 @@ class Setup:
         counts = np.bincount(np.concatenate([*self.prompts, *(self.responses or ()), *ends]), minlength=vocab_size)
         return int(vocab_size - 1 - counts[vocab_size - 1 :: -1].argmin())
 
-    def new_engine(self, source: TreeCandidateGenerator, policy: LengthPolicy | None) -> Engine:
+    def new_engine(self, source: TreeCandidateGenerator, policy: LengthPolicy | str | None) -> Engine:
         config = SmartSpecConfig(source, policy=policy)
         if not self.replays:
             return Engine(self.model, config, max_batch_size=self.max_batch_size)

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from ..common.arguments import add_dtype_argument, add_json_argument, add_machine_arguments, number
+from ..common.arguments import add_dtype_argument, add_json_argument, add_machine_arguments, number, positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,4 +15,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--refresh", action="store_true", help="measure anew, in place of an earlier profile")
     parser.add_argument("--show", type=Path, metavar="FILE", help="draw predicted against measured, into a .png file")
+    parser.add_argument(
+        "--table", type=Path, metavar="PROMPTS",
+        help='also measure the best draft length for each batch size (Su et al., section 4) with these prompts (.jsonl '
+        'with "prompt" in every row, or .txt with one per line), and keep it for `policy="table"`',
+    )  # fmt: skip
+    parser.add_argument(
+        "--assistant", default="prompt_lookup", metavar="NAME",
+        help="with --table, what drafts: a preset, the folder or hub id of a draft model or of heads, or some of these "
+        "joined by plus signs (default: prompt_lookup)",
+    )  # fmt: skip
+    for name, default, text in (
+        ("--max-batch-size", 32, "the largest batch; powers of two up to it are measured"),
+        ("--max-length", 8, "the longest draft, in tokens"),
+        ("--long-draft", 80, "tokens of the draft by which l(s) is estimated (Eq. 4)"),
+        ("--max-new-tokens", 64, "tokens of every request"),
+    ):
+        parser.add_argument(
+            name, type=positive, default=default, metavar="N", help=f"with --table, {text} (default: {default})"
+        )
     add_json_argument(parser)

@@ -1,4 +1,4 @@
-"""`smartspec profile`: costs of a model's forward, predicted and measured, and the number of tokens that are free."""
+"""`smartspec profile`: costs of a model's forward, tokens that are free, and the best draft length by batch size."""
 
 import argparse
 from collections.abc import Sequence
@@ -9,16 +9,23 @@ import numpy as np
 from rich.console import Console
 from transformers import PreTrainedModel
 
+from ...candidates.base import label_of
 from ...goodput import CostModel, CostPoint, Roofline, free_tokens
+from ...prepare.config import SmartSpecConfig
+from ...prepare.sources import resolve
 from ...target_model.cost.measuring import DESIGN, HELD_OUT, measure
 from ...target_model.cost.profiling import keep_profile, profile_path, read_profile
+from ...target_model.cost.tables import keep_table
 from ...target_model.support.capabilities import can_pack
 from ..common.arguments import UsageError, usage_errors
 from ..common.console import environment, make_console, print_head, table
 from ..common.cost_matched import enlarge
-from ..common.models import load_model, use_machine
+from ..common.drafters import DrafterFiles
+from ..common.models import encode, load_model, load_tokenizer, read_prompts, use_machine
 from ..common.outputs import check_matplotlib, check_output, saved_figure, write_json
+from .lookup import measure_table, print_table
 
+_LONGEST_PROMPT = 1024  # tokens; of longer prompts, the end is taken
 _SLACK = 0.1  # "free": at most so much slower than one token
 
 
@@ -29,6 +36,7 @@ def run(args: argparse.Namespace) -> int:
         check_matplotlib(args.show)
     use_machine(args)
     model = _load(args)
+    config, prompts = _table_setting(args, model) if args.table else (None, [])
     measured = measure(model, DESIGN, HELD_OUT)
     points = {"design": measured.designs, "held out": measured.held_out}
     cost = read_profile(model)
@@ -36,7 +44,9 @@ def run(args: argparse.Namespace) -> int:
         cost = keep_profile(model, measured.cost(), is_asked=True)
     is_new = cost == measured.cost()
     report = _report(args, model, cost, points) | {"is_new": is_new, "was_busy": measured.was_busy}
-    _print(report, make_console())
+    _print(report, console := make_console())
+    if config is not None:
+        report["table"] = _measure_table(args, model, config, prompts, console)
     if args.json:
         write_json(args.json, report)
     if args.show:
@@ -52,6 +62,38 @@ def _load(args: argparse.Namespace) -> PreTrainedModel:
     if not can_pack(model):
         raise UsageError(f"{type(model).__name__} is served by transformers' own loop: there is nothing to profile")
     return model
+
+
+def _table_setting(args: argparse.Namespace, model: PreTrainedModel) -> tuple[SmartSpecConfig, list[list[int]]]:
+    """Return the source of a table, and its prompts."""
+    texts = [row["prompt"] for row in read_prompts(args.table)]
+    tokenizer = load_tokenizer(args.model)
+    if tokenizer is None:
+        raise UsageError(f"--table: {args.model!r} has no tokenizer for the prompts")
+    prompts = encode(texts, tokenizer, _LONGEST_PROMPT)
+    if not prompts:
+        raise UsageError(f"--table: {str(args.table)!r} holds no prompts with tokens")
+    return SmartSpecConfig(DrafterFiles(model, option="--assistant").named(args.assistant).assistant), prompts
+
+
+def _measure_table(
+    args: argparse.Namespace,
+    model: PreTrainedModel,
+    config: SmartSpecConfig,
+    prompts: list[list[int]],
+    console: Console,
+) -> dict[str, Any]:
+    """Measure, print and keep a table, and return it as plain numbers."""
+    sizes = args.max_batch_size, args.max_length, args.max_new_tokens, args.long_draft
+    label = label_of(resolve(config, model).source)
+    with usage_errors("--table"):
+        found = measure_table(model, config, prompts, *sizes)
+        print_table(found, console)
+        path = keep_table(model, label, found.table)
+    console.print(
+        f'kept in {path}: policy="table" looks up lengths for drafts of {label!r}', soft_wrap=True, markup=False
+    )
+    return {"assistant": args.assistant, "source": label, "file": str(path)} | found.as_dict()
 
 
 def _report(

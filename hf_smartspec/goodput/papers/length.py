@@ -59,6 +59,19 @@ def tree_size(widths: Sequence[int]) -> int:
     return int(np.cumprod(widths).sum())
 
 
+def correct_lengths(correct: Sequence[int], longest: int) -> np.ndarray:
+    """
+    Return l(s) of Su et al., Eq. 4: the mean number of correct tokens in drafts of s = 1, 2, ..., `longest` tokens, by
+    the numbers l_i of correct tokens at the beginning of one long draft each, `[longest]` float64.
+
+    Raises:
+        ValueError: without any drafts.
+    """
+    if not len(correct):
+        raise ValueError("`correct` must hold the correct tokens of at least one draft.")
+    return np.minimum(np.asarray(correct)[:, None], np.arange(1, longest + 1)).mean(axis=0)
+
+
 class PowerLaw(NamedTuple):
     """l(s) = scale * s ** exponent: accepted nodes of a draft of s nodes, bonus token apart (Su et al., Eq. 5)."""
 

@@ -18,6 +18,7 @@ from hf_smartspec.goodput import (
     Stage,
     StepGoodput,
     StepRows,
+    correct_lengths,
 )
 
 from ..simulation import Drafter, line, simulate
@@ -68,6 +69,13 @@ def test_profiling_takes_the_fastest_length_at_powers_of_two():
     table = BatchLookupTable.profiled(seconds_per_token, max_batch_size=20, max_length=8)
     assert table.lengths == {1: 8, 2: 4, 4: 2, 8: 1, 16: 0}
     assert len(asked) == 5 * 9
+
+
+def test_equation_4_is_the_mean_of_what_is_correct_up_to_each_length():
+    found = correct_lengths([0, 3, 1, 80], 5)
+    assert found.tolist() == [np.mean([min(number, s) for number in (0, 3, 1, 80)]) for s in range(1, 6)]
+    with pytest.raises(ValueError, match="at least one draft"):
+        correct_lengths([], 5)
 
 
 def test_the_modelled_table_falls_with_the_batch_size():
