@@ -1,6 +1,7 @@
 """Arguments of `python -m benchmarks timeline`."""
 
 import argparse
+from pathlib import Path
 
 from hf_smartspec.commands.common.arguments import add_model_arguments, add_text_arguments, positive, positive_number
 from hf_smartspec.commands.common.names import SOURCES, source_name
@@ -18,6 +19,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rates", type=positive_number, nargs=2, metavar=("BUSY", "QUIET"),
         help=f"requests per second (default: {BUSY} and {QUIET} of what can be served without speculation)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--trace", type=Path, metavar="CSV",
+        help="arrivals of a trace of Azure's or Mooncake's in place of phases: as many, in as much time",
     )  # fmt: skip
     learned = "or the folder of a learned drafter, not in virtual time"
     add_options(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from hf_smartspec.commands.common.arguments import UsageError
+from hf_smartspec.commands.common.arguments import UsageError, usage_errors
 from hf_smartspec.commands.common.console import table, track
 from hf_smartspec.commands.common.names import check_simulated, shown
 from hf_smartspec.commands.common.outputs import check_outputs, draw, from_zero, shared_legend
@@ -21,7 +21,7 @@ from hf_smartspec.commands.load.policies import Policies, is_fixed
 from hf_smartspec.commands.load.report import Cell, Point, latency_ratios, summaries
 from hf_smartspec.commands.load.runs import Twin, calibrate, new_requests, serve, warm_up
 from hf_smartspec.goodput import LengthPolicy
-from hf_smartspec.simulator import LoadResult, alternating
+from hf_smartspec.simulator import LoadResult, alternating, read_trace
 
 from ...kit.claims import Claim
 from ...kit.models import described, new_setup
@@ -66,6 +66,7 @@ def _cases(setup: Setup, args: argparse.Namespace, cells: dict[str, Cell]) -> It
     twin = Twin(setup, args.source, calibration)
     if args.rates is None:
         args.rates = [float(f"{share * twin.capacity():.2g}") for share in (BUSY, QUIET)]
+    arrivals(args, args.repeats - 1, np.random.default_rng(0))  # refuses a trace that is too short
     policies = Policies(calibration.cost)
     if "table" in cells:
         policies.table = twin.lookup_table()
@@ -79,8 +80,7 @@ def _serve(twin: Twin, args: argparse.Namespace, new_policy: Callable[..., Lengt
     """Serve the requests of a policy's next turn; the results are kept in its cell, also those of a broken turn."""
     setup = twin.setup
     rng = np.random.default_rng([setup.seed, len(cell.results)])
-    phases = [args.rates[phase % 2] for phase in range(args.phases)]
-    requests = new_requests(setup, alternating(phases, args.period, round(sum(phases) * args.period), rng), rng)
+    requests = new_requests(setup, arrivals(args, len(cell.results), rng), rng)
     if args.simulated:
         result, explanation = twin.run_logged(requests, new_policy)
         cell.results.append(result)
@@ -90,6 +90,20 @@ def _serve(twin: Twin, args: argparse.Namespace, new_policy: Callable[..., Lengt
     if args.explain:
         cell.explanations.append(explanation)
     return {}
+
+
+def arrivals(args: argparse.Namespace, turn: int, rng: np.random.Generator) -> np.ndarray:
+    """Return the arrival times of a turn, `[n]` float64: seconds, of phases drawn anew or of the trace's next part."""
+    phases = [args.rates[phase % 2] for phase in range(args.phases)]
+    number = max(round(sum(phases) * args.period), 2)
+    if args.trace is None:
+        return alternating(phases, args.period, number, rng)
+    with usage_errors("--trace"):
+        trace = read_trace(args.trace, (turn + 1) * number)
+        if len(trace.times) < (turn + 1) * number:
+            raise ValueError(f"{str(args.trace)!r} has {len(trace.times)} requests, too few for turn {turn + 1}")
+    times = trace.times[turn * number :] - trace.times[turn * number]
+    return times * (args.period * args.phases / max(float(times[-1]), 1e-9))
 
 
 def summarized(setup: Setup, args: argparse.Namespace, cells: dict[str, Cell]) -> dict[str, dict[str, Any]]:
@@ -127,13 +141,14 @@ def phase_latencies(result: LoadResult, period: float) -> tuple[float, float]:
 
 def _print(rows: dict[str, dict[str, Any]], cells: dict[str, Cell], args: argparse.Namespace, console: Console) -> None:
     kind = "simulated" if args.simulated else "real"
-    title = (
-        f"{args.source}, {kind} engine, {args.rates[0]:g} and {args.rates[1]:g} requests/s in turn, every "
-        f"{args.period:g} s: mean latency, s"
-    )
-    lines = table(title, "policy", "busy", "quiet", "all", "p90", "tokens/s", "lat. x", "x best fixed")
+    load = f"{args.rates[0]:g} and {args.rates[1]:g} requests/s in turn, every {args.period:g} s"
+    if args.trace:
+        load = f"arrivals of {args.trace.name}, {np.mean(args.rates):.2g} requests/s on average"
+    title = f"{args.source}, {kind} engine, {load}: mean latency, s"
+    phases = [] if args.trace else ["busy", "quiet"]
+    lines = table(title, "policy", *phases, "all", "p90", "tokens/s", "lat. x", "x best fixed")
     for name, row in rows.items():
-        values = (row[key] for key in ("busy", "quiet", "mean_latency", "p90_latency"))
+        values = (row[key] for key in (*phases, "mean_latency", "p90_latency"))
         ratios = ("" if row[key] is None else f"{row[key]:.2f}" for key in ("speedup", "gain"))
         label = f"{name} *" if row["is_best_fixed"] else name
         lines.add_row(label, *(f"{value:.3f}" for value in values), f"{row['goodput']:.1f}", *ratios)
@@ -163,7 +178,7 @@ def plot(rows: dict[str, dict[str, Any]], args: argparse.Namespace, path: Path) 
     def paint(figure: Any, axes: list[Any]) -> None:
         for name, row in rows.items():
             axes[0].plot(*zip(*row["groups"]), marker="o", label=name)
-        for phase in range(0, args.phases, 2):
+        for phase in range(0, 0 if args.trace else args.phases, 2):
             axes[0].axvspan(phase * args.period, (phase + 1) * args.period, color="0.9")
         axes[0].set_xlabel(f"arrival of the first of {args.group} requests, s")
         axes[0].set_ylabel("mean latency, s")

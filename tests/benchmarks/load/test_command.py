@@ -194,6 +194,25 @@ def test_timeline_policies_take_turns_in_every_repetition(folder, tmp_path, monk
     assert results["none"]["gain"] == pytest.approx((0.8 / 1.0 + 1.2 / 1.5) / 2)
 
 
+def test_timeline_plays_the_arrivals_of_a_trace(folder, tmp_path, monkeypatch, capsys):
+    """The trace's intervals are kept; the requests take as long as the phases would."""
+    trace, loads = tmp_path / "trace.csv", []
+    rows = [f"{1000 * second},5,5\n" for second in (0, 1, 1, 4, 6, 6, 7, 10, 20, 21, 22, 23, 25, 28, 29, 30, 31)]
+    trace.write_text("timestamp_ms,input_length,output_length\n" + "".join(rows))
+    monkeypatch.setattr(timeline, "serve", lambda *args: loads.append(args[-2]) or args[-1].served.extend(
+        result_of(1.0).served
+    ))  # fmt: skip
+    monkeypatch.setattr(timeline, "warm_up", lambda *_: None)
+    asked = ["--rates", "60", "20", "--period", "0.05", "--source", "prompt_lookup", "--policies", "none"]
+    assert call("timeline", *models(folder), *asked, "--trace", trace, "--repeats", "2") == 0
+    first, second = ([item.arrival for item in load] for load in loads)
+    assert first == pytest.approx([0.2 * when / 10 for when in (0, 1, 1, 4, 6, 6, 7, 10)])
+    assert second == pytest.approx([0.2 * (when - 20) / 10 for when in (20, 21, 22, 23, 25, 28, 29, 30)])
+    assert "arrivals of trace.csv, 40 requests/s on average" in " ".join(capsys.readouterr().out.split())
+    assert call("timeline", *models(folder), *asked, "--trace", trace, "--repeats", "3") == 2
+    assert "has 17 requests, too few for turn 3" in capsys.readouterr().err and len(loads) == 2, "before any work"
+
+
 def test_timeline_whose_claim_fails_says_no_and_exits_with_1(folder, tmp_path, monkeypatch, capsys):
     latencies = iter([1.0, 0.8, 0.75])  # of no speculation, one token and the auction
     monkeypatch.setattr(timeline, "serve", lambda *args: args[-1].served.extend(result_of(next(latencies)).served))
