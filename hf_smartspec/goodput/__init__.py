@@ -8,7 +8,7 @@ from .estimates.calibrator import Calibrator, expected_calibration_error, outcom
 from .papers.entropy import empirical_entropy
 from .papers.length import PowerLaw, correct_lengths, expected_length, expected_tree_length, optimal_length
 from .papers.policies import BatchLookupTable, Oracle
-from .papers.roofline import Roofline, free_tokens
+from .papers.roofline import Roofline, RooflineBudget, free_tokens
 from .papers.smartspec import ConfidenceGoodput, RequestGoodput, StepGoodput, StepPlan, TreeGoodput
 from .policy import FixedLength, LengthPolicy, NoSpeculation, Stage, StepOutcome, StepRows
 from .prefill_gate import PrefillGate
@@ -32,6 +32,7 @@ __all__ = [
     "PrefillGate",
     "RequestGoodput",
     "Roofline",
+    "RooflineBudget",
     "Stage",
     "StepGoodput",
     "StepOutcome",

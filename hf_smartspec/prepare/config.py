@@ -13,9 +13,8 @@ from ..decoding.learning import Learning
 from ..decoding.verify import METHODS
 from ..goodput.policy import FixedLength, LengthPolicy
 from ..validate import is_integer
+from .policies import check_policy_name
 from .presets import is_source
-
-TABLE = "table"  # the policy of this name
 
 
 @dataclass(frozen=True)
@@ -38,9 +37,10 @@ class SmartSpecConfig:
         verification (`str`): "coupled" (the same tokens for the same seed, whatever is drafted), "rejection" (the
             same distribution; draft models only) or "typical" (Medusa's typical acceptance, *another* distribution:
             sampling rows keep every drafted token that is likely enough. Greedy rows stay as they are).
-        policy (`LengthPolicy` or "table", *optional*): Decides how much to speculate, in place of `num_nodes` and the
+        policy (`LengthPolicy` or `str`, *optional*): Decides how much to speculate, in place of `num_nodes` and the
             auction. "table" is the `BatchLookupTable` that `smartspec profile --table` has measured for this model,
-            machine and kind of source.
+            machine and kind of source, "roofline" SSSD's free budget (`RooflineBudget`) by the speed of this machine,
+            and "roofline:FLOPS,BANDWIDTH" that by operations and bytes per second of a data sheet.
         tokenizer, assistant_tokenizer (`PreTrainedTokenizerBase`, *optional*): Tokenizers of the target and of the
             draft model, where these differ: drafts are translated (see `TranslatedDraftCandidates`). By default, where
             the sizes of the vocabularies differ, the tokenizers that are stored beside the models.
@@ -80,10 +80,10 @@ class SmartSpecConfig:
             raise ValueError(f"`num_nodes` must be an integer of at least 0 or None, got {self.num_nodes!r}.")
         if self.width is not None and (not is_integer(self.width) or self.width < 1):
             raise ValueError(f"`width` must be a positive integer, got {self.width!r}.")
-        if isinstance(self.policy, str) and self.policy != TABLE:
-            raise ValueError(f"`policy` must be a LengthPolicy or {TABLE!r}, got {self.policy!r}.")
-        if self.policy is not None and not isinstance(self.policy, LengthPolicy | str):
-            raise TypeError(f"`policy` must be a LengthPolicy or {TABLE!r}, got {type(self.policy).__name__}.")
+        if isinstance(self.policy, str):
+            check_policy_name(self.policy)
+        elif self.policy is not None and not isinstance(self.policy, LengthPolicy):
+            raise TypeError(f"`policy` must be a LengthPolicy or a name, got {type(self.policy).__name__}.")
         if self.num_nodes is not None and self.policy is not None:
             raise ValueError("`num_nodes` and `policy` both say how much to draft: pass one of them.")
         if (self.width or 1) > 1 and (is_source(self.assistant) or self.verification == "rejection"):
@@ -159,7 +159,7 @@ class SmartSpecConfig:
     def policy_for(self, source: TreeCandidateGenerator) -> LengthPolicy | None:
         """Return the policy set by `policy` or `num_nodes`; None where a `GoodputAuction` is to decide."""
         if self.policy is not None:
-            assert not isinstance(self.policy, str), "`resolve` loads the table"
+            assert not isinstance(self.policy, str), "`resolve` puts the policy in the place of its name"
             return self.policy
         if self.num_nodes is None and source.default_num_nodes > 0 and self.verification != "rejection":
             return None

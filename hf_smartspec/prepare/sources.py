@@ -22,7 +22,6 @@ from ..candidates import (
     TreeCandidateGenerator,
     WrappedCandidates,
 )
-from ..candidates.base import label_of
 from ..candidates.combined.base import CombinedCandidates
 from ..candidates.heads.kinds import source_of
 from ..candidates.heads.learned import LearnedDrafter
@@ -30,13 +29,13 @@ from ..candidates.models.draft_model import SharedVocabulary
 from ..candidates.models.translated.source import TranslatedDraftCandidates
 from ..candidates.models.translated.translation import Translation
 from ..goodput import Calibrator
-from ..target_model.cost.tables import load_table
 from ..target_model.forward.ranks import is_sharded
 from ..target_model.model_state import state_of
 from ..target_model.private import warn_of_release
 from .checks import check_assistant
-from .config import TABLE, SmartSpecConfig
+from .config import SmartSpecConfig
 from .draft_models import Tokenizers, check_draft_model
+from .policies import named_policy
 from .presets import EARLY_EXIT, early_exit_layers, expand, find_named, is_source, is_tuned
 
 _NOT_OF_SOURCES: dict[str, Any] = {"width": None, "tokenizer": None, "assistant_tokenizer": None}
@@ -121,8 +120,8 @@ def resolve(assistant: Any, target: PreTrainedModel, drafters: Drafters | None =
             "`verification='rejection'` needs the draft's distributions, which only draft models have: pass a "
             "draft model, or use the default `verification='coupled'`."
         )
-    if config.policy == TABLE:
-        config = replace(config, policy=load_table(target, label_of(source)))
+    if isinstance(config.policy, str):
+        config = replace(config, policy=named_policy(config.policy, target, source))
     return _with_tag_checked(Assistant(config, source))
 
 

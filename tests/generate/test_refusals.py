@@ -179,7 +179,7 @@ def test_configs(model, draft):
         ({"num_nodes": True}, ValueError, r"`num_nodes` must be an integer of at least 0.*got True"),
         ({"width": 0}, ValueError, r"`width` must be a positive integer, got 0"),
         ({"width": True}, ValueError, r"`width` must be a positive integer, got True"),
-        ({"policy": 4}, TypeError, r"`policy` must be a LengthPolicy, got int"),
+        ({"policy": 4}, TypeError, r"`policy` must be a LengthPolicy or a name, got int"),
         ({"assistant": SmartSpecConfig()}, TypeError, r"must not be a SmartSpecConfig itself"),
     ]:
         with pytest.raises(error, match=match):

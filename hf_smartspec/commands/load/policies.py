@@ -3,7 +3,7 @@
 import copy
 from dataclasses import dataclass
 
-from ...goodput import CostModel, FixedLength, GoodputAuction, LengthPolicy, NoSpeculation
+from ...goodput import CostModel, FixedLength, GoodputAuction, LengthPolicy, NoSpeculation, RooflineBudget
 from ...goodput.papers.policies import BatchLookupTable, Oracle
 from ...goodput.papers.smartspec import RequestGoodput, StepGoodput
 from ...simulator import SimulatedEngine, TableCandidates
@@ -13,7 +13,10 @@ from .arguments import AUCTION, NONE, ORACLE
 
 @dataclass
 class Policies:
-    """Maker of length policies: "none", "k=3", "table", "step", "request", "auction", and "oracle" in simulations."""
+    """
+    Maker of length policies: "none", "k=3", "table", "step", "request", "roofline", "auction", and "oracle" in
+    simulations.
+    """
 
     cost: CostModel  # cost of the target's forwards; every policy gets a copy to correct
     table: BatchLookupTable | None = None  # table of the policy "table"
@@ -32,6 +35,8 @@ class Policies:
             assert engine is not None, "only a simulated engine has the texts to come"
             is_table = isinstance(engine.first_stage.source, TableCandidates)
             return DraftOracle(cost, engine, engine.first_stage.cost) if is_table else Oracle(cost, engine.continuation)
+        if name == "roofline":
+            return RooflineBudget.of_profile(cost)
         if name == AUCTION:
             return GoodputAuction(cost)
         kinds: dict[str, type[StepGoodput | RequestGoodput]] = {"step": StepGoodput, "request": RequestGoodput}

@@ -1,10 +1,15 @@
-"""Free tokens of forwards that wait for their weights (SSSD, section 3.2.1), to explain a profile."""
+"""Free tokens of forwards that wait for their weights (SSSD, section 3.2.1), and the policy that drafts as many."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from ...drafts.price import FREE, LevelPrice
+from ...drafts.tree import DraftTree
 from ..cost import CostModel
+from ..policy import LengthPolicy, StepRows
+from ..stage import Stage
 
 _MOST_TOKENS = 2**16  # tokens; the search for the end of the free budget stops here
 
@@ -32,7 +37,7 @@ class Roofline(NamedTuple):
         flops = 2 * num_parameters / per_token if per_token > 0 else np.inf
         return cls(flops, num_parameters * bytes_per_parameter / float(cost.seconds(0, 1)))
 
-    def free_tokens(self, hidden_size: int, bytes_per_parameter: float = 2.0) -> float:
+    def free_tokens(self, hidden_size: float, bytes_per_parameter: float = 2.0) -> float:
         """
         Return the number of tokens in a forward (rows times tokens per row) up to which reading a square weight matrix
         takes longer than multiplying with it; infinite if reading activations always takes longer.
@@ -43,6 +48,50 @@ class Roofline(NamedTuple):
         """
         ratio = self.flops / self.bandwidth * bytes_per_parameter / 2
         return ratio / (1 - 2 * ratio / hidden_size) if 2 * ratio < hidden_size else float("inf")
+
+
+class RooflineBudget(LengthPolicy):
+    """
+    Policy that fills the forward with as many tokens as take no time while it waits for its weights (SSSD, section
+    3.2.1): rows times speculation length, b * s_q, is a constant of the hardware, whatever is accepted. All rows get
+    the same length, and a row's last committed token is one of its s_q. Tokens of prompts that share the forward use up
+    the budget, too (section 3.2.2).
+
+    Args:
+        num_tokens (`float`): The budget, such as `Roofline.free_tokens`; infinite if drafts never cost anything.
+
+    Raises:
+        ValueError: for a budget below 1.
+    """
+
+    def __init__(self, num_tokens: float):
+        if not num_tokens >= 1:
+            raise ValueError(f"`num_tokens` must be at least 1, got {num_tokens!r}.")
+        self.num_tokens = float(num_tokens)
+
+    @classmethod
+    def of_profile(cls, cost: CostModel, hidden_size: float = np.inf) -> "RooflineBudget":
+        """Return the budget of a machine as fast as the profile: `Roofline.of_profile`, in which the model cancels."""
+        return cls(Roofline.of_profile(cost, 1, 1.0).free_tokens(hidden_size, 1.0))
+
+    def length(self, rows: StepRows) -> int:
+        """Return the draft nodes of each row: s_q - 1."""
+        most = int(np.max(rows.caps, initial=0))
+        free = (self.num_tokens - rows.num_prefill_tokens) / max(len(rows), 1)
+        return max(int(min(free, most + 1)) - 1, 0)
+
+    def max_nodes(self, rows: StepRows, stage: Stage, trees: Sequence[DraftTree]) -> np.ndarray:
+        return stage.limits(self.length(rows), trees)
+
+    def most_nodes(self, usual: int, most: int) -> int:
+        return most
+
+    def price(self, rows: StepRows, stage: Stage) -> LevelPrice | None:
+        return FREE if stage.cost.heeds_prices and not stage.cost.is_autoregressive else None
+
+    def select(self, rows: StepRows, trees: Sequence[DraftTree]) -> list[DraftTree]:
+        length = self.length(rows)
+        return [tree.most_likely(length) for tree in trees]
 
 
 def free_tokens(cost: CostModel, slack: float = 0.1) -> int:

@@ -89,5 +89,5 @@ def test_a_policy_by_name_is_the_table_of_model_machine_and_source(caplog):
 
 @pytest.mark.parametrize("policy", ["tables", ""])
 def test_other_names_of_policies_are_refused(policy):
-    with pytest.raises(ValueError, match="must be a LengthPolicy or 'table'"):
+    with pytest.raises(ValueError, match="must be a LengthPolicy, 'table'"):
         SmartSpecConfig("suffix", policy=policy)

@@ -1,0 +1,52 @@
+"""Names that `policy=` may have, and the length policies that they stand for."""
+
+from transformers import PreTrainedModel
+
+from ..candidates import TreeCandidateGenerator
+from ..candidates.base import label_of
+from ..goodput import LengthPolicy, Roofline, RooflineBudget
+from ..target_model.cost.profiling import load_or_profile
+from ..target_model.cost.tables import load_table
+
+_TABLE, _ROOFLINE = "table", "roofline"
+
+
+def check_policy_name(name: str) -> None:
+    """Raise `ValueError` for a name that `named_policy` does not know."""
+    kind, colon, figures = name.partition(":")
+    if name != _TABLE and (kind != _ROOFLINE or (colon and _hardware(figures) is None)):
+        raise ValueError(
+            "`policy` must be a LengthPolicy, 'table', 'roofline' or 'roofline:FLOPS,BANDWIDTH' with operations and "
+            f"bytes per second, such as 'roofline:280e12,0.8e12'; got {name!r}."
+        )
+
+
+def named_policy(name: str, model: PreTrainedModel, source: TreeCandidateGenerator) -> LengthPolicy:
+    """
+    Return a new policy of this name for a model and a source: see `SmartSpecConfig.policy`.
+
+    Raises:
+        ValueError: for an unknown name, a table that was not measured, and a model whose forward cannot be measured.
+    """
+    check_policy_name(name)
+    if name == _TABLE:
+        return load_table(model, label_of(source))
+    hidden_size = model.config.get_text_config(decoder=True).hidden_size
+    hardware = _hardware(name.partition(":")[2])
+    if hardware is not None:
+        return RooflineBudget(hardware.free_tokens(hidden_size, model.dtype.itemsize))
+    try:
+        return RooflineBudget.of_profile(load_or_profile(model), hidden_size)
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"`policy={name!r}`: the speed of {type(model).__name__} cannot be measured ({error}). Name the "
+            "hardware's, as in 'roofline:280e12,0.8e12'."
+        ) from error
+
+
+def _hardware(figures: str) -> Roofline | None:
+    try:
+        flops, bandwidth = map(float, figures.split(","))
+    except ValueError:
+        return None
+    return Roofline(flops, bandwidth) if flops > 0 and bandwidth > 0 else None
