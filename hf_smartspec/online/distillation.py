@@ -37,15 +37,22 @@ class OnlineDistillation(Learning):
     continues, and after five such updates in a row it restarts from the weights that draft.
 
     Args:
+        preset (`str`, *optional*): "published" is algorithm 1 of the paper, unless other options change it: every
+            request is learnt, where its drafts were wrong, over the whole vocabulary; after 8 requests, between two
+            calls, drafters are updated, draft with the new weights at once, and all samples are released.
         every_requests, every_tokens, every_seconds (*optional*): An update is due as soon as so many requests, tokens
             or seconds have come since the last one (the paper's interval I, 8 requests).
+        most_requests (`int`, *optional*): Lets the interval follow load and drift (section 4.2.1): from
+            `every_requests`, where there was capacity to train all the time, up to so many, the less of it there was;
+            `every_requests` again when drafts become worse. Without it, the interval is fixed.
         loss (`str`): "kl", "reverse_kl", "jsd" (with `beta`), or "labels" (the target's tokens alone).
         temperature (`float`): Softens both distributions in the loss.
         positions (`str`): "all", or only the "errors" of drafts, as in algorithm 1.
         sampling (`str`): The texts to train on (section 4.1): the target's ("teacher"); the drafts, rejected ones too,
             since verification has scored them ("student"); or both ("mixed"). The last two are for draft models only;
             where several sources draft together, the drafts of all count.
-        top_k (`int`): Tokens of the target's distributions that are kept; all others count as one.
+        top_k (`int`, *optional*): Tokens of the target's distributions that are kept; all others count as one. With
+            None, all are kept (equation 3): 8 bytes of each for every token of an answer.
         max_bytes (`int`): Bound on the memory of samples.
         eviction (`str`): Samples that are kept after training, for replay: the "newest", the most "informative", or
             none ("release", as in the paper).
@@ -72,8 +79,8 @@ class OnlineDistillation(Learning):
         >>> print(online.report())
     """
 
-    def __init__(self, **options: Any):
-        self.options = LearningOptions(**options)
+    def __init__(self, preset: str | None = None, **options: Any):
+        self.options = LearningOptions.of(preset, **options)
         self._learners: dict[int, Learner] = {}  # by the id of the drafting module, while that lives
         self._reading: WeakSet[nn.Module] = WeakSet()  # drafters that have passed `check_drafts`
         self._changed = threading.Condition()
@@ -113,6 +120,9 @@ class OnlineDistillation(Learning):
             else:
                 self._loads.pop(loop, None)
             self._publish(loop)
+            is_idle = self._has_capacity()
+            for learner in self._learners.values():
+                learner.note_load(is_idle)
             self._changed.notify_all()
         if not self.options.background and not num_running and self._is_due:
             self.update()
@@ -213,7 +223,10 @@ class OnlineDistillation(Learning):
     def is_idle(self) -> bool:
         """Return whether there is capacity to train: at most `max_running` requests run, and none waits."""
         with self._changed:
-            loads = list(self._loads.values())
+            return self._has_capacity()
+
+    def _has_capacity(self) -> bool:
+        loads = list(self._loads.values())
         return sum(running for running, _ in loads) <= self.options.max_running and not any(num for _, num in loads)
 
     # Reports

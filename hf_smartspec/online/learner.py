@@ -14,6 +14,7 @@ from ..candidates.base import TreeCandidateGenerator
 from ..log import get_logger
 from .buffer import ReplayBuffer
 from .checkpoint import Checkpoint
+from .interval import UpdateInterval
 from .losses import divergence, overlap
 from .options import LearningOptions
 from .recorder import SampleRecorder
@@ -39,7 +40,7 @@ class LearningStatistics:
     """
     Counters of a drafter's learning. `acceptance` is the acceptance rate of shadow drafts by the weights in use after
     the latest update, on held-out texts; `acceptance_before` is that of the weights in use before it, on the same
-    texts.
+    texts. `interval` is the present number of requests up to an update, 0 where tokens or seconds alone decide.
     """
 
     requests: int = 0
@@ -53,6 +54,7 @@ class LearningStatistics:
     acceptance_before: float = float("nan")
     acceptance: float = float("nan")
     buffer_bytes: int = 0
+    interval: int = 0
     failure: str = ""
 
 
@@ -85,6 +87,8 @@ class Learner:
         self._statistics = LearningStatistics()
         self._since_update = [0, 0]  # requests, tokens
         self._updated_at = time.monotonic()
+        least = options.every_requests or 0
+        self._interval = UpdateInterval(least, options.most_requests or least)
         self._pending: list[torch.Tensor] | None = None
         self._num_refused = 0  # updates since the last accepted one; each continues from the one before
         self._noticed, self._num_renewals = 0.0, 0  # acceptance rate at the latest renewal of policies' estimates
@@ -106,10 +110,16 @@ class Learner:
             self._since_update[1] += len(sample.response)
             if self.has_failed:
                 return
+            self._interval.note_request(float(sample.errors.mean()) if len(sample.errors) else 0.0)
             if self.options.shadow and counts.requests % _HELD_OUT == 0:
                 self._buffer.hold_out(sample, self.options.shadow)
             else:
                 self._buffer.add(sample)
+
+    def note_load(self, is_idle: bool) -> None:
+        """Record whether there is capacity to train from now on."""
+        with self._lock:
+            self._interval.note_load(is_idle)
 
     @property
     def has_failed(self) -> bool:
@@ -132,7 +142,7 @@ class Learner:
         """Return whether enough requests, tokens or seconds, and any samples, have come since the last update."""
         requests, tokens = self._since_update
         options, seconds = self.options, time.monotonic() - self._updated_at
-        limits = (options.every_requests, options.every_tokens, options.every_seconds)
+        limits = (self._interval.requests or None, options.every_tokens, options.every_seconds)
         done = zip((requests, tokens, seconds), limits)
         return bool(self._buffer.new) and any(limit is not None and value >= limit for value, limit in done)
 
@@ -155,7 +165,7 @@ class Learner:
     @property
     def statistics(self) -> LearningStatistics:
         with self._lock:
-            return replace(self._statistics, buffer_bytes=self._buffer.num_bytes)
+            return replace(self._statistics, buffer_bytes=self._buffer.num_bytes, interval=self._interval.requests)
 
     # Called by the thread that learns
 
@@ -180,6 +190,7 @@ class Learner:
             new, replayed = self._buffer.take(self._num_replayed(), self._generator)
             fresh = list(self._buffer.fresh)
             self._since_update, self._updated_at = [0, 0], time.monotonic()
+            self._interval.restart()
             module = self.student.module  # a reference, so that the module lives until the update ends
             if not new or module is None:
                 return False

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,18 @@ from .losses import LOSSES
 OPTIMIZERS = ("adamw", "adamw_8bit")
 POSITIONS = ("all", "errors")
 SAMPLINGS = ("teacher", "student", "mixed")
+PRESETS: dict[str, dict[str, Any]] = {  # "published": algorithm 1 of the paper
+    "published": {
+        "every_requests": 8,
+        "positions": "errors",
+        "top_k": None,
+        "max_bytes": 2**32,
+        "eviction": "release",
+        "replay": 0.0,
+        "shadow": 0,
+        "background": False,
+    }
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +37,7 @@ class LearningOptions:
     """See `OnlineDistillation`."""
 
     every_requests: int | None = 8
+    most_requests: int | None = None
     every_tokens: int | None = None
     every_seconds: float | None = None
     loss: str = "kl"
@@ -31,7 +45,7 @@ class LearningOptions:
     temperature: float = 1.0
     positions: str = "all"
     sampling: str = "teacher"
-    top_k: int = 64
+    top_k: int | None = 64
     max_bytes: int = 2**28
     eviction: str = "newest"
     replay: float = 2.0
@@ -48,10 +62,10 @@ class LearningOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("every_requests", "every_tokens"):
+        for name in ("every_requests", "most_requests", "every_tokens", "top_k"):
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name))
-        for name in ("top_k", "max_bytes", "passes", "batch_tokens", "max_length"):
+        for name in ("max_bytes", "passes", "batch_tokens", "max_length"):
             check_positive(name, getattr(self, name))
         if self.max_length < 2:
             raise ValueError(f"`max_length` must be at least 2, got {self.max_length!r}.")
@@ -72,6 +86,11 @@ class LearningOptions:
             )
         if not any((self.every_requests, self.every_tokens, self.every_seconds)):
             raise ValueError("`every_requests`, `every_tokens` and `every_seconds` must not all be None or 0.")
+        if self.most_requests is not None and self.most_requests < (self.every_requests or math.inf):
+            raise ValueError(
+                f"`most_requests` must be at least `every_requests`, {self.every_requests!r}, got "
+                f"{self.most_requests!r}."
+            )
         if not 0 < self.beta < 1:
             raise ValueError(f"`beta` must lie between 0 and 1, got {self.beta!r}.")
         for name in ("temperature", "learning_rate", "every_seconds"):
@@ -83,6 +102,13 @@ class LearningOptions:
                 raise ValueError(f"`{name}` must not be negative, got {getattr(self, name)!r}.")
         if self.optimizer == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
             raise ValueError('`optimizer="adamw_8bit"` needs bitsandbytes: pip install "hf-smartspec[quantization]".')
+
+    @classmethod
+    def of(cls, preset: str | None = None, **options: Any) -> "LearningOptions":
+        """Return the options of a preset, changed by `options`; raise `ValueError` for an unknown preset."""
+        if preset is not None and preset not in PRESETS:
+            raise ValueError(f"`preset` must be one of {list(PRESETS)} or None, got {preset!r}.")
+        return cls(**PRESETS.get(preset or "", {}) | options)
 
     @property
     def learns_drafts(self) -> bool:

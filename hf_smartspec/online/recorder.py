@@ -18,7 +18,7 @@ _LINES = 8  # lines of logits that a CPU reads at once: intermediate results sta
 
 
 class _Top(NamedTuple):
-    """The likeliest tokens (int32 `[n, k]`) and their probabilities (float16), on the target's device."""
+    """The likeliest tokens (int32 `[n, k]`) and their probabilities, on the target's device; see `Sample`."""
 
     ids: torch.Tensor
     probs: torch.Tensor
@@ -102,7 +102,8 @@ class SampleRecorder(Recorder):
 
     Args:
         keep (`Callable`): Called with each sample.
-        top_k (`int`): Number of likeliest tokens that are kept of each of the target's distributions.
+        top_k (`int`, *optional*): Number of likeliest tokens that are kept of each of the target's distributions; with
+            None, all.
         hidden_layers (sequence of `int`): Layers whose hidden states are kept; see `TreeCandidateGenerator`.
         keeps_drafts (`bool`): Whether to keep rejected drafts, and the target's distributions after them.
         max_length (`int`, *optional*): Length that `Sample.end` cuts samples to. No more than it needs is kept of
@@ -112,7 +113,7 @@ class SampleRecorder(Recorder):
     def __init__(
         self,
         keep: Callable[[Sample], None],
-        top_k: int,
+        top_k: int | None,
         hidden_layers: Sequence[int] = (),
         max_length: int | None = None,
         keeps_drafts: bool = False,
@@ -167,6 +168,10 @@ class SampleRecorder(Recorder):
         if logits is None or not sum(sizes):
             return [None] * len(lines)
         chosen = logits.index_select(0, to_device(np.concatenate(lines), logits.device))
+        if self._top_k is None:
+            all_ids = torch.arange(chosen.shape[1], dtype=torch.int32, device=chosen.device).expand(chosen.shape)
+            whole = zip(all_ids.split(sizes), chosen.float().softmax(dim=-1).split(sizes))
+            return [_Top(*pair) if len(pair[0]) else None for pair in whole]
         together = _LINES if chosen.device.type == "cpu" else len(chosen)
         parts = [likeliest_tokens(part.float(), self._top_k) for part in chosen.split(together)]
         ids = torch.cat([ids for ids, _ in parts]).to(torch.int32)

@@ -23,8 +23,8 @@ class Sample:
             computed again.
         response (`np.ndarray` of shape `[n]`, int32): Tokens that the target generated.
         top_ids (`torch.Tensor` of shape `[n, k]`, int32): The target's likeliest tokens in the place of each.
-        top_probs (`torch.Tensor` of shape `[n, k]`, float16): Their probabilities, before any processor. The rest up to
-            1 belongs to all other tokens.
+        top_probs (`torch.Tensor` of shape `[n, k]`): Their probabilities, before any processor: float16, or float32
+            where all tokens are kept. The rest up to 1 belongs to all other tokens.
         errors (`np.ndarray` of shape `[n]`, bool): Tokens in whose place a draft had others only.
         is_greedy (`bool`): Whether the target picked the likeliest tokens.
         hidden (mapping of `int` to `torch.Tensor` of shape `[p + n - 1, hidden_size]`): Hidden states by layer, of all

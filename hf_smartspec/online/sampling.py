@@ -128,7 +128,7 @@ def _up_to_end(row: list[int], ends: set[int]) -> np.ndarray:
 def taught(
     target: PreTrainedModel,
     texts: Sequence[tuple[np.ndarray, np.ndarray]],
-    top_k: int,
+    top_k: int | None,
     layers: Sequence[int] = (),
     is_greedy: bool = True,
 ) -> list[Sample]:
@@ -159,14 +159,16 @@ def taught(
     return samples
 
 
-def _top(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _top(logits: torch.Tensor, top_k: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the likeliest tokens of each line and their probabilities, in the dtypes of samples, on the CPU."""
+    if top_k is None:
+        return torch.arange(logits.shape[1], dtype=torch.int32).expand(logits.shape), logits.float().softmax(-1).cpu()
     ids, probs = likeliest_tokens(logits.float(), top_k)
     return ids.to(torch.int32).cpu(), probs.to(torch.float16).cpu()
 
 
 def _taught_by_encoder_decoder(
-    target: PreTrainedModel, texts: Sequence[tuple[np.ndarray, np.ndarray]], top_k: int, is_greedy: bool
+    target: PreTrainedModel, texts: Sequence[tuple[np.ndarray, np.ndarray]], top_k: int | None, is_greedy: bool
 ) -> list[Sample]:
     config: Any = target.config.get_text_config(decoder=True)
     start = target.generation_config.decoder_start_token_id

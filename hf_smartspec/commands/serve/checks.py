@@ -47,7 +47,7 @@ def _check_learning(args: argparse.Namespace) -> None:
     if "checkpoint" in args.learn_options:
         raise UsageError("--learn-options: `checkpoint` is the folder of --learn")
     with usage_errors("--learn-options", TypeError, ValueError):
-        LearningOptions(**args.learn_options)
+        LearningOptions.of(**args.learn_options)
     others = [item for item in args.assistant if not is_preset(item)]
     if not args.draft and not others:
         raise UsageError("--learn: nothing that learns drafts: add --draft MODEL, or name heads in --assistant")

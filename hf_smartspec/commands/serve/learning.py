@@ -47,7 +47,8 @@ def _copy_of(caller: Caller, tenants: str) -> str:
 
 def new_learning(args: Any, name: str, num_copies: int) -> OnlineDistillation:
     """Return what trains the drafters of one model; each has an equal part of the memory of samples."""
-    options = {"max_bytes": LearningOptions.max_bytes // max(num_copies, 1), **args.learn_options}
+    most = LearningOptions.of(**args.learn_options).max_bytes
+    options = args.learn_options | {"max_bytes": most // max(num_copies, 1)}
     return OnlineDistillation(checkpoint=_folder(args, name), **options)
 
 

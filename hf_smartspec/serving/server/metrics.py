@@ -52,6 +52,7 @@ _LEARNING_MEANS = {
     "loss": "Loss of the latest update.",
     "acceptance": "Share of shadow drafts that were accepted after the latest update.",
     "acceptance_before": "The same by the weights before it.",
+    "interval": "Requests up to an update at present.",
 }
 
 
