@@ -4,11 +4,12 @@ import argparse
 from pathlib import Path
 
 from hf_smartspec.commands.common.arguments import add_target_arguments, positive, positive_number
+from hf_smartspec.online.options import PRESETS
 
 from ...kit.arguments import add_options, add_session_arguments
 
 SPEED, LIVE, LOAD = LIVE_PARTS = ("speed", "live", "load")
-TABLE, ONLINE, SHIFT, SEVERAL = PARTS = ("table", "online", "shift", "several")
+TABLE, ONLINE, SHIFT, MIX, SEVERAL, COSTS = PARTS = ("table", "online", "shift", "mix", "several", "costs")
 RANDOM = ("draft", "medusa", "eagle3")
 
 
@@ -25,6 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--random", choices=RANDOM, default="draft", help="drafter of random weights in part live (default: draft)"
     )
+    parser.add_argument(
+        "--preset", choices=sorted(PRESETS), help="learn as in the paper's algorithm 1 (default: as here by default)"
+    )
+    parser.add_argument(
+        "--sampled", action="store_true", help="the target samples its answers, at temperature 1 (default: greedy ones)"
+    )
     add_options(
         parser,
         ("--draft", str, None, "MODEL", "the drafter that learns (default: the demo's draft model)"),
@@ -33,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--requests", positive, 500, "N", "of each task"),
         ("--test", positive, 50, "N", "further ones, held out"),
         ("--interval", positive, 8, "I", "requests up to an update"),
+        ("--nodes", positive, 5, "K", "proposals of a step, by which the paper's acceptance is measured"),
         ("--learning-rate", positive_number, 1e-3, "RATE", "of the drafter"),
         ("--max-new-tokens", positive, 48, "N", "of each request"),
         ("--max-prompt", positive, 256, "N", "tokens of a prompt, its end"),

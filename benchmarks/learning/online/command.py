@@ -23,7 +23,8 @@ from ...kit.claims import Claim
 from ...kit.models import described
 from ...kit.session import Case, Section, new_session, print_head
 from ...kit.tables import Row, Rows, as_markdown, print_lines
-from .arguments import LIVE, LIVE_PARTS, LOAD, SPEED
+from .arguments import COSTS, LIVE, LIVE_PARTS, LOAD, SHIFT, SPEED
+from .costs import Size, costs, paper_pairs
 from .live import live, load, random_drafter, speed
 from .parts import Experiments
 from .report import plot, tables
@@ -108,27 +109,34 @@ class OnlineBench:
         self.args, self.larger, self.tokenizer = args, larger, tokenizer
         name = args.model or str(demo_folder("--model") / "models" / "target")
         self.small = load_model(name, args.dtype, args.device)
-        sizes = (args.requests + args.test, 0, max_prompt_len(args, self.small), args.max_new_tokens)
+        others = args.requests if SHIFT in args.parts else 0
+        sizes = (args.requests + args.test + others, 0, max_prompt_len(args, self.small), args.max_new_tokens)
         self.data = [DataSet.of(name, requests, tokenizer, *sizes) for name, requests in texts.items()]
 
     def cases(self, part: str) -> list[Case]:
         return [Case(part, partial(self._measured, part))]
 
     def _measured(self, part: str) -> Row:
-        args, tasks = self.args, self._tasks
+        args = self.args
+        if part == COSTS:
+            pairs = paper_pairs() | {"this target and drafter": (self.small.config, self._draft.config)}
+            sizes = {name: (Size.of(target), Size.of(draft)) for name, (target, draft) in pairs.items()}
+            options = {"k": args.nodes, "interval": args.interval}
+            return {"rows": {name: costs(target, draft, **options) for name, (target, draft) in sizes.items()}}
+        tasks = self._tasks
         if part == SPEED:
             return speed(self.larger, _drafters(self.small, self.larger, self._drafter), tasks, args)
         if part == LIVE:
             return live(self.larger, random_drafter(args.random, self.larger, self._draft, args.seed), tasks, args)
         if part == LOAD:
             return load(self.larger, self._drafter, tasks, args)
-        return Experiments(self.small, self._drafter, tasks, args).run(part)
+        return Experiments(self.small, self._drafter, tasks, args, self.tokenizer).run(part)
 
     @cached_property
     def _tasks(self) -> list[Task]:
         layers = (LAST,) if SPEED in self.args.parts else ()
         args = self.args
-        return [answer(self.small, item, args.test, args.max_new_tokens, layers) for item in self.data]
+        return [answer(self.small, item, args.test, args, layers) for item in self.data]
 
     @cached_property
     def _draft(self) -> PreTrainedModel:
@@ -143,7 +151,7 @@ class OnlineBench:
             return self._draft
         requests = read_requests(args.base, Fields(turns="none"), None, False)
         sizes = (args.requests + 1, 0, args.max_prompt, args.max_new_tokens)
-        base = answer(self.small, DataSet.of("base", requests, self.tokenizer, *sizes), 1, args.max_new_tokens)
+        base = answer(self.small, DataSet.of("base", requests, self.tokenizer, *sizes), 1, args)
         drafter = random_drafter("draft", self.small, self._draft, args.seed)
         return distilled(drafter, base.stream, options_of(args), _BASE_EPOCHS, f"distilling {args.base}")
 

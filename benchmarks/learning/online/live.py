@@ -23,6 +23,7 @@ from hf_smartspec.prepare.config import SmartSpecConfig
 from hf_smartspec.serving.engine import Engine
 from hf_smartspec.training.eagle import new_heads
 
+from .costs import speedup
 from .streams import Replay, Task, copied, judged, options_of
 
 _NODES = 5  # the paper's k
@@ -82,7 +83,7 @@ def _measured(target: PreTrainedModel, methods: dict[str, nn.Module], task: Task
             "acceptance": rate,
             "tokens per step": total.mean_accepted_length,
             "speed-up": median(p / item[0] for p, item in zip(plain[1:], own)),
-            "predicted": (1 - rate ** (_NODES + 1)) / ((1 - rate) * (_NODES * cost + 1)) if rate < 1 else float("nan"),
+            "predicted": speedup(rate, _NODES, cost),
             "different": sum(not item[1] for item in own),
         }
     return rows

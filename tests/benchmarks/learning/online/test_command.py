@@ -44,7 +44,10 @@ def test_replayed_parts(folder, tmp_path, capsys, monkeypatch):
         online = parts["online"]["rows"][task]
         assert len(online["online"]) == len(online["static"]) == 12
         assert online["learning"]["updates"] == 3
-        assert 0 <= online["tokens"]["online"]["precision"] <= 1
+        assert len(online["alpha"]) == 12 and all(0 <= alpha <= 1 for alpha in online["alpha"])
+        tokens = online["tokens"]
+        assert 0 < tokens["share"] <= 1 and len(tokens["texts"]) == len(tokens["online"]["recall"])
+        assert all(rate is None or 0 <= rate <= 1 for rate in tokens["online"]["precision"])
         # Nothing is learnt yet when the first requests come.
         assert online["online"][:4] == online["unchanged"][:4]
         several = parts["several"]["rows"][task]
@@ -54,15 +57,40 @@ def test_replayed_parts(folder, tmp_path, capsys, monkeypatch):
         assert len(row["online"]) == 24 and row["tasks"].count("first") == 12
         assert all(len(values) == 2 for values in row["test after each phase"].values())
     assert parts["shift"]["rows"]["sudden"]["tasks"] == ["first"] * 12 + ["second"] * 12
-    assert {path.name for path in plots.iterdir()} == {"online.png", "shift.png", "several.png"}
+    for rows in parts["shift"]["static"].values():
+        assert {share: len(rates) for share, rates in rows.items()} == dict.fromkeys(["30%", "50%", "70%", "100%"], 12)
+    (mixed,) = parts["mix"]["rows"].values()
+    assert len(mixed["online"]) == 24 and mixed["half"] == 12 and mixed["tasks"].count("first") == 12
+    assert set(parts["costs"]["rows"]) >= {"Vicuna-7B, LLaMA-160M", "this target and drafter"}
+    drawn = {"online.png", "tokens.png", "shift.png", "static.png", "mix.png", "several.png"}
+    assert {path.name for path in plots.iterdir()} == drawn
     text = page.read_text()
-    for title in ("table 1", "figure 3", "figure 7", "A sudden shift", "A gradual shift", "figures 5 and 6"):
+    titles = (
+        "table 1",
+        "figure 3",
+        "figure 7",
+        "table 6",
+        "A sudden shift",
+        "A gradual shift",
+        "A.6",
+        "figures 5 and 6",
+    )
+    for title in (*titles, "tables 5 and 9", "tables 7 and 8"):
         assert title in text
     assert "Acceptance rate" in capsys.readouterr().out
     # What is there is not measured again.
     before = out.read_text()
     assert call(folder, "--base", folder / "base.jsonl", "--json", out, "--resume") == 0
     assert parts_of(out.read_text()) == parts_of(before)
+
+
+def test_algorithm_1_as_published_on_sampled_answers(folder, tmp_path):
+    out = tmp_path / "results.json"
+    arguments = ["--parts", "online", "--preset", "published", "--sampled", "--requests", "8", "--json", out]
+    assert call(folder, *arguments, files=["first.jsonl"]) == 0
+    (row,) = parts_of(out.read_text())["online"]["rows"].values()
+    assert row["learning"]["updates"] == 2 and row["learning"]["rollbacks"] == 0
+    assert all(0 < rate < 1 for rate in row["online"])  # sums of min(p, q), not shares of equal tokens
 
 
 def test_a_file_of_several_languages_is_several_tasks(folder, tmp_path):
