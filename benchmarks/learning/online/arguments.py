@@ -4,7 +4,6 @@ import argparse
 from pathlib import Path
 
 from hf_smartspec.commands.common.arguments import add_target_arguments, positive, positive_number
-from hf_smartspec.online.options import PRESETS
 
 from ...kit.arguments import add_options, add_session_arguments
 
@@ -27,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--random", choices=RANDOM, default="draft", help="drafter of random weights in part live (default: draft)"
     )
     parser.add_argument(
-        "--preset", choices=sorted(PRESETS), help="learn as in the paper's algorithm 1 (default: as here by default)"
+        "--preset", choices=["published"], help="learn as in the paper's algorithm 1 (default: as here by default)"
     )
     parser.add_argument(
         "--sampled", action="store_true", help="the target samples its answers, at temperature 1 (default: greedy ones)"
