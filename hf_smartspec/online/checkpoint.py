@@ -28,7 +28,8 @@ class Found:
 
 class Checkpoint:
     """
-    A file that is replaced as a whole, so that readers find the old or the new one.
+    A file that is replaced as a whole, so that readers find the old or the new one. Replicas may share it: each writes
+    its own weights, and finds those that another one has written since.
 
     Args:
         path (`Path`): The file's path.
@@ -36,6 +37,7 @@ class Checkpoint:
 
     def __init__(self, path: Path):
         self.path, self._origin = path, ""
+        self._known: tuple[int, int] | None = None  # the file that was written or read last: its number and time
 
     def begin(self, weights: Sequence[torch.Tensor]) -> None:
         """Set the drafter's original weights: only checkpoints that have learnt from the same weights are loaded."""
@@ -59,12 +61,14 @@ class Checkpoint:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with replacing(self.path, is_private=True) as file:
                 torch.save(content, file)
+            self._known = self._present()
         except (OSError, RuntimeError) as error:
             logger.warning_once(f"What a drafter has learnt cannot be written to {self.path}: {error}")
 
     def load(self, shapes: Sequence[tuple[int, ...]]) -> Found | None:
         """Return the file's contents; None, with a warning if there is a file, unless its weights fit the drafter."""
-        if not self.path.exists():
+        self._known = self._present()
+        if self._known is None:
             return None
         try:
             content = torch.load(self.path, map_location="cpu", weights_only=True)
@@ -77,3 +81,14 @@ class Checkpoint:
             reason = f"cannot be read: {error}"
         logger.warning(f"{self.path} {reason}; the drafter begins as it is.")
         return None
+
+    def load_of_others(self, shapes: Sequence[tuple[int, ...]]) -> Found | None:
+        """Return what another process has written since this one wrote or read the file; None if none has."""
+        return None if self._present() in (None, self._known) else self.load(shapes)
+
+    def _present(self) -> tuple[int, int] | None:
+        try:
+            found = self.path.stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns

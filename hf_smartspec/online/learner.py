@@ -41,6 +41,7 @@ class LearningStatistics:
     Counters of a drafter's learning. `acceptance` is the acceptance rate of shadow drafts by the weights in use after
     the latest update, on held-out texts; `acceptance_before` is that of the weights in use before it, on the same
     texts. `interval` is the present number of requests up to an update, 0 where tokens or seconds alone decide.
+    `meetings` counts updates that began from a mean with another replica's weights.
     """
 
     requests: int = 0
@@ -53,6 +54,7 @@ class LearningStatistics:
     loss: float = float("nan")
     acceptance_before: float = float("nan")
     acceptance: float = float("nan")
+    meetings: int = 0
     buffer_bytes: int = 0
     interval: int = 0
     failure: str = ""
@@ -199,6 +201,7 @@ class Learner:
         try:
             if not self._num_refused:
                 self.student.take(before)
+            self._meet_others()
             self._learn([*new, *replayed], go_on)
             is_better = self._judge(before, fresh or new, go_on)
         except BaseException:
@@ -223,6 +226,18 @@ class Learner:
         if is_better and self.checkpoint is not None:
             self.checkpoint.save(self.student.weights(), self._optimizer.state_dict(), vars(self.statistics))
         return is_better
+
+    def _meet_others(self) -> None:
+        """
+        Take the mean of these weights and those that a replica has saved in the same file meanwhile, if one has: all
+        are drawn to one centre, which the file holds (elastic averaging, Zhang et al., 2015).
+        """
+        shapes = [tuple(item.shape) for _, item in self.student.parameters]
+        found = None if self.checkpoint is None else self.checkpoint.load_of_others(shapes)
+        if found is not None:
+            own = self.student.weights()
+            self.student.take([(item + other.to(item)) / 2 for item, other in zip(own, found.weights)])
+            self._statistics.meetings += 1
 
     def _refuse(self) -> None:
         """

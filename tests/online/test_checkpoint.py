@@ -28,6 +28,7 @@ def test_what_was_learnt_is_found_again(target, tmp_path):
     assert all(torch.equal(*pair) for pair in zip(second.student.live_weights(), first.student.weights()))
     # It goes on as the first would have.
     for learner in (first, second):
+        learner.checkpoint = None  # neither meets the other there
         learner._generator = np.random.default_rng(5)
         learner._buffer.old.clear()
         learner._buffer.fresh.clear()
@@ -139,3 +140,24 @@ def test_a_checkpoint_that_cannot_be_written_stops_nothing(target, tmp_path):
     learner = learner_of(target, checkpoint=Checkpoint(tmp_path / "file" / "draft.pt"), tolerance=1.0)
     feed(learner, target)
     assert learner.update()
+
+
+def test_replicas_that_share_a_file_meet_half_way(target, tmp_path):
+    """What another process has saved meanwhile is averaged with one's own weights, once, and one's own file is not."""
+    path = tmp_path / "draft.pt"
+    first, second = (learner_of(target, checkpoint=Checkpoint(path), shadow=0) for _ in range(2))
+    feed(first, target)
+    first.update()
+    own = second.student.live_weights()
+    begun = []
+    second._learn = lambda *_: begun.append(second.student.weights())
+    feed(second, target, seed=2)
+    second.update()
+    assert all(torch.allclose(a, (b + c) / 2) for a, b, c in zip(begun[0], own, first.student.weights()))
+    assert second.statistics.meetings == 1 and first.statistics.meetings == 0
+    feed(second, target, seed=3)
+    second.update()
+    assert second.statistics.meetings == 1
+    feed(first, target, seed=4)
+    first.update()
+    assert first.statistics.meetings == 1

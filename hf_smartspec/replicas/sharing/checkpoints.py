@@ -24,8 +24,9 @@ class SharedCheckpoints:
     """
     Checkpoints of `OnlineDistillation` that replicas publish to a folder, and begin from.
 
-    A new replica takes every drafter's newest valid checkpoint, unless its own is newer, and learns on from there.
-    `OnlineDistillation` checks that it is of the same drafter.
+    A new replica takes every drafter's newest valid checkpoint, unless its own is newer, and learns on from there. One
+    that runs takes it, too: its next update begins from the mean of its own weights and these, and is taken over only
+    if it drafts no worse. `OnlineDistillation` checks that a checkpoint is of the same drafter.
 
     Args:
         url (`str`): A folder, on any file system of fsspec: a path, `s3://...`, `gs://...`.
@@ -51,7 +52,7 @@ class SharedCheckpoints:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Take the shared checkpoints; publish changed ones every `interval` seconds, in a thread, and at the end."""
+        """Take the shared checkpoints; exchange them every `interval` seconds, in a thread, and at the end."""
         failed = f"What drafters learn cannot be shared through {self._folder.url} at the moment"
         has_begun = False
 
@@ -61,6 +62,7 @@ class SharedCheckpoints:
                 self.pull()
                 has_begun = True
             self.publish()
+            self.pull()  # of others; what is newest here has been published
 
         with exchanging([exchange, self._folder.sweep], self.interval, failed):
             yield

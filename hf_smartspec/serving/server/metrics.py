@@ -46,6 +46,7 @@ _LEARNING_COUNTERS = {
     "updates": "Updates of drafters.",
     "swaps": "Times that a drafter took over new weights.",
     "rollbacks": "Updates whose shadow drafts were worse, so that the weights before them draft on.",
+    "meetings": "Updates that began from a mean with another replica's weights.",
     "seconds": "Seconds of training.",
 }
 _LEARNING_MEANS = {
