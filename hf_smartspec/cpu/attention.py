@@ -17,6 +17,7 @@ from .kernels.runs import divide, extent
 from .program import DTYPES, run_operator
 from .tensor_checks import is_plain
 
+NO_TREE = 2**40  # a line after all others
 _FEW = 64  # tokens of a row, where torch multiplies those of prompts
 _NO_PREFIXES = np.zeros(0, np.int64)
 _SMALL = 2**15  # numbers of keys that one thread has read before a second one has begun
@@ -32,8 +33,8 @@ class SeenLines:
             of lines from that one to the token's own, at least one.
         runs (`np.ndarray` of shape `[runs + 1]`, int64): The first token of each run, and the end of the last one. A
             run is up to `MOST_TOKENS` tokens that attend to lines of one row and are computed together.
-        nodes (`np.ndarray` of shape `[2, N]`, int64, *optional*): Lines and bits: from its line on, each token attends
-            only to lines with a set bit; to all, where the bits are -1.
+        nodes (`np.ndarray` of shape `[1 + words, N]`, int64, *optional*): Lines and bits: from its line on, each token
+            attends only to lines with a set bit, of 64 lines in each word. A token that attends to all has `NO_TREE`.
         prefixes (`np.ndarray` of shape `[2, N]`, int64, *optional*): First line and number of the lines that each token
             attends to before these: a prefix that rows share. Tokens with one attend to all lines of their row.
     """
@@ -50,11 +51,14 @@ class SeenLines:
     most_lines: int = field(init=False)
 
     def __post_init__(self) -> None:
-        nodes = (None, None) if self.nodes is None else self.nodes
+        nodes, distance = (None, None), 0
+        if self.nodes is not None:
+            nodes, distance = (self.nodes[0], self.nodes[1:]), self.nodes.strides[0] // self.nodes.itemsize
         prefixes = (None, None) if self.prefixes is None else self.prefixes
         arrays = self.runs, self.firsts, self.counts, *nodes, *prefixes
         own = vars(self)  # fields of a frozen class cannot be assigned
-        own["addresses"] = [0 if array is None else array.ctypes.data for array in arrays]
+        addresses = [0 if array is None else array.ctypes.data for array in arrays]
+        own["addresses"] = [*addresses[:5], distance, *addresses[5:]]
         extents = extent(self.runs, self.firsts, self.counts, _NO_PREFIXES if self.prefixes is None else prefixes[1])
         own["most_tokens"], own["num_seen"], own["most_lines"] = extents
 
@@ -149,7 +153,9 @@ def has_attention(dtype: torch.dtype) -> bool:
         generator = torch.Generator().manual_seed(0)
         shapes = (2, 4, 80), (70, 2, 80), (70, 2, 80)
         queries, keys, values = (torch.randn(shape, generator=generator, device="cpu").to(dtype) for shape in shapes)
-        lines = SeenLines(np.array([0, 3]), np.array([70, 51]), np.array([0, 2]), np.array([[67, -1], [0b101, -1]]))
+        lines = SeenLines(
+            np.array([0, 3]), np.array([70, 51]), np.array([0, 2]), np.array([[67, NO_TREE], [0b101, -1]])
+        )
         found = few_token_attention(queries, keys, values, lines)
         sees = torch.zeros(2, 70, dtype=torch.bool, device="cpu")
         sees[0], sees[0, 68], sees[1, 3:54] = True, False, True

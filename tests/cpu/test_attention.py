@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 import hf_smartspec
+from hf_smartspec import DraftTree
 from hf_smartspec.cpu import attention
 from hf_smartspec.cpu.attention import SeenLines, can_attend, few_token_attention, has_attention, runs_of
 from hf_smartspec.cpu.kernels.attend import MOST_TOKENS
@@ -37,9 +38,10 @@ def by_masks(queries, keys, values, lines, scale=None) -> torch.Tensor:
     sees = torch.zeros(len(queries), len(keys), dtype=torch.bool)
     for token, (first, count) in enumerate(zip(lines.firsts.tolist(), lines.counts.tolist())):
         sees[token, first : first + count] = True
-        if lines.nodes is not None and (bits := int(lines.nodes[1, token])) != -1:
-            for line in range(int(lines.nodes[0, token]), first + count):
-                sees[token, line] = bool(bits >> (line - int(lines.nodes[0, token])) & 1)
+        if lines.nodes is not None:
+            begin, *words = lines.nodes[:, token].tolist()
+            for line in range(begin, first + count):
+                sees[token, line] = bool(words[(line - begin) // 64] >> (line - begin) % 64 & 1)
     heads = [item.double().transpose(0, 1) for item in (queries, keys, values)]
     return scaled_dot_product_attention(*heads, attn_mask=sees, scale=scale, enable_gqa=True).transpose(0, 1)
 
@@ -127,6 +129,36 @@ def test_a_steps_rows_see_what_masks_let_them_see(rows, window, num_skipped, dty
             expected[is_on] = _masked_attention(queries, keys, values, layout, window, None)
     assert expected[True].isfinite().all()
     assert_close(expected[True][makes_sense], expected[False][makes_sense].double(), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [(64,), (65, 3), (300, 70, 1)])
+def test_a_node_of_a_large_tree_gets_the_bits_of_its_path_alone(sizes, dtype):
+    """Whatever the number of words that the bits of a tree take, and of others beside it."""
+    rng, stride, rows = np.random.default_rng(0), 400, []
+    for slot, size in enumerate(sizes):
+        parents = np.maximum(np.arange(-1, size - 1) - (rng.random(size) < 0.3) * rng.integers(0, 9, size), -1)
+        tree = DraftTree(rng.integers(0, 9, size), parents, np.ones(size, np.float32))
+        rows.append(RowInput(CacheRow(slot, length=30 + slot, stride=stride), np.zeros(1, np.int64), tree))
+    layout = build_layout(arrange(rows, 100))
+    lines = lines_of(layout, layout.parts, None)
+    queries = numbers(sum(sizes) + len(sizes), 4, 16).to(dtype)
+    keys, values = (numbers(len(sizes) * stride + shift, 2, 16).to(dtype)[shift:] for shift in (0, 1))
+    found = few_token_attention(queries, keys, values, lines)
+    assert_close(found, by_masks(queries, keys, values, lines), dtype)
+    first = 0
+    for slot, row in enumerate(rows):
+        for node in range(0, len(row.tree), 7):
+            path, above = [], node
+            while above >= 0:
+                path.append(above)
+                above = int(row.tree.parents[above])
+            own = [*range(31 + slot), *(31 + slot + above for above in reversed(path))]
+            own_keys, own_values = (memory[[slot * stride + line for line in own]] for memory in (keys, values))
+            alone = SeenLines(np.zeros(1, np.int64), np.array([len(own)]), np.array([0, 1]))
+            expected = few_token_attention(queries[first + 1 + node][None], own_keys, own_values, alone)
+            assert torch.equal(found[first + 1 + node][None], expected)
+        first += 1 + len(row.tree)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -15,19 +15,20 @@ from .tiles import MOST_SUMS, add_weighted, largest, tile
 # size: numbers of a head; groups: query heads that share a key/value head.
 # firsts, counts: addresses of int64 `[tokens]`, the first line that each token attends to, and the number of lines
 #   from that one to its own.
-# nodes, bits: 0, or addresses of int64 `[tokens]`: from line `nodes` on, a token attends only to lines with a set bit.
+# nodes, bits: 0, or addresses of int64 `[tokens]` and `[words, tokens]`: from line `nodes` on, a token attends only to
+#   lines with a set bit. distance: numbers from one word of a token's bits to the next.
 # queries, outputs, keys, values: addresses of `[tokens, heads, size]` twice and `[lines, kv_heads, size]` twice.
 # prefixes, prefix_counts: 0, or addresses of int64 `[tokens]`: the first line, and the number of lines, that each token
 #   attends to before these; the same for all tokens of a run.
 # scratch: address of `scratch_size` float32 for each thread.
 ATTEND_FIELDS = tuple(
-    "next threads num_runs runs parts kv_heads groups size firsts counts nodes bits prefixes prefix_counts queries "
-    "keys values outputs scratch scratch_size scale".split()
+    "next threads num_runs runs parts kv_heads groups size firsts counts nodes bits distance prefixes "
+    "prefix_counts queries keys values outputs scratch scratch_size scale".split()
 )
 (
-    _NEXT, _THREADS, _NUM_RUNS, _RUNS, _PARTS, _KV_HEADS, _GROUPS, _SIZE, _FIRSTS, _COUNTS, _NODES, _BITS, _PREFIXES,
-    _PREFIX_COUNTS, _QUERIES, _KEYS, _VALUES, _OUTPUTS, _SCRATCH, _SCRATCH_SIZE, _SCALE,
-) = range(21)  # fmt: skip
+    _NEXT, _THREADS, _NUM_RUNS, _RUNS, _PARTS, _KV_HEADS, _GROUPS, _SIZE, _FIRSTS, _COUNTS, _NODES, _BITS, _DISTANCE,
+    _PREFIXES, _PREFIX_COUNTS, _QUERIES, _KEYS, _VALUES, _OUTPUTS, _SCRATCH, _SCRATCH_SIZE, _SCALE,
+) = range(22)  # fmt: skip
 MOST_TOKENS = 8  # tokens of a run
 _BLOCK = 32  # lines that are read for all heads and tokens before the next ones are
 
@@ -179,10 +180,14 @@ def _add_own(a, first_token, last_token, head, low, high, num, weights, values, 
 def _hide(a, token, scores, value):
     """Put `value` in place of the scores of nodes that the token does not attend to."""
     if a[_NODES]:
-        line, bits = int64_at(a[_NODES])[token] - int64_at(a[_FIRSTS])[token], int64_at(a[_BITS])[token]
-        for node in range(max(-line, 0), int64_at(a[_COUNTS])[token] - line if bits != -1 else 0):
-            if not bits >> node & 1:
-                scores[line + node] = value
+        line, place = int64_at(a[_NODES])[token] - int64_at(a[_FIRSTS])[token], token
+        end = int64_at(a[_COUNTS])[token] - line
+        for first in range(0, end, 64):
+            bits = int64_at(a[_BITS])[place]
+            for node in range(max(-line, first), min(first + 64, end) if bits != -1 else 0):
+                if not bits >> (node - first) & 1:
+                    scores[line + node] = value
+            place += a[_DISTANCE]
 
 
 @inner

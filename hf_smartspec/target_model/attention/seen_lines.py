@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ...cpu.attention import SeenLines, most_width, runs_of
-from ..layout.step_layout import MOST_NODES, PaddedPart, StepLayout
+from ...cpu.attention import NO_TREE, SeenLines, most_width, runs_of
+from ..layout.step_layout import PaddedPart, StepLayout
 
 
 def has_few_tokens(part: PaddedPart, window: int | None, dtype: torch.dtype) -> bool:
@@ -15,7 +15,8 @@ def has_few_tokens(part: PaddedPart, window: int | None, dtype: torch.dtype) -> 
     must not be deeper than it is long, so that a token's ancestors are all within.
     """
     is_determined = part.tree_pairs is None or (
-        part.seen_nodes is not None and (window is None or window >= min(part.num_columns, MOST_NODES))
+        part.seen_nodes is not None
+        and (window is None or window >= min(part.num_columns, 64 * (len(part.seen_nodes) - 1)))
     )
     return is_determined and part.width <= most_width(dtype)
 
@@ -31,12 +32,13 @@ def lines_of(layout: StepLayout, parts: Sequence[PaddedPart], window: int | None
         begins = np.zeros_like(counts)
         if window is not None:
             begins = np.maximum(_positions(layout, parts) + 1 - window, 0)
-        nodes = None
-        if any([part.seen_nodes is not None for part in parts]):
-            nodes = np.full((2, last - first), -1)
+        nodes, most = None, max([0 if part.seen_nodes is None else len(part.seen_nodes) for part in parts])
+        if most:
+            nodes = np.zeros((most, last - first), np.int64)
+            nodes[0] = NO_TREE
             for part in parts:
-                if part.seen_nodes is not None:
-                    nodes[:, part.tokens.start - first : part.tokens.stop - first] = part.seen_nodes
+                if (seen := part.seen_nodes) is not None:
+                    nodes[: len(seen), part.tokens.start - first : part.tokens.stop - first] = seen
             nodes[0] += firsts
         assert counts.min() > 0, "every token attends to its own line"
         prefixes = None

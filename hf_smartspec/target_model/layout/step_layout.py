@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from ...cpu.attention import NO_TREE
 from ...device import StagingBuffer
 from .kernels.trees import depths_of, lay_out
 from .rows import RowInput
@@ -88,9 +89,9 @@ class PaddedPart:
             None where these already are the padded batch.
         scatter (`torch.Tensor` of shape `[tokens]`, *optional*): Padded index of every token.
         sees_all (`bool`): Whether every query attends to every column, windows aside.
-        seen_nodes (`np.ndarray` of shape `[2, tokens]`, int64, *optional*): The column of each row's first node, and
-            bits of the nodes from there on that each token attends to; all of them (-1) for tokens that are not tree
-            nodes. None where all drafts are chains, or some tree has more nodes than there are bits.
+        seen_nodes (`np.ndarray` of shape `[1 + words, tokens]`, int64, *optional*): The column of each row's first
+            node, and bits of the nodes from there on that each token attends to, 64 in each word; for tokens that are
+            not tree nodes, `NO_TREE`. None where all drafts are chains.
     """
 
     sent: ClassVar = ("limits", "tree_pairs", "query_positions", "nodes", "gather", "scatter")
@@ -166,7 +167,6 @@ class PaddedPart:
         return mask.masked_fill_(~visible, -torch.inf)[:, None]
 
 
-MOST_NODES = 64  # of a tree: bits that select those that a token attends to
 _FEW_DRAFTS = 4  # up to here, drafts are checked faster one by one
 
 
@@ -330,7 +330,7 @@ def _lay_out_trees(
     shape: tuple[int, int, int],
     positions: np.ndarray,
     limits: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """
     Correct the positions and limits of all tree nodes in a part of `shape` `[R, S, K]`; return `PaddedPart.tree_pairs`,
     `nodes` and `seen_nodes`.
@@ -357,10 +357,11 @@ def _lay_out_trees(
     num_pairs = depths_of(sizes, parents, firsts, depths)
     if num_pairs < 0:
         raise ValueError("Every parent of a draft's nodes must stand before its child.")
-    pairs, seen = np.empty(num_pairs, np.int64), np.full((2, len(positions)), -1)
+    pairs, seen = np.empty(num_pairs, np.int64), np.zeros((1 + -(-int(sizes.max()) // 64), len(positions)), np.int64)
+    seen[0] = NO_TREE
     own = np.array(places), width, num_columns, positions, limits
     lay_out(sizes, parents, firsts, depths, *own, pairs, nodes, seen, np.empty_like(parents))
-    return pairs, nodes, seen if sizes.max() <= MOST_NODES else None
+    return pairs, nodes, seen
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:

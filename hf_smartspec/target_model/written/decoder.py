@@ -11,12 +11,14 @@ from ...cpu.few_tokens import ANY
 from ...log import get_logger
 from ..attention.tree_attention import packed_attention
 from ..cache.slot_cache import SlotCache, SlotLayer
-from ..layout.step_layout import MOST_NODES, StepLayout
+from ..layout.step_layout import StepLayout
 from .compiled import CompiledDecoder, can_compile
 from .plan import DecoderPlan, FeaturePlan, LayerPlan
 from .program import DecoderInput, Features, Tables
 
 logger = get_logger(__name__)
+
+_TYPICAL_TREE = 64  # nodes; trees of more than a window's tokens are attended to with masks
 
 
 class WrittenDecoder:
@@ -44,7 +46,7 @@ class WrittenDecoder:
         is cut into forwards.
         """
         compiled, windows = self._compiled, {layer.window for layer in self.plan.layers}
-        is_determined = all(window is None or window >= MOST_NODES for window in windows)
+        is_determined = all(window is None or window >= _TYPICAL_TREE for window in windows)
         return compiled is not None and most_width(compiled.dtype) == ANY and is_determined
 
     def __call__(

@@ -25,7 +25,7 @@ Places = tuple[np.ndarray, list[int]]  # indices of fields of some operators in 
 # Fields that are set before every forward.
 _MEMORY = ["keys", "values"]
 _ROTATE = ["dim", "cos", "sin"]
-_ATTEND = "scratch num_runs parts scratch_size runs firsts counts nodes bits prefixes prefix_counts".split()
+_ATTEND = "scratch num_runs parts scratch_size runs firsts counts nodes bits distance prefixes prefix_counts".split()
 
 
 class Features(NamedTuple):

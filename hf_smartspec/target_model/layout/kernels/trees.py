@@ -36,7 +36,7 @@ def lay_out(
         positions, limits (int64 `[tokens]`): Values of the part's tokens; those of nodes are corrected.
         pairs (int64 `[P]`), nodes (int64 `[2, nodes]`): Filled with `tree_pairs` and `nodes`. The first pairs are the
             nodes themselves, in their order, then their parents, and so on.
-        seen (int64 `[2, tokens]`): Filled with `PaddedPart.seen_nodes` of nodes.
+        seen (int64 `[1 + words, tokens]`): Filled with `PaddedPart.seen_nodes` of nodes; the bits are 0 before.
         ancestors (int64 `[nodes]`): Overwritten.
     """
     start = num = deepest = 0
@@ -47,7 +47,7 @@ def lay_out(
             nodes[0, start + node], nodes[1, start + node] = row * num_columns + base + node, position
             if node >= firsts[tree]:
                 positions[token + node], limits[token + node] = position, base
-                seen[0, token + node], seen[1, token + node] = base, 0
+                seen[0, token + node] = base
                 ancestors[start + node] = node
                 deepest = max(deepest, depths[start + node])
         start += sizes[tree]
@@ -60,6 +60,6 @@ def lay_out(
                 if ancestor >= 0:
                     pairs[num] = (row * width + query + node) * num_columns + base + ancestor
                     num += 1
-                    seen[1, token + node] |= 1 << min(ancestor, 63)
+                    seen[1 + (ancestor >> 6), token + node] |= 1 << (ancestor & 63)
                     ancestors[start + node] = parents[start + ancestor]
             start += sizes[tree]
