@@ -10,7 +10,6 @@ from ...committed import Likeliest
 from .corpus import SuffixCorpus
 from .kernels.batch import (
     END,
-    MAX_PENDING,
     NAMESPACE,
     NUM_ADDRESSES,
     NUM_PENDING,
@@ -26,11 +25,12 @@ from .kernels.batch import (
     new_batch,
     new_slots,
 )
-from .kernels.expand import BY_COUNTS, LEAST, MAX_TREES, Scratch, new_scratch
+from .kernels.expand import BY_COUNTS, LEAST, LONGEST, MAX_TREES, NODES, WALKS, Scratch, new_scratch
 from .kernels.likely import lines_of, new_lines
 from .kernels.mix import Model, log_odds, new_model
 
-_NUM_SLOTS, _NUM_ROWS = 8, 16  # at first
+MOST_NODES = 2**12  # of a draft; a slot takes about 1.5 kB for each
+_NUM_SLOTS, _NUM_ROWS, _NUM_NODES = 8, 16, 64  # at first
 _MOST_UNWRITTEN = 256  # steps of requests whose likeliest tokens wait for a draft
 
 
@@ -40,7 +40,7 @@ class SuffixSlots:
 
     Args:
         corpus (`SuffixCorpus`): Holds the trees and texts.
-        settings (sequence of `float`): See `kernels.expand`.
+        settings (sequence of `float`): See `kernels.expand`; without `NODES` and `WALKS`.
 
     Attributes:
         lines (dict): The line of the model that each namespace learns in.
@@ -48,12 +48,12 @@ class SuffixSlots:
     """
 
     def __init__(self, corpus: SuffixCorpus, settings: Sequence[float]):
-        self._corpus, self._settings = corpus, np.array(settings, np.float64)
+        num_walks = 1 << (int(settings[LONGEST]) - 1).bit_length()
+        self._corpus, self._settings = corpus, np.array([*settings, _NUM_NODES, num_walks], np.float64)
         self._draft_batch = draft_batch_by_counts if self._settings[BY_COUNTS] else draft_batch
         self._table = np.zeros(NUM_ADDRESSES, np.int64)
         self._address = int(self._table.ctypes.data)
-        slots, scratch = new_slots(_NUM_SLOTS, corpus.max_depth), new_scratch(_NUM_SLOTS)
-        self._replace(new_model(), slots, scratch, new_batch(_NUM_ROWS))
+        self._replace(new_model(), *self._memory(_NUM_SLOTS, _NUM_NODES), new_batch(_NUM_ROWS, _NUM_NODES))
         self.lines = dict[Hashable, int]()
         self._unwritten: dict[int, list[Likeliest]] = {}  # by line of the model
         self._free_slots, self._free_lines = list(range(_NUM_SLOTS)), [0]
@@ -71,6 +71,12 @@ class SuffixSlots:
         """Look up the addresses of all arrays again, after the corpus replaced one."""
         self._replace(self.model, self._slots, self._scratch, self._batch)
 
+    def _memory(self, num_slots: int, num_nodes: int) -> tuple[Slots, Scratch]:
+        """Return new memory for drafts of `num_nodes` nodes, the last committed token included."""
+        longest, num_walks = int(self._settings[LONGEST]), int(self._settings[WALKS])
+        slots = new_slots(num_slots, self._corpus.max_depth, num_walks, num_nodes)
+        return slots, new_scratch(num_slots, num_nodes, longest)
+
     def _replace(self, model: Model, slots: Slots, scratch: Scratch, batch: Batch) -> None:
         """
         Let compiled code and Python work on these arrays from now on. An error or interrupt leaves all the old ones.
@@ -79,10 +85,11 @@ class SuffixSlots:
         groups = corpus.store, model, slots, scratch, batch
         arrays = [*(array for group in groups for array in group), self._settings, corpus.owners, corpus.used]
         addresses = np.array([array.ctypes.data for array in arrays], np.int64)
+        num_nodes = slots.pending.shape[1]
         # As memoryviews: numpy is slow on single elements.
         state, rows = slots.state.reshape(-1).data, (batch.slots.data, batch.limits.data, batch.ends.data)
         # No calls from here on: Python handles signals at calls. The old arrays live as long as the table names them.
-        self._table[:] = addresses
+        self._table[:], self._settings[NODES], self._num_nodes = addresses, num_nodes, num_nodes
         self.model, self._slots, self._scratch, self._batch = model, slots, scratch, batch
         self._arrays, self.used, self._state, self._rows = arrays, arrays[-1], state, rows
 
@@ -95,8 +102,8 @@ class SuffixSlots:
         line = self._line(namespace)
         if not self._free_slots:
             num = len(self._slots.state)
-            slots = Slots(*_doubled(self._slots, new_slots(num, self._corpus.max_depth)))
-            scratch = Scratch(*_doubled(self._scratch, new_scratch(num)))
+            slots, scratch = self._memory(num, self._num_nodes)
+            slots, scratch = Slots(*_doubled(self._slots, slots)), Scratch(*_doubled(self._scratch, scratch))
             self._replace(self.model, slots, scratch, self._batch)
             self._free_slots = list(range(num, 2 * num))
         slot = self._free_slots.pop()
@@ -138,10 +145,10 @@ class SuffixSlots:
         """Append committed tokens. They join the tree with the next draft, which saves a compiled call."""
         at = slot * STATE + NUM_PENDING
         end = self._state[at] + len(tokens)
-        if end > MAX_PENDING:
+        if end > self._num_nodes:
             self.absorb(slot)
-            for first in range(0, len(tokens), MAX_PENDING):
-                self.append(slot, tokens[first : first + MAX_PENDING])
+            for first in range(0, len(tokens), self._num_nodes):
+                self.append(slot, tokens[first : first + self._num_nodes])
             return
         self._slots.pending[slot, end - len(tokens) : end] = tokens
         self._state[at] = end
@@ -170,8 +177,10 @@ class SuffixSlots:
         """Return drafts of up to so many nodes for these slots."""
         self.write_likeliest()
         num_rows = len(slots)
+        if (most := min(max(limits, default=0), MOST_NODES)) >= self._num_nodes:
+            self._make_room(most + 1)
         if num_rows > len(self._batch.slots):
-            self._replace(self.model, self._slots, self._scratch, new_batch(2 * num_rows))
+            self._replace(self.model, self._slots, self._scratch, new_batch(2 * num_rows, self._num_nodes))
         batch, (row_slots, row_limits, row_ends) = self._batch, self._rows
         for row in range(num_rows):
             row_slots[row], row_limits[row] = slots[row], limits[row]
@@ -187,6 +196,15 @@ class SuffixSlots:
             else:
                 trees.append(DraftTree.empty())
         return trees
+
+    def _make_room(self, num_nodes: int) -> None:
+        """Make memory for larger drafts, the last committed token included."""
+        before = self._slots
+        for slot in np.flatnonzero(before.trees[:, 0] >= 0).tolist():
+            self.absorb(slot)  # then its last draft is needed no more
+        slots, scratch = self._memory(len(before.state), num_nodes)
+        batch = new_batch(len(self._batch.slots), num_nodes)
+        self._replace(self.model, before._replace(pending=slots.pending), scratch, batch)
 
     # What was learnt
 

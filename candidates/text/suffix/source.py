@@ -16,14 +16,15 @@ from ...committed import Committed
 from ...request import SourceRequest
 from .corpus import SuffixCorpus
 from .earlier_outputs import EarlierOutputs, checked
-from .kernels.batch import MAX_PENDING
-from .kernels.expand import MAX_MATCH, MAX_NODES, MAX_TREES
+from .kernels.expand import MAX_TREES
 from .kernels.insert import insert, move_tree
 from .kernels.likely import NUM_LIKELY
 from .kernels.store import free_tree, new_root
-from .slots import SuffixSlots
+from .slots import MOST_NODES, SuffixSlots
 
 LEAST_PROBABILITY = 0.1
+_PRICED_NODES = 63  # of a draft that ends where nodes are not worth their price
+_ROOM = 256  # tokens that a prompt's place has room for after it, at first
 _PROMPT_TAIL = 8  # tokens of the prompt that an output is kept with, so that beginnings of outputs are found
 _MOST_BYTES = 2**32
 _LEARNING = (0.0045, 255)  # rate of the weights, observations that a frequency remembers
@@ -66,8 +67,8 @@ class SuffixTreeCandidates(EarlierOutputs, TreeCandidateGenerator):
             most, is the output unused for longest. What was learnt takes 1 MB per namespace besides.
         max_depth (`int`): Longest string whose occurrences are counted, in tokens.
         max_match (`int`): Longest context that is looked up, in tokens.
-        num_nodes (`int`, *optional*): Nodes per draft where the caller names no number, at most. Where not given, 16,
-            and where goodput decides, up to 63.
+        num_nodes (`int`, *optional*): Nodes per draft where the caller names no number, at most; up to 4096. Where not
+            given, 16, and where goodput decides, up to 63.
         min_probability (`float`, *optional*): Nodes whose path has a lower probability are not proposed. Where not
             given, 0.1, and where goodput decides and a node costs less than that many tokens, what it costs.
         chains (`bool`): Propose chains, not trees.
@@ -107,9 +108,11 @@ class SuffixTreeCandidates(EarlierOutputs, TreeCandidateGenerator):
         ):
             if not is_integer(value) or value < lowest:
                 raise ValueError(f"`{name}` must be an integer of at least {lowest}, got {value!r}.")
-        if max_match > min(MAX_MATCH, max_depth - 1):
-            limit = min(MAX_MATCH, max_depth - 1)
+        if max_match >= max_depth:
+            limit = max_depth - 1
             raise ValueError(f"`max_match` must be at most {limit} with `max_depth={max_depth}`, got {max_match}.")
+        if num_nodes is not None and num_nodes > MOST_NODES:
+            raise ValueError(f"`num_nodes` must be at most {MOST_NODES}, got {num_nodes}.")
         if scoring not in ("learned", "counts"):
             raise ValueError(f"`scoring` must be 'learned' or 'counts', got {scoring!r}.")
         if not (factor >= 0 and np.isfinite(factor) and np.isfinite(offset)):
@@ -120,7 +123,7 @@ class SuffixTreeCandidates(EarlierOutputs, TreeCandidateGenerator):
         self.heeds_prices = scoring == "learned" and min_probability is None
         self.num_likeliest = NUM_LIKELY if likeliest and scoring == "learned" else 0
         self._scoring = scoring
-        self.most_nodes = num_nodes or (MAX_NODES - 1 if self.heeds_prices else TYPICAL_NODES)
+        self.most_nodes = num_nodes or (_PRICED_NODES if self.heeds_prices else TYPICAL_NODES)
         self._lock = threading.RLock()
         self._corpus = SuffixCorpus(max_bytes, max_depth)
         least = LEAST_PROBABILITY if min_probability is None else min_probability
@@ -129,7 +132,7 @@ class SuffixTreeCandidates(EarlierOutputs, TreeCandidateGenerator):
         self._requests: dict[Hashable, _Request] = {}
 
     @classmethod
-    def published(cls, factor: float = 4.0, max_match: int = MAX_MATCH, **options: Any) -> "SuffixTreeCandidates":
+    def published(cls, factor: float = 4.0, max_match: int = 64, **options: Any) -> "SuffixTreeCandidates":
         """
         Return SuffixDecoding as published (Oliaro et al., 2024, algorithm 1, GENERATECANDIDATETREE). Nodes are ranked
         by C(N) = COUNT(N) / COUNT(PARENT(N)), none is too unlikely, and MAX_SPEC, alpha times p, alone bounds a draft.
@@ -144,8 +147,9 @@ class SuffixTreeCandidates(EarlierOutputs, TreeCandidateGenerator):
         Raises:
             ValueError: for arguments that the constructor refuses.
         """
-        own: dict[str, Any] = {"scoring": "counts", "min_probability": 0.0}
-        own |= {"num_nodes": MAX_NODES - 1, "max_depth": 3 * MAX_MATCH}
+        most = min(max(int(factor * max_match + options.get("offset", 0)), 1), MOST_NODES)
+        own: dict[str, Any] = {"scoring": "counts", "min_probability": 0.0, "num_nodes": most}
+        own["max_depth"] = max_match + most  # all that may be drafted is counted
         return cls(max_match=max_match, factor=factor, **(own | options))
 
     # The contract
@@ -161,7 +165,7 @@ class SuffixTreeCandidates(EarlierOutputs, TreeCandidateGenerator):
         with self._lock:
             if request_id in self._requests:
                 raise ValueError(f"Request {request_id!r} has been started already.")
-            corpus, size = self._corpus, len(tokens) + 4 * MAX_PENDING
+            corpus, size = self._corpus, len(tokens) + _ROOM
             if not corpus.make_room(size, *map(len, references)):
                 raise MemoryError(f"The prompt does not fit into `max_bytes={corpus.max_bytes}`.")
             start, root = corpus.allocate(size), new_root(corpus.store)

@@ -12,12 +12,14 @@ import numpy as np
 from .....jit import compiled, inner
 from .....jit.pointers import ahead, float32_at, float64_at, int32_at, int64_at
 from .expand import (
+    CANDIDATES_PER_NODE,
     DEPTH_LIMIT,
-    MAX_CANDIDATES,
-    MAX_NODES,
+    LONGEST,
     MAX_TREES,
     NODE_FIELDS,
-    NUM_PLACE_FIELDS,
+    NODES,
+    PLACES_PER_NODE,
+    WALKS,
     Scratch,
     learn_from,
     make_draft,
@@ -25,7 +27,7 @@ from .expand import (
 from .insert import extend
 from .likely import LINE, NUM_LINES
 from .mix import CANDIDATE, NUM_CELLS, NUM_FEATURES, NUM_SETS, Model
-from .places import FROM, MAX_MATCH, WALK
+from .places import FROM, PLACE, WALK
 from .pointer import NUM_POINTERS, POINTER, POSITION, advance
 from .score import draft_by_score
 from .store import REMOVALS, Store, set_clock
@@ -33,8 +35,6 @@ from .store import REMOVALS, Store, set_clock
 # Fields of `Slots.state`
 START, END, NUM_POINTS, NUM_PENDING, NAMESPACE, HAS_DRAFT, REMOVALS_SEEN = range(7)
 STATE = 8
-MAX_PENDING = 64
-NUM_WALK_FIELDS = (MAX_TREES - 1) * MAX_MATCH * WALK
 
 
 class Slots(NamedTuple):
@@ -47,8 +47,9 @@ class Slots(NamedTuple):
             number of removals that the walks know of (-1: there are no walks).
         trees (`np.ndarray` of shape `[slots, 4]`, int32): Roots: the request's own tree, then namespaces; -1: none.
         points (`np.ndarray` of shape `[slots, (max_depth + 1) * 2]`, int32): See `suffix_store.extend`.
-        walks (`np.ndarray` of shape `[slots, (MAX_TREES - 1) * MAX_MATCH * 4]`, int32): See `places`.
-        pending (`np.ndarray` of shape `[slots, MAX_PENDING]`, int32): The tokens that are not in the tree yet.
+        walks (`np.ndarray` of shape `[slots, (MAX_TREES - 1) * walks * 4]`, int32): See `places`.
+        pending (`np.ndarray` of shape `[slots, nodes]`, int32): The tokens that are not in the tree yet: as many as a
+            draft and the token after it.
         pointers (`np.ndarray` of shape `[slots, 4]`, int32): Into the request's own text and the others', see
             `pointer`.
     """
@@ -61,13 +62,13 @@ class Slots(NamedTuple):
     pointers: np.ndarray
 
 
-def new_slots(num_slots: int, max_depth: int) -> Slots:
+def new_slots(num_slots: int, max_depth: int, num_walks: int, num_nodes: int) -> Slots:
     return Slots(
         state=np.zeros((num_slots, STATE), np.int64),
         trees=np.full((num_slots, MAX_TREES), -1, np.int32),
         points=np.zeros((num_slots, (max_depth + 1) * 2), np.int32),
-        walks=np.zeros((num_slots, NUM_WALK_FIELDS), np.int32),
-        pending=np.zeros((num_slots, MAX_PENDING), np.int32),
+        walks=np.zeros((num_slots, (MAX_TREES - 1) * num_walks * WALK), np.int32),
+        pending=np.zeros((num_slots, num_nodes), np.int32),
         pointers=np.full((num_slots, NUM_POINTERS * POINTER), -1, np.int32),
     )
 
@@ -79,7 +80,7 @@ class Batch(NamedTuple):
     Args:
         slots, limits (`np.ndarray` of shape `[rows]`, int64): Which slots to draft for, and nodes per draft.
         ends (`np.ndarray` of shape `[rows]`, int64): Get where each draft ends in the following arrays.
-        tokens, parents, probs (`np.ndarray` of shape `[rows * MAX_NODES]`, int64, int64, float32): Get the drafts, one
+        tokens, parents, probs (`np.ndarray` of shape `[rows * nodes]`, int64, int64, float32): Get the drafts, one
             after another.
     """
 
@@ -91,14 +92,14 @@ class Batch(NamedTuple):
     probs: np.ndarray
 
 
-def new_batch(num_rows: int) -> Batch:
+def new_batch(num_rows: int, num_nodes: int) -> Batch:
     return Batch(
         slots=np.empty(num_rows, np.int64),
         limits=np.empty(num_rows, np.int64),
         ends=np.empty(num_rows, np.int64),
-        tokens=np.empty(num_rows * MAX_NODES, np.int64),
-        parents=np.empty(num_rows * MAX_NODES, np.int64),
-        probs=np.empty(num_rows * MAX_NODES, np.float32),
+        tokens=np.empty(num_rows * num_nodes, np.int64),
+        parents=np.empty(num_rows * num_nodes, np.int64),
+        probs=np.empty(num_rows * num_nodes, np.float32),
     )
 
 
@@ -124,25 +125,33 @@ def _model(table, line):
 
 @inner
 def _slot(table, slot):
-    max_depth = int(float64_at(table[25])[DEPTH_LIMIT])
+    settings = float64_at(table[25])
+    max_depth = int(settings[DEPTH_LIMIT])
     return Slots(
         ahead(int64_at(table[8]), slot * STATE),
         ahead(int32_at(table[9]), slot * MAX_TREES),
         ahead(int32_at(table[10]), slot * (max_depth + 1) * 2),
-        ahead(int32_at(table[11]), slot * NUM_WALK_FIELDS),
-        ahead(int32_at(table[12]), slot * MAX_PENDING),
+        ahead(int32_at(table[11]), slot * _num_walk_fields(settings)),
+        ahead(int32_at(table[12]), slot * int(settings[NODES])),
         ahead(int32_at(table[13]), slot * NUM_POINTERS * POINTER),
     )
 
 
 @inner
+def _num_walk_fields(settings):
+    return (MAX_TREES - 1) * int(settings[WALKS]) * WALK
+
+
+@inner
 def _scratch(table, slot):
+    settings = float64_at(table[25])
+    num = int(settings[NODES])
     return Scratch(
-        ahead(int32_at(table[14]), slot * NUM_PLACE_FIELDS),
-        ahead(int32_at(table[15]), slot * MAX_NODES * NODE_FIELDS),
-        ahead(int32_at(table[16]), slot * MAX_CANDIDATES * CANDIDATE),
-        ahead(float32_at(table[17]), slot * MAX_CANDIDATES),
-        ahead(float32_at(table[18]), slot * MAX_CANDIDATES),
+        ahead(int32_at(table[14]), slot * (num * PLACES_PER_NODE + int(settings[LONGEST]) * PLACE)),
+        ahead(int32_at(table[15]), slot * num * NODE_FIELDS),
+        ahead(int32_at(table[16]), slot * num * CANDIDATES_PER_NODE * CANDIDATE),
+        ahead(float32_at(table[17]), slot * num * CANDIDATES_PER_NODE),
+        ahead(float32_at(table[18]), slot * num * CANDIDATES_PER_NODE),
     )
 
 
@@ -183,11 +192,11 @@ def absorb(address, k, clock):
 
 
 @inner
-def _forget_walks(s, slot):
+def _forget_walks(s, slot, settings):
     """Reset walks and pointers after texts were removed since the last draft, since their nodes may be gone."""
     if slot.state[REMOVALS_SEEN] != s.heads[REMOVALS]:
         slot.state[REMOVALS_SEEN] = s.heads[REMOVALS]
-        for walk in range(0, NUM_WALK_FIELDS, WALK):
+        for walk in range(0, _num_walk_fields(settings), WALK):
             slot.walks[walk + FROM] = -1
         slot.pointers[POINTER + POSITION] = -1  # that to others' texts
 
@@ -210,12 +219,12 @@ def draft_batch(address, num_rows, clock):
     for row in range(num_rows):
         slot = _slot(table, slots[row])
         state = slot.state
-        _forget_walks(s, slot)
+        _forget_walks(s, slot, settings)
         tokens, parents, probs = _drafts(table, end)
         end += make_draft(
             s, _scratch(table, slots[row]), _model(table, state[NAMESPACE]), slot.trees, slot.points, slot.walks,
-            slot.pointers, state[NUM_POINTS], state[START], state[END], min(limits[row], MAX_NODES - 1), settings,
-            owners, tokens, parents, probs,
+            int(settings[WALKS]), slot.pointers, state[NUM_POINTS], state[START], state[END],
+            min(limits[row], int(settings[NODES]) - 1), settings, owners, tokens, parents, probs,
         )  # fmt: skip
         state[HAS_DRAFT] = 1
         ends[row] = end
@@ -233,10 +242,10 @@ def draft_batch_by_counts(address, num_rows, clock):
     for row in range(num_rows):
         slot = _slot(table, slots[row])
         state = slot.state
-        _forget_walks(s, slot)
+        _forget_walks(s, slot, settings)
         tokens, parents, probs = _drafts(table, end)
         end += draft_by_score(
-            s, slot.trees, slot.points, slot.walks, state[NUM_POINTS], state[START], state[END],
-            min(limits[row], MAX_NODES - 1), settings, tokens, parents, probs,
+            s, slot.trees, slot.points, slot.walks, int(settings[WALKS]), state[NUM_POINTS], state[START], state[END],
+            min(limits[row], int(settings[NODES]) - 1), settings, tokens, parents, probs,
         )  # fmt: skip
         ends[row] = end

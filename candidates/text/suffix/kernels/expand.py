@@ -29,7 +29,6 @@ from .mix import (
 from .places import (
     AT,
     DEPTH,
-    MAX_MATCH,
     NEXT,
     PLACE,
     STOP,
@@ -47,22 +46,21 @@ from .store import BLOCK_BITS, CHILD, COUNT, KIDS, NUM, ROW, SEEN, find, is_late
 MAX_TREES = 4  # the request's own and those of three namespaces
 MAX_CONTEXTS = 6  # context lengths that are used, per tree and node
 MAX_CHILDREN = 6  # followers that are looked at, per context; the most frequent ones
-MAX_NODES = 64  # of a draft, the last committed token included: nodes whose followers are looked up are *grown*
-MAX_CANDIDATES = 512
+CANDIDATES_PER_NODE = 8  # that there is memory for
 
 # Numbers of a source (`settings`)
-LONGEST, LEAST, CHAINS, RATE, MEMORY, DEPTH_LIMIT, BY_COUNTS, FACTOR, OFFSET = range(9)
+LONGEST, LEAST, CHAINS, RATE, MEMORY, DEPTH_LIMIT, BY_COUNTS, FACTOR, OFFSET, NODES, WALKS = range(11)
 """Longest match, least path probability, whether drafts are chains, learning rate of the weights, observations that a
 frequency remembers, depth limit of the trees, whether drafts are ranked by counts alone, and then by which factor and
-offset their size follows the match."""
+offset their size follows the match; nodes of a draft that there is memory for, the last committed token included (nodes
+whose followers are looked up are *grown*), and walks in each tree of others (see `places`)."""
 
 # Fields of a grown node
 PLACES, PLACES_END, FIRST, END_OF, DRAFTED, HOLDS, POINTERS = range(7)
 """The begin and end of its places, its first candidate and the one after its last; its node of the draft, or -1; its
 token; its pointers, in this field and the next ones."""
 NODE_FIELDS = POINTERS + NUM_POINTERS * POINTER
-_FOUND = MAX_NODES * MAX_TREES * MAX_CONTEXTS * PLACE  # where `places` has room for all lengths of a match
-NUM_PLACE_FIELDS = _FOUND + MAX_MATCH * PLACE
+PLACES_PER_NODE = MAX_TREES * MAX_CONTEXTS * PLACE
 
 
 class Scratch(NamedTuple):
@@ -70,11 +68,12 @@ class Scratch(NamedTuple):
     The last draft of every slot, which learning needs when its next tokens are known.
 
     Args:
-        places (`np.ndarray` of shape `[slots, NUM_PLACE_FIELDS]`, int32): Where grown nodes' contexts stand in trees.
-        grown (`np.ndarray` of shape `[slots, MAX_NODES * 10]`, int32): See the fields above.
-        candidates (`np.ndarray` of shape `[slots, MAX_CANDIDATES * 24]`, int32): See `mix`.
-        probs, paths (`np.ndarray` of shape `[slots, MAX_CANDIDATES]`, float32): Probabilities of the candidates given
-            their parents, and of the paths to those that were not drafted (-1: drafted).
+        places (`np.ndarray` of shape `[slots, nodes * 144 + longest * 6]`, int32): Where grown nodes' contexts stand in
+            trees, and then all lengths of a match.
+        grown (`np.ndarray` of shape `[slots, nodes * 10]`, int32): See the fields above.
+        candidates (`np.ndarray` of shape `[slots, nodes * 8 * 24]`, int32): See `mix`.
+        probs, paths (`np.ndarray` of shape `[slots, nodes * 8]`, float32): Probabilities of the candidates given their
+            parents, and of the paths to those that were not drafted (-1: drafted).
     """
 
     places: np.ndarray
@@ -84,13 +83,15 @@ class Scratch(NamedTuple):
     paths: np.ndarray
 
 
-def new_scratch(num_slots: int) -> Scratch:
+def new_scratch(num_slots: int, num_nodes: int, longest: int) -> Scratch:
+    """Return memory for drafts of `num_nodes` nodes, the last committed token included."""
+    num = num_nodes * CANDIDATES_PER_NODE
     return Scratch(
-        places=np.zeros((num_slots, NUM_PLACE_FIELDS), np.int32),
-        grown=np.zeros((num_slots, MAX_NODES * NODE_FIELDS), np.int32),
-        candidates=np.zeros((num_slots, MAX_CANDIDATES * CANDIDATE), np.int32),
-        probs=np.zeros((num_slots, MAX_CANDIDATES), np.float32),
-        paths=np.zeros((num_slots, MAX_CANDIDATES), np.float32),
+        places=np.zeros((num_slots, num_nodes * PLACES_PER_NODE + longest * PLACE), np.int32),
+        grown=np.zeros((num_slots, num_nodes * NODE_FIELDS), np.int32),
+        candidates=np.zeros((num_slots, num * CANDIDATE), np.int32),
+        probs=np.zeros((num_slots, num), np.float32),
+        paths=np.zeros((num_slots, num), np.float32),
     )
 
 
@@ -108,24 +109,24 @@ def _set_place(s, places, at, tree, depth, node, following, stop, number):
 
 
 @inner
-def _root_places(s, d, trees, points, walks, num_points, start, end, longest):
+def _root_places(s, d, trees, points, walks, num_walks, num_points, start, end, longest, room):
     """
     Write the contexts of the text `text[start:end]`: per tree the longest one, and each shorter one that occurs more
-    often than the one kept before. Return where they end.
+    often than the one kept before. Return where they end. From `room` on, `places` is free.
     """
     places, kept = d.places, 0
     for t in range(MAX_TREES):
         if trees[t] < 0:
             continue
-        found = _FOUND
+        found = room
         for depth in range(1, min(num_points if t == 0 else end - start, longest) + 1):
-            is_found, node, following, stop = place_of(s, trees, t, points, walks, end, depth)
+            is_found, node, following, stop = place_of(s, trees, t, points, walks, num_walks, end, depth)
             if not is_found:
                 break
             _set_place(s, places, found, t, depth, node, following, stop, support(s, node, following))
             found += PLACE
         before, limit = 0, kept + MAX_CONTEXTS * PLACE
-        while found > _FOUND and kept < limit:
+        while found > room and kept < limit:
             found -= PLACE
             if places[found + SUPPORT] > before:
                 before = places[found + SUPPORT]
@@ -212,27 +213,30 @@ def _expected(s, d, g, kind):
 
 
 @inner
-def _candidate(d, g, first, end, token):
-    """Return the candidate of this token, which may be a new one; `MAX_CANDIDATES` if there is no room for it."""
+def _candidate(d, g, first, end, most, token):
+    """Return the candidate of this token, which may be a new one; `most` if there is no room for it."""
     c = first
     while c < end and d.candidates[c * CANDIDATE + TOKEN] != token:
         c += 1
-    if c == end and c < MAX_CANDIDATES:
+    if c == end and c < most:
         begin_candidate(d.candidates, c, token, g)
     return c
 
 
 @inner
-def _find_candidates(s, d, model, before, g, min_share):
-    """List the candidates after a grown node, with the evidence for each; `before` is the token before the node's."""
-    _find_followers(s, d, g, min_share)
+def _find_candidates(s, d, model, before, g, most, min_share):
+    """
+    List the candidates after a grown node, with the evidence for each; `before` is the token before the node's, and
+    `most` the number of candidates of the draft that there is memory for.
+    """
+    _find_followers(s, d, g, most, min_share)
     for kind in range(NUM_POINTERS):
         _, token = _expected(s, d, g, kind)
-        c = _candidate(d, g, d.grown[g + FIRST], d.grown[g + END_OF], token) if token >= 0 else MAX_CANDIDATES
-        d.grown[g + END_OF] += c == d.grown[g + END_OF] < MAX_CANDIDATES
+        c = _candidate(d, g, d.grown[g + FIRST], d.grown[g + END_OF], most, token) if token >= 0 else most
+        d.grown[g + END_OF] += c == d.grown[g + END_OF] < most
     token = d.grown[g + HOLDS]
-    _find_likely(d, g, model.likely, after_one(model.likely, token), LIKELY)
-    _find_likely(d, g, model.likely, after_two(model.likely, before, token), LIKELY + 1)
+    _find_likely(d, g, most, model.likely, after_one(model.likely, token), LIKELY)
+    _find_likely(d, g, most, model.likely, after_two(model.likely, before, token), LIKELY + 1)
     for kind in range(NUM_POINTERS):
         state, token = _expected(s, d, g, kind)
         for c in range(d.grown[g + FIRST], d.grown[g + END_OF] if token >= 0 else 0):
@@ -240,7 +244,7 @@ def _find_candidates(s, d, model, before, g, min_share):
 
 
 @inner
-def _find_likely(d, g, lines, at, field):
+def _find_likely(d, g, most, lines, at, field):
     """
     List the tokens that the target found likely when it last verified the same tokens: a line of the table, if any.
     """
@@ -250,8 +254,8 @@ def _find_likely(d, g, lines, at, field):
     end = known
     for rank in range(NUM_LIKELY):
         likely = lines[at + 1] >> (4 * rank) & 15
-        c = _candidate(d, g, first, end, lines[at + 2 + rank]) if likely <= LEAST_LIKELY else MAX_CANDIDATES
-        if c < MAX_CANDIDATES:
+        c = _candidate(d, g, first, end, most, lines[at + 2 + rank]) if likely <= LEAST_LIKELY else most
+        if c < most:
             end = max(end, c + 1)
             d.candidates[c * CANDIDATE + field] = 1 + likely
     for c in range(first, known):
@@ -261,7 +265,7 @@ def _find_likely(d, g, lines, at, field):
 
 
 @inner
-def _find_followers(s, d, g, min_share):
+def _find_followers(s, d, g, most, min_share):
     """List the tokens that follow the contexts of a grown node."""
     places, tree, gap = d.places, -1, 0
     first = end = d.grown[g + FIRST]
@@ -270,8 +274,8 @@ def _find_followers(s, d, g, min_share):
         tree, depth, total = places[at + TREE], places[at + DEPTH], places[at + SUPPORT]
         kind = min(tree, 1)
         if places[at + NEXT] >= 0:
-            c = _candidate(d, g, first, end, s.text[places[at + NEXT]])
-            if c < MAX_CANDIDATES:
+            c = _candidate(d, g, first, end, most, s.text[places[at + NEXT]])
+            if c < most:
                 end = max(end, c + 1)
                 describe(d.candidates, c, kind, gap, depth, total, total, True)
             continue
@@ -283,8 +287,8 @@ def _find_followers(s, d, g, min_share):
             count = s.rows[entry + COUNT]
             if count < least:
                 break
-            c = _candidate(d, g, first, end, s.rows[entry])
-            if c < MAX_CANDIDATES:
+            c = _candidate(d, g, first, end, most, s.rows[entry])
+            if c < most:
                 end = max(end, c + 1)
                 describe(d.candidates, c, kind, gap, depth, count, total, entry == newest)
     d.grown[g + END_OF] = end
@@ -310,17 +314,20 @@ def _estimate(s, d, model, g, own_root, path):
 
 @inner
 def make_draft(
-    s, d, model, trees, points, walks, pointers, num_points, start, end, limit, settings, owners, tokens, parents, probs
-):
+    s, d, model, trees, points, walks, num_walks, pointers, num_points, start, end, limit, settings, owners, tokens,
+    parents, probs,
+):  # fmt: skip
     """Draft for one slot, best path first. Return the number of nodes."""
     min_path, is_chain = np.float32(settings[LEAST]), settings[CHAINS] > 0
     min_share = np.float32(max(settings[LEAST] / 3, 0.01))  # rarer followers are no candidates
-    grown = d.grown
+    grown, room, most = d.grown, int(settings[NODES]) * PLACES_PER_NODE, int(settings[NODES]) * CANDIDATES_PER_NODE
     grown[PLACES], grown[FIRST], grown[DRAFTED] = 0, 0, -1
-    grown[PLACES_END] = _root_places(s, d, trees, points, walks, num_points, start, end, int(settings[LONGEST]))
+    grown[PLACES_END] = _root_places(
+        s, d, trees, points, walks, num_walks, num_points, start, end, int(settings[LONGEST]), room
+    )
     _set_pointers(s, d, pointers, owners)
     grown[HOLDS] = s.text[end - 1] if end > start else -1
-    _find_candidates(s, d, model, s.text[end - 2] if end > start + 1 else -1, 0, min_share)
+    _find_candidates(s, d, model, s.text[end - 2] if end > start + 1 else -1, 0, most, min_share)
     _estimate(s, d, model, 0, trees[0], np.float32(1))
     n = g = first = 0
     while n < limit:
@@ -344,7 +351,7 @@ def make_draft(
             for at in range(POINTERS, NODE_FIELDS, POINTER):
                 advance(s, grown, parent + at, grown, g + at, token)
             grown[g + PLACES_END] = _child_places(s, d, parent, kept, token)
-            _find_candidates(s, d, model, grown[parent + HOLDS], g, min_share)
+            _find_candidates(s, d, model, grown[parent + HOLDS], g, most, min_share)
             _estimate(s, d, model, g, trees[0], best_path)
     return n
 

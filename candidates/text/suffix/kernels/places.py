@@ -18,11 +18,9 @@ node; text position where the edge ends; how many occurrences of the context go 
 PLACE = 6
 _NEVER = 2**31 - 1  # where leaves' edges end
 
-MAX_MATCH = 32  # longest context; a power of two
-
-# Fields of a walk: how far the text from a position on, one of the last `MAX_MATCH`, was followed in a tree. As the
-# text grows, it is followed on from there: in large trees, long ways from the root would miss the cache at every node.
-# New nodes may join the way; when nodes go, all walks are forgotten.
+# Fields of a walk: how far the text from a position on, one of the last few, was followed in a tree. As the text grows,
+# it is followed on from there: in large trees, long ways from the root would miss the cache at every node. New nodes
+# may join the way; when nodes go, all walks are forgotten.
 FROM, LAST, REACHED = range(3)
 """Text position where it begins (-1: there is none); last node on the way; text position after the path to it."""
 WALK = 4
@@ -70,14 +68,15 @@ def locate(s, node, position, end):
 
 
 @inner
-def place_of(s, trees, t, points, walks, end, depth):
+def place_of(s, trees, t, points, walks, num_walks, end, depth):
     """
     Find the last `depth` tokens before `end` in tree `t`. Return (whether they occur, AT, NEXT, STOP). In the text's
-    own tree, its points have them; in others they are looked up, from where they led before.
+    own tree, its points have them; in others they are looked up, from where they led before: each tree has `num_walks`,
+    a power of two.
     """
     if t > 0:
         first = end - depth
-        walk = ((t - 1) * MAX_MATCH + (first & (MAX_MATCH - 1))) * WALK
+        walk = ((t - 1) * num_walks + (first & (num_walks - 1))) * WALK
         node, position = np.int64(trees[t]), first
         if walks[walk + FROM] == first:
             node, position = np.int64(walks[walk + LAST]), np.int64(walks[walk + REACHED])

@@ -9,7 +9,7 @@ from .store import CHILD, COUNT, ENDED, KIDS, NUM, ROW, TOTAL
 
 
 @inner
-def draft_by_score(s, trees, points, walks, num_points, start, end, limit, settings, tokens, parents, probs):
+def draft_by_score(s, trees, points, walks, num_walks, num_points, start, end, limit, settings, tokens, parents, probs):
     """
     Run GENERATECANDIDATETREE: EXPANDSPECULATIONTREE for every tree and match length p, each of up to alpha p + offset
     nodes. The draft of the highest SCORE, the sum of its D(N), wins; of equal ones, the first in the paper's order:
@@ -26,7 +26,7 @@ def draft_by_score(s, trees, points, walks, num_points, start, end, limit, setti
         if trees[t] < 0:
             continue
         for length in range(1, min(num_points if t == 0 else end - start, longest) + 1):
-            is_found, node, following, stop = place_of(s, trees, t, points, walks, end, length)
+            is_found, node, following, stop = place_of(s, trees, t, points, walks, num_walks, end, length)
             if not is_found:
                 break
             found[longest_match, 0], found[longest_match, 1], found[longest_match, 2] = node, following, stop

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from hf_smartspec import SuffixTreeCandidates
 from hf_smartspec.candidates.text.suffix.kernels import places
-from hf_smartspec.candidates.text.suffix.kernels.places import MAX_MATCH
 from hf_smartspec.jit import compiled
 
+MAX_MATCH = 32  # a power of two: there are as many walks
 place_of = compiled(places.place_of.py_func)
 
 texts = st.lists(st.integers(0, 2), min_size=1, max_size=30)
@@ -30,7 +30,7 @@ def check_places(source, name):
     start, end = source._slots.span(slot)
     for depth in range(1, min(end - start, MAX_MATCH) + 1):
         known, fresh = (
-            place_of(source._corpus.store, slots.trees[slot], 1, slots.points[slot], walks, end, depth)
+            place_of(source._corpus.store, slots.trees[slot], 1, slots.points[slot], walks, MAX_MATCH, end, depth)
             for walks in (slots.walks[slot].copy(), np.full_like(slots.walks[slot], -1))
         )
         assert known == fresh if fresh[0] else not known[0]

@@ -221,6 +221,42 @@ def test_the_published_draft_in_examples(outputs, prompt, tokens, probs):
     assert sorted(tree.probs.tolist()) == pytest.approx(sorted(probs))
 
 
+@pytest.mark.parametrize("piece", [1, 7])
+def test_drafts_of_hundreds_of_nodes_follow_a_repeated_text(piece):
+    """Also those asked for beside small ones, before and after; all of what came true is learnt from at once."""
+    options = {"max_bytes": 2**22, "max_depth": 300, "max_match": 64, "num_nodes": 256, "min_probability": 0.0}
+    source, text = SuffixTreeCandidates(**options), np.random.default_rng(0).permutation(500)
+    source.add_outputs([text, text, np.concatenate([text[:120], text[:100]])], progress=False)
+    for name in ("a", "b"):
+        source.start(name, text[:5])
+        for start in range(5, 70, piece):
+            source.observe(name, text[start : min(start + piece, 70)])
+    small = source.propose(["b"], [8])[0]
+    tree, again = source.propose(["a", "b"], [256, 8])
+    assert small.tokens.tolist() == again.tokens.tolist() == text[70:78].tolist()
+    chain = tree.best_chain().tokens.tolist()
+    assert len(tree) > 200 and len(chain) >= 180 and chain == text[70 : 70 + len(chain)].tolist()
+    before = source._slots.model.cells[:, :, 1].sum()
+    source.observe("a", text[70:231])
+    source.propose(["a"], [8])
+    assert source._slots.model.cells[:, :, 1].sum() > before + 160, "of each token, several"
+    source.observe("a", text[231:236])
+    assert source.propose(["a"], [300])[0].tokens[:8].tolist() == text[236:244].tolist()
+
+
+def test_a_published_draft_is_as_long_as_alpha_times_the_longest_match():
+    """SuffixDecoding, algorithm 1: p up to P = 64, and MAX_SPEC = 256 nodes."""
+    source, text = SuffixTreeCandidates.published(max_bytes=2**22), np.random.default_rng(0).permutation(500)
+    source.add_outputs([text, text[::-1], text], progress=False)
+    for length, size in ((1, 4), (10, 40), (64, 256), (90, 256)):
+        source.start(length, np.concatenate([[999], text[100 - length : 100]]))
+        tree = source.propose([length], [1000])[0]
+        assert tree.is_chain and len(tree) == size
+        if length > 1:
+            assert tree.tokens.tolist() == text[100 : 100 + size].tolist() and tree.path_probs[-1] == 1
+    assert source.default_num_nodes == source.most_nodes == 256 and not source.heeds_prices
+
+
 def test_namespaces_neither_feed_nor_steer_one_another():
     source, alone = small(), small()
     for k in range(20):
@@ -333,6 +369,7 @@ def test_threads_may_share_a_source():
         ({"max_depth": 1}, "`max_depth` must be an integer of at least 2"),
         ({"max_match": 16}, "`max_match` must be at most 15"),
         ({"num_nodes": True}, "`num_nodes` must be an integer"),
+        ({"num_nodes": 4097}, "`num_nodes` must be at most 4096"),
         ({"min_probability": 1.5}, r"`min_probability` must lie in \[0, 1\]"),
     ],
 )
