@@ -51,9 +51,8 @@ class SeenLines:
     most_lines: int = field(init=False)
 
     def __post_init__(self) -> None:
-        nodes, distance = (None, None), 0
-        if self.nodes is not None:
-            nodes, distance = (self.nodes[0], self.nodes[1:]), self.nodes.strides[0] // self.nodes.itemsize
+        nodes = (None, None) if self.nodes is None else (self.nodes[0], self.nodes[1:])
+        distance = 0 if self.nodes is None else self.nodes.strides[0] // self.nodes.itemsize
         prefixes = (None, None) if self.prefixes is None else self.prefixes
         arrays = self.runs, self.firsts, self.counts, *nodes, *prefixes
         own = vars(self)  # fields of a frozen class cannot be assigned

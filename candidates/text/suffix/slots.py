@@ -177,8 +177,8 @@ class SuffixSlots:
         """Return drafts of up to so many nodes for these slots."""
         self.write_likeliest()
         num_rows = len(slots)
-        if (most := min(max(limits, default=0), MOST_NODES)) >= self._num_nodes:
-            self._make_room(most + 1)
+        if num_rows and max(limits) >= self._num_nodes:
+            self._make_room(min(max(limits), MOST_NODES) + 1)
         if num_rows > len(self._batch.slots):
             self._replace(self.model, self._slots, self._scratch, new_batch(2 * num_rows, self._num_nodes))
         batch, (row_slots, row_limits, row_ends) = self._batch, self._rows
@@ -199,6 +199,8 @@ class SuffixSlots:
 
     def _make_room(self, num_nodes: int) -> None:
         """Make memory for larger drafts, the last committed token included."""
+        if num_nodes == self._num_nodes:
+            return
         before = self._slots
         for slot in np.flatnonzero(before.trees[:, 0] >= 0).tolist():
             self.absorb(slot)  # then its last draft is needed no more

@@ -103,9 +103,10 @@ def test_crowded_contexts_are_cut_off():
     rng = np.random.default_rng(0)
     source.add_outputs(list(rng.integers(0, 12, (300, 40))), progress=False)
     source.start("a", rng.integers(0, 12, 200))
-    tree = source.propose(["a"], [1000])[0]
-    tree.check_integrity(12)
-    assert len(tree) == 63
+    for limit in (60, 64, 1000, 5000, 60):
+        tree = source.propose(["a"], [limit])[0]
+        tree.check_integrity(12)
+        assert len(tree) == min(limit, 4096)
 
 
 def test_failed_start_leaves_nothing():
