@@ -8,6 +8,7 @@ REAL = "the real engine and model, on this machine"
 MATCHED = "the real engine on this machine, with the embedded models at the cost of larger ones"
 CONFIGS = "calculated from the configs of models, without running them"
 SIMULATED = "simulated: a 7 B model on an A100, by its data sheet"
+BY_DATA_SHEET = "computed: the model's config, on the paper's device by its data sheet"
 REPLAYED = "recorded answers, replayed without a model"
 
 _POLICIES = "none k=1 k=3 k=5 table step auction"
@@ -94,6 +95,11 @@ FIGURES: dict[str, dict[str, Figure]] = {
             "accepted tokens and cost of a forward over the speculation length",
             "batch size 8: accepted tokens rise faster than the cost up to a budget",
             (Play(REAL, "batch --model MODEL --sources auto --batch-sizes 8 --lengths 0 4 8 16 32"),),
+        ),
+        "3": Figure(
+            "time of products and attention over the speculation length; Table 1: operations and bytes by operator",
+            "Llama 2 7 B, batch size 8: flat up to 54 tokens a row; attention costs most at 10,000 tokens of context",
+            (Play(BY_DATA_SHEET, "smartspec profile MODEL --operators 280e12,800e9"),),
         ),
         "4": Figure(
             "input, datastore, and both",

@@ -7,6 +7,7 @@ from .estimates.acceptance import AcceptanceEstimator
 from .estimates.calibrator import Calibrator, expected_calibration_error, outcomes
 from .papers.entropy import empirical_entropy
 from .papers.length import PowerLaw, correct_lengths, expected_length, expected_tree_length, optimal_length
+from .papers.operators import LayerSizes, Operator
 from .papers.policies import BatchLookupTable, Oracle
 from .papers.roofline import Roofline, RooflineBudget, free_tokens
 from .papers.smartspec import ConfidenceGoodput, RequestGoodput, StepGoodput, StepPlan, TreeGoodput
@@ -24,8 +25,10 @@ __all__ = [
     "DraftTimer",
     "FixedLength",
     "GoodputAuction",
+    "LayerSizes",
     "LengthPolicy",
     "NoSpeculation",
+    "Operator",
     "Oracle",
     "PowerLaw",
     "Prediction",

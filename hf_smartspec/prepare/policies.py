@@ -13,8 +13,12 @@ _TABLE, _ROOFLINE = "table", "roofline"
 
 def check_policy_name(name: str) -> None:
     """Raise `ValueError` for a name that `named_policy` does not know."""
-    kind, colon, figures = name.partition(":")
-    if name != _TABLE and (kind != _ROOFLINE or (colon and _hardware(figures) is None)):
+    kind, _, figures = name.partition(":")
+    try:
+        is_known = name in (_TABLE, _ROOFLINE) or (kind == _ROOFLINE and Roofline.of_text(figures))
+    except ValueError:
+        is_known = False
+    if not is_known:
         raise ValueError(
             "`policy` must be a LengthPolicy, 'table', 'roofline' or 'roofline:FLOPS,BANDWIDTH' with operations and "
             f"bytes per second, such as 'roofline:280e12,0.8e12'; got {name!r}."
@@ -32,9 +36,9 @@ def named_policy(name: str, model: PreTrainedModel, source: TreeCandidateGenerat
     if name == _TABLE:
         return load_table(model, label_of(source))
     hidden_size = model.config.get_text_config(decoder=True).hidden_size
-    hardware = _hardware(name.partition(":")[2])
-    if hardware is not None:
-        return RooflineBudget(hardware.free_tokens(hidden_size, model.dtype.itemsize))
+    if name != _ROOFLINE:
+        roofline = Roofline.of_text(name.partition(":")[2])
+        return RooflineBudget(roofline.free_tokens(hidden_size, model.dtype.itemsize))
     try:
         return RooflineBudget.of_profile(load_or_profile(model), hidden_size)
     except (ValueError, RuntimeError) as error:
@@ -42,11 +46,3 @@ def named_policy(name: str, model: PreTrainedModel, source: TreeCandidateGenerat
             f"`policy={name!r}`: the speed of {type(model).__name__} cannot be measured ({error}). Name the "
             "hardware's, as in 'roofline:280e12,0.8e12'."
         ) from error
-
-
-def _hardware(figures: str) -> Roofline | None:
-    try:
-        flops, bandwidth = map(float, figures.split(","))
-    except ValueError:
-        return None
-    return Roofline(flops, bandwidth) if flops > 0 and bandwidth > 0 else None

@@ -3,7 +3,14 @@
 import argparse
 from pathlib import Path
 
-from ..common.arguments import add_dtype_argument, add_json_argument, add_machine_arguments, number, positive
+from ..common.arguments import (
+    add_dtype_argument,
+    add_json_argument,
+    add_machine_arguments,
+    number,
+    positive,
+    positive_number,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,4 +41,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             name, type=positive, default=default, metavar="N", help=f"with --table, {text} (default: {default})"
         )
+    parser.add_argument(
+        "--operators", type=_speeds, metavar="FLOPS,BANDWIDTH",
+        help="only print operations and memory traffic by operator (SSSD, table 1 and figure 3), and their times on a "
+        "device of so many operations and bytes per second, such as 280e12,0.8e12; only the model's config is read",
+    )  # fmt: skip
+    for option, values, text in (
+        ("--lengths", [1, 8, 16, 32, 54, 64, 96, 128], "tokens a row in the forward"),
+        ("--contexts", [1024, 10_000], "tokens in a row's context"),
+    ):
+        shown = " ".join(map(str, values))
+        parser.add_argument(
+            option, type=positive, nargs="+", default=values, metavar="N",
+            help=f"with --operators, {text} (default: {shown})",
+        )  # fmt: skip
+    parser.add_argument(
+        "--batch-size", type=positive, default=8, metavar="N", help="with --operators, rows (default: 8)"
+    )
     add_json_argument(parser)
+
+
+def _speeds(text: str) -> tuple[float, float]:
+    flops, _, bandwidth = text.partition(",")
+    return positive_number(flops), positive_number(bandwidth)

@@ -24,6 +24,7 @@ from ..common.drafters import DrafterFiles
 from ..common.models import encode, load_model, load_tokenizer, read_prompts, use_machine
 from ..common.outputs import check_matplotlib, check_output, saved_figure, write_json
 from .lookup import measure_table, print_table
+from .operators import analysed, print_operators
 
 _LONGEST_PROMPT = 1024  # tokens; of longer prompts, the end is taken
 _SLACK = 0.1  # "free": at most so much slower than one token
@@ -34,6 +35,11 @@ def run(args: argparse.Namespace) -> int:
     check_output(args.show)
     if args.show:
         check_matplotlib(args.show)
+    if args.operators:
+        print_operators(analysis := analysed(args), make_console())
+        if args.json:
+            write_json(args.json, analysis)
+        return 0
     use_machine(args)
     model = _load(args)
     config, prompts = _table_setting(args, model) if args.table else (None, [])

@@ -27,6 +27,19 @@ class Roofline(NamedTuple):
     bandwidth: float
 
     @classmethod
+    def of_text(cls, text: str) -> "Roofline":
+        """
+        Return the speed of a data sheet, "FLOPS,BANDWIDTH", such as "280e12,0.8e12".
+
+        Raises:
+            ValueError: for a text that is not two positive numbers.
+        """
+        flops, bandwidth = map(float, text.split(","))
+        if not (flops > 0 and bandwidth > 0):
+            raise ValueError(f"Operations and bytes per second must be positive, got {text!r}.")
+        return cls(flops, bandwidth)
+
+    @classmethod
     def of_profile(cls, cost: CostModel, num_parameters: int, bytes_per_parameter: float) -> "Roofline":
         """
         Return the speed that a model's forward reaches on its device: 2 operations per parameter in the time of a
