@@ -1,5 +1,6 @@
 """Drafting: sources propose nodes stage by stage, and the length policy selects the nodes that are verified."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -265,6 +266,27 @@ class Drafting:
         seconds = cost.seconds(*step.forward_size(num * len(step), 1 + num))
         most = np.count_nonzero(seconds <= _LONGEST * cost.seconds(*step.forward_size()))
         return np.minimum(step.caps, max(int(most), 1))
+
+    def most_running(self, running: Sequence[Request], waiting: Sequence[Request], num_fitting: int) -> float:
+        """
+        Return how many requests of an engine may run in the next step, by a policy that chooses batches (SmartSpec,
+        algorithm 2): all for which there is room (infinity), or fewer.
+
+        Args:
+            waiting (sequence of `Request`): The requests that may begin, in the order of arrival.
+            num_fitting (`int`): How many of these have room in memory, which includes room for drafts.
+        """
+        queue, most = [*running, *waiting], len(running) + num_fitting
+        if not num_fitting or self.ranks is not None:  # several processes would choose differently
+            return math.inf
+        lengths = np.array([request.length for request in queue], np.int64)
+        caps = np.array([request.call.max_nodes for request in queue], np.int64)
+        rows = StepRows(
+            [request.request_id for request in queue], lengths, caps, num_waiting=len(waiting),
+            stages=[Stage(queue[0].chain.costs[0], caps)], padded_context=int(lengths.sum()),
+        )  # fmt: skip
+        chosen = self.policy.num_to_run(rows, len(running), lambda number, _: number <= most)
+        return math.inf if chosen >= most else max(chosen, len(running), 1)
 
     def _stages(self, rows: Sequence[Request], caps: np.ndarray, feeds: dict[Request, np.ndarray]) -> list[Stage]:
         """Return a stage for each position and cost of sources, with its rows, in the order of positions."""

@@ -2,7 +2,7 @@
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Any, NamedTuple
@@ -160,9 +160,12 @@ class LengthPolicy(ABC):
     Attributes:
         learns_late (`bool`): Whether `observe` may be called after the next step's drafts have been selected: on an
             accelerator, the host then learns while the device runs that step's forward. False by default.
+        chooses_batches (`bool`): Whether an engine asks `num_to_run` how many waiting requests may begin. False by
+            default: all begin for which there is room.
     """
 
     learns_late = False
+    chooses_batches = False
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -205,6 +208,18 @@ class LengthPolicy(ABC):
     def select(self, rows: StepRows, trees: Sequence[DraftTree]) -> list[DraftTree]:
         """Return the part of each row's tree that is verified; it must be closed under parents."""
         return list(trees)
+
+    def num_to_run(self, queue: StepRows, least: int, has_slots: Callable[[int, int], bool]) -> int:
+        """
+        Return how many requests of an engine run in the next step, out of a queue that begins with those that run now.
+
+        Args:
+            queue (`StepRows`): Running and waiting requests, in this order, without prompts.
+            least (`int`): The number of those that run now; they go on in any case.
+            has_slots (`Callable`): Returns whether memory has room for the first so many requests, with drafts of so
+                many nodes each.
+        """
+        return len(queue)
 
     def observe(self, outcome: StepOutcome) -> None:  # noqa: B027
         """Learn from a step; a no-op by default."""

@@ -111,6 +111,13 @@ class LoggedPolicy(LengthPolicy):
     def learns_late(self) -> bool:  # type: ignore[override]
         return self.policy.learns_late
 
+    @property
+    def chooses_batches(self) -> bool:  # type: ignore[override]
+        return self.policy.chooses_batches
+
+    def num_to_run(self, queue: StepRows, least: int, has_slots: Callable[[int, int], bool]) -> int:
+        return self.policy.num_to_run(queue, least, has_slots)
+
     def max_nodes(self, rows: StepRows, stage: Stage, trees: Sequence[DraftTree]) -> np.ndarray | list[int]:
         return self.policy.max_nodes(rows, stage, trees)
 

@@ -4,7 +4,8 @@ import math
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from heapq import nsmallest
+from itertools import accumulate, chain
 from types import MappingProxyType
 from typing import Generic, TypeVar
 
@@ -145,6 +146,17 @@ class Scheduler(Generic[Item]):
     def waiting(self) -> list[Item]:
         """Return a copy of the waiting requests, ordered by namespace. Other threads may call it."""
         return [entry.item for group in list(self._namespaces.values()) for entry in list(group.waiting)]
+
+    def queue(self) -> tuple[list[Item], int]:
+        """
+        Return the waiting requests in the order of arrival, as many as there are rows left, and how many of these have
+        room beside the running ones (SmartSpec's HasSlot).
+        """
+        waiting = [entry for group in self._namespaces.values() for entry in group.waiting]
+        first = nsmallest(self.max_batch_size - len(self.running), waiting, key=lambda entry: entry.number)
+        taken = accumulate((self.size(entry.num_tokens) for entry in first), initial=self.num_taken)
+        num_fitting = sum(total <= self.max_tokens for total in taken) - 1
+        return [entry.item for entry in first], max(num_fitting, 0)
 
     @property
     def num_taken(self) -> int:

@@ -1,5 +1,6 @@
 """The engine's thread: accept requests, run steps of the loop, publish outputs."""
 
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -244,12 +245,24 @@ class EngineRunner:
             self.memory.check_weights(self.loop.running)
         except Exception as error:
             self._fail_running(error)
-        while (pending := self.memory.next(self.loop.running, self._suspend)) is not None:
+        scheduler, most = self.memory.scheduler, self._most_running()
+        while (
+            len(scheduler.running) < most
+            and (pending := self.memory.next(self.loop.running, self._suspend)) is not None
+        ):
             try:
                 self._begin(pending)
             except Exception as error:
                 self._on_failure(pending.call, error)
-        self.loop.num_waiting = self.memory.scheduler.num_waiting
+        self.loop.num_waiting = scheduler.num_waiting
+
+    def _most_running(self) -> float:
+        """Return how many requests may run, by the policy; infinity where it leaves that to the scheduler."""
+        if not self.loop.policy.chooses_batches:
+            return math.inf
+        waiting, num_fitting = self.memory.scheduler.queue()
+        requests = [pending.request for pending in waiting]
+        return self.loop.drafting.most_running(self.loop.running, requests, num_fitting)
 
     def _begin(self, pending: PendingRequest) -> None:
         output, request = pending.output, pending.request

@@ -209,7 +209,12 @@ class Run:
         while self.coming and self._queued(self.coming[0]) <= self.clock.now:
             coming = self.engine.new_call(self.coming.popleft())
             scheduler.add(coming, self.memory.size_of(coming), coming.namespace)
-        while (call := scheduler.next()) is not None:
+        most = math.inf
+        if self.loop.policy.chooses_batches:
+            waiting, num_fitting = scheduler.queue()
+            requests = [item.requests[0] for item in waiting]
+            most = self.loop.drafting.most_running(self.loop.running, requests, num_fitting)
+        while len(scheduler.running) < most and (call := scheduler.next()) is not None:
             request = call.requests[0]
             self.seconds_waited += self.clock.now - self._queued(_item(request))
             self.memory.place(request, self.loop.running)

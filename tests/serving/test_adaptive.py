@@ -14,7 +14,7 @@ from hf_smartspec import (
     SuffixTreeCandidates,
 )
 from hf_smartspec.candidates import StagedCandidates
-from hf_smartspec.goodput import GoodputAuction
+from hf_smartspec.goodput import ConfidenceGoodput, GoodputAuction, RequestGoodput, StepGoodput, TreeGoodput
 
 from ..costs import UnmovedCost
 from ..covering import exhaustive
@@ -44,6 +44,18 @@ def test_generate_speculates_without_being_told_how_much(model):
     known = model.generate(**arguments, max_new_tokens=60, eos_token_id=None)
     statistics = speculate(model, Oracle(known, arguments["attention_mask"]))
     assert statistics.mean_accepted_length > 3
+
+
+@pytest.mark.parametrize("make", [StepGoodput, RequestGoodput, TreeGoodput, ConfidenceGoodput])
+def test_smartspecs_policies_serve_the_plain_tokens(model, make):
+    """Algorithm 2's batches, where a third row makes steps long, and algorithm 3, which has none."""
+    cost = UnmovedCost(0.0, 0.0, 0.0, knots=(1, 2, 3, 400), curve=(1e-3, 1e-3, 1.0, 100.0))
+    policy, sizes = make(cost), []
+    shapes = policy.shapes
+    policy.shapes = lambda rows: sizes.append(len(rows)) or shapes(rows)
+    with Engine(model, SmartSpecConfig(noisy_copy(model), policy=policy), max_batch_size=5) as engine:
+        check_all(engine, model, random_requests(12))
+    assert max(sizes) == (5 if make is ConfidenceGoodput else 2)
 
 
 def test_policies_remember_from_call_to_call(model):

@@ -305,3 +305,17 @@ def test_time_without_requests_is_not_made_up_for():
         scheduler.remove(item)
     assert order == ["a", "b", "b", "b"]
     assert not len(scheduler)
+
+
+@given(SIZES, st.integers(1, 6), st.integers(300, 1000), st.integers(0, 3))
+def test_the_queue_names_who_begins_next_and_for_how_many_there_is_room(sizes, max_batch_size, max_tokens, num_begun):
+    """Candidate batches and HasSlot of SmartSpec's algorithm 2."""
+    scheduler = Scheduler(max_batch_size, max_tokens)
+    for number, size in enumerate(sizes):
+        scheduler.add(number, size, NAMES[number % 2])
+    for _ in range(num_begun):
+        scheduler.next()
+    waiting, num_fitting = scheduler.queue()
+    assert waiting == sorted(scheduler.waiting)[: max_batch_size - len(scheduler.running)]
+    sums = list(itertools.accumulate([scheduler.size(sizes[item]) for item in waiting], initial=scheduler.num_taken))
+    assert sums[num_fitting] <= max_tokens and all(total > max_tokens for total in sums[num_fitting + 1 :])

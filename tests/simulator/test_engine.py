@@ -15,6 +15,7 @@ from hf_smartspec.drafts.price import LevelPrice
 from hf_smartspec.goodput import CostModel, DraftCost, FixedLength, GoodputAuction, NoSpeculation
 from hf_smartspec.goodput.papers.length import expected_length, expected_tree_length
 from hf_smartspec.goodput.papers.policies import Oracle
+from hf_smartspec.goodput.papers.smartspec import StepGoodput
 from hf_smartspec.simulator import (
     EventClock,
     LoadRequest,
@@ -154,6 +155,29 @@ def test_requests_begin_in_the_order_of_their_arrival():
     assert [ends[time] for time in sorted(ends)] == sorted(ends.values())
     with pytest.raises(ValueError, match="may reach 21 tokens"):
         SimulatedEngine(COST, NoCandidates(), max_tokens=20).run(requests, NoSpeculation())
+
+
+class Watched(StepGoodput):
+    """Notes how many requests every step runs."""
+
+    def shapes(self, rows):
+        self.sizes = [*getattr(self, "sizes", []), len(rows)]
+        return super().shapes(rows)
+
+
+def test_algorithm_2_lets_as_many_requests_run_as_have_the_highest_goodput():
+    """Candidate batches are prefixes of the queue: two run where a third token makes a step ten times as long."""
+    steep = CostModel(0.0, 0.0, 0.0, knots=(1, 2, 3, 40), curve=(1.0, 1.0, 10.0, 10.0))
+    requests = [LoadRequest(when / 1000, np.array([7]), 12, np.arange(10, 22)) for when in range(5)]
+    for cost, largest in ((steep, 2), (COST, 5)):
+        policy = Watched(copy.deepcopy(cost), max_length=0)
+        result = SimulatedEngine(cost, NoCandidates(), max_batch_size=8).run(requests, policy)
+        assert max(policy.sizes) == largest
+        ends = [served.end for served in result.served]
+        assert ends == sorted(ends) and len(ends) == 5, "first come, first served"
+    policy = Watched(copy.deepcopy(COST), max_length=0)
+    SimulatedEngine(COST, NoCandidates(), max_batch_size=8, max_tokens=200).run(requests, policy)
+    assert 1 < max(policy.sizes) < 5, "HasSlot: lines 5 to 7"
 
 
 def test_timed_sources_pass_on_what_the_loop_asks_of_the_source_itself():

@@ -30,6 +30,8 @@ class SmartSpecPolicy(ShapedDrafts):
     correct, and moving averages of acceptance.
     """
 
+    chooses_batches = True
+
     def __init__(self, cost: CostModel, draft: CostModel | None = None):
         self.cost, self.draft = cost, draft
         self.acceptance, self.timer = AcceptanceEstimator(), DraftTimer()
@@ -40,6 +42,9 @@ class SmartSpecPolicy(ShapedDrafts):
 
     def shapes(self, rows: StepRows) -> Sequence[tuple[int, ...]]:
         return self.best(rows)[0] if len(rows) else []
+
+    def num_to_run(self, queue: StepRows, least: int, has_slots: Callable[[int, int], bool]) -> int:
+        return self.plan(queue, least, has_slots).num_requests
 
     def plan(self, rows: StepRows, least: int = 1, has_slots: Callable[[int, int], bool] | None = None) -> StepPlan:
         """
