@@ -206,6 +206,13 @@ class TreeCandidateGenerator(AssistedDecodingSource):
         """Return the bytes of what it keeps of texts at present (keys and values, trees, ...); None if unknown."""
         return None
 
+    def bytes_per_token(self) -> int:
+        """
+        Return the bytes of keys and values that it computes for every token of a text; engines count them. By default
+        0: for sources without a model of their own.
+        """
+        return 0
+
 
 def label_of(source: TreeCandidateGenerator) -> str:
     return source.label or type(source).__name__

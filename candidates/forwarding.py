@@ -62,6 +62,9 @@ class ForwardingSource(TreeCandidateGenerator):
     def num_bytes(self) -> int | None:
         return self.source.num_bytes()
 
+    def bytes_per_token(self) -> int:
+        return self.source.bytes_per_token()
+
 
 def unwrapped(source: TreeCandidateGenerator) -> TreeCandidateGenerator:
     """Return the source that drafts, without the forwarding sources in front of it."""

@@ -49,6 +49,9 @@ class CombinedCandidates(TreeCandidateGenerator):
     def name(self) -> str:
         return f"{type(self).__name__}({', '.join(source.name for source in self.sources)})"
 
+    def bytes_per_token(self) -> int:
+        return sum(source.bytes_per_token() for source in self.sources)
+
     def warm_up(self) -> None:
         """Let every source compile what it compiles at its first use."""
         for source in self.sources:

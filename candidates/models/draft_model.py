@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ...drafts.tree import DraftTree
 from ...sampling.noise import NoiseKeys
+from ...target_model.cache.footprint import Footprint
 from ...target_model.cache.kept_memory import borrow_memory, kept_bytes, release_memory
 from ...target_model.compat import num_positions
 from ...target_model.encoded import EncodedForward
@@ -106,6 +107,9 @@ class DraftModelCandidates(GrowingCandidates):
     def name(self) -> str:
         path = getattr(self.model, "name_or_path", "") or type(self.model).__name__
         return f"{type(self).__name__}({os.path.basename(path)}, {id(self.model):x})"  # models of one path may differ
+
+    def bytes_per_token(self) -> int:
+        return Footprint.of(self.model).per_token
 
     def _new_forward(self) -> PackedForward | ChainForward:
         if not self._draws_trees:

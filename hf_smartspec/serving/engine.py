@@ -46,8 +46,9 @@ class Engine:
         assistant: The drafter of requests that name none, see `SmartSpecConfig.assistant`. The `policy` of a
             `SmartSpecConfig`, by default the goodput auction, decides how much to draft for all requests.
         max_batch_size (`int`): Requests that run at once.
-        max_kv_bytes (`int` or `Budget`, *optional*): Bound on the memory of keys and values. Default: half of a GPU's
-            free memory or a quarter of a CPU's, but no more than twice what a full batch of the longest texts takes
+        max_kv_bytes (`int` or `Budget`, *optional*): Bound on the memory of keys and values, those of the engine's own
+            draft models included, which have room for as many tokens as the target. Default: half of a GPU's free
+            memory or a quarter of a CPU's, but no more than twice what a full batch of the longest texts takes
             (256 MiB if that is less). A request reserves memory for the length that it may reach, rounded up by at most
             a factor of the square root of two. When the memory grows, it is copied: old and new exist for a while.
         max_prefill_tokens (`int`): Prompt tokens per step. Longer prompts are spread over several steps, in which the
@@ -105,13 +106,14 @@ class Engine:
         config = assistant if isinstance(assistant, SmartSpecConfig) else SmartSpecConfig(assistant)
         config = config if online is None else replace(config, online=online)
         self.config = config.with_tokenizers(tokenizer, assistant_tokenizer)
+        drafters = Drafters()
+        self._assistant = resolve(self.config, self.model, drafters)
         budget = max_kv_bytes if isinstance(max_kv_bytes, Budget) else Budget(max_kv_bytes)
-        self._memory = self._new_memory(max_batch_size, budget)
+        drafting = sum(stage.bytes_per_token() for stage in self._assistant.source.stages)
+        self._memory = self._new_memory(max_batch_size, budget._replace(drafting=drafting))
         scheduler = self._memory.scheduler
         scheduler.weights = dict(namespace_weights or {})
         scheduler.lends_rows = self._memory.shares_forward and self.model.device.type != "cpu"  # where rows cost little
-        drafters = Drafters()
-        self._assistant = resolve(self.config, self.model, drafters)
         self._preparing = RequestPreparation(self.model, tokenizer, self._assistant, drafters, self._memory)
         self.results = Results()
         self._policy = self._make_policy()

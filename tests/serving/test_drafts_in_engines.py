@@ -35,10 +35,10 @@ def test_a_draft_model_without_memory_costs_its_drafts_only(model, error):
 
     def fail(*_):
         calls.append(1)
-        if len(calls) > 6:
+        if len(calls) > 8:  # two of them measure its keys and values
             raise error("no memory")
 
     draft.model.layers[1].register_forward_pre_hook(fail)
     with Engine(model, draft, max_batch_size=4) as engine:
         check_all(engine, model, [Asked(PREFIX[:length], SETTINGS) for length in (9, 4, 20, 7, 12, 3)])
-        assert len(calls) > 6 and engine.statistics.accepted_tokens > 0
+        assert len(calls) > 8 and engine.statistics.accepted_tokens > 0

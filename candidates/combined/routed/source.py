@@ -211,6 +211,10 @@ class RoutedCandidates(TreeCandidateGenerator):
         target = None if self._target is None else self._target()
         return memory_of({name: lanes.source for name, lanes in self._lanes.items()}, target, router)
 
+    def bytes_per_token(self) -> int:
+        """Return the most of one drafter: every request has one."""
+        return max(lanes.source.bytes_per_token() for lanes in self._lanes.values())
+
     # Callers without `choose` (transformers' own loop, fused sources) make these calls; they are forwarded.
 
     def begin(self, request: SourceRequest) -> int | None:

@@ -21,11 +21,14 @@ class Budget(NamedTuple):
             more than twice what a full batch of the longest texts takes (256 MiB where that is less).
         num_sharing (`int`): Engines that share this memory; the default is divided among them.
         max_tokens (`int`, *optional*): The bound in tokens of all texts together, where keys and values grow with them.
+        drafting (`int`): Bytes of keys and values of drafters, per token of a text; the bound holds for both models'
+            (SmartSpec, section 6: each has a slot for every token).
     """
 
     max_bytes: int | None = None
     num_sharing: int = 1
     max_tokens: int | None = None
+    drafting: int = 0
 
     def bytes_for(self, model: PreTrainedModel, max_batch_size: int, bytes_per_token: int) -> int:
         """
@@ -33,8 +36,9 @@ class Budget(NamedTuple):
 
         Args:
             max_batch_size (`int`): Requests that run at once.
-            bytes_per_token (`int`): Keys and values of a token; 0 where they do not grow with the text.
+            bytes_per_token (`int`): The model's keys and values of a token; 0 where they do not grow with the text.
         """
+        bytes_per_token += self.drafting
         if self.max_tokens is not None and bytes_per_token:
             return self.max_tokens * bytes_per_token
         if self.max_bytes is not None:

@@ -37,14 +37,14 @@ class EngineMemory(RequestMemory):
     Args:
         model (`PreTrainedModel`): The target.
         max_batch_size (`int`): Requests that run at once.
-        budget (`Budget`): Bound on keys and values.
+        budget (`Budget`): Bound on keys and values, drafters' included.
     """
 
     def __init__(self, model: PreTrainedModel, max_batch_size: int, budget: Budget):
         self.forward = packed_forward(model, 1, _FIRST_LINES)
         self.bytes_per_token = self._measure()
         self.max_bytes = budget.bytes_for(model, max_batch_size, self.bytes_per_token)
-        self.scheduler = Scheduler(max_batch_size, self.max_bytes // self.bytes_per_token)
+        self.scheduler = Scheduler(max_batch_size, self.max_bytes // (self.bytes_per_token + budget.drafting))
         self._clear()
         self.prefixes = PrefixRows()
         self.watch(model)

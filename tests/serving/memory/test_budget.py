@@ -1,12 +1,15 @@
 """The default bound on the memory of keys and values."""
 
+import numpy as np
 import pytest
 
-from hf_smartspec import Engine
+from hf_smartspec import DraftModelCandidates, Engine, SuffixTreeCandidates
+from hf_smartspec.candidates.request import SourceRequest
 from hf_smartspec.serving.memory import budget
 from hf_smartspec.serving.memory.budget import Budget
 
 from ...generate.helpers import tiny_llama
+from ...models import new_model
 
 MIB = 2**20
 
@@ -41,3 +44,22 @@ def test_engines_are_bound_by_it(machine, model):
     assert engine._memory.max_bytes == 256 * MIB
     assert engine._memory.scheduler.max_tokens == 256 * MIB // engine._memory.bytes_per_token
     assert Engine(model, "none", max_kv_bytes=MIB)._memory.max_bytes == MIB
+
+
+def test_draft_models_have_a_slot_for_every_token_of_the_target(machine, model):
+    """SmartSpec, section 6: the bound holds for both models' keys and values together."""
+    draft = tiny_llama(num_hidden_layers=1)
+    alone, bound = Engine(model, "none", max_kv_bytes=MIB)._memory, 2**18
+    source = DraftModelCandidates(draft)
+    source.begin(SourceRequest("a", np.array([5, 9])))
+    source.propose(["a"], [2])
+    per_token = source.num_bytes() // source._forward.cache.num_lines
+    assert source.bytes_per_token() == per_token > 0
+    for assistant in (draft, ["suffix", draft], SuffixTreeCandidates()):
+        memory = Engine(model, assistant, max_kv_bytes=bound)._memory
+        more = 0 if isinstance(assistant, SuffixTreeCandidates) else per_token
+        assert memory.scheduler.max_tokens == bound // (alone.bytes_per_token + more)
+        assert memory.max_bytes == bound
+    draft = new_model("llama")
+    plain, drafted = (Engine(new_model("falcon"), assistant)._memory for assistant in ("none", draft))
+    assert drafted._drafting == DraftModelCandidates(draft).bytes_per_token() > plain._drafting == 0
