@@ -8,7 +8,7 @@ from .estimates.calibrator import Calibrator, expected_calibration_error, outcom
 from .papers.entropy import empirical_entropy
 from .papers.length import PowerLaw, correct_lengths, expected_length, expected_tree_length, optimal_length
 from .papers.operators import LayerSizes, Operator
-from .papers.policies import BatchLookupTable, Oracle
+from .papers.policies import BatchLookupTable, Oracle, RandomLength
 from .papers.roofline import Roofline, RooflineBudget, free_tokens
 from .papers.smartspec import ConfidenceGoodput, RequestGoodput, StepGoodput, StepPlan, TreeGoodput
 from .policy import FixedLength, LengthPolicy, NoSpeculation, Stage, StepOutcome, StepRows
@@ -33,6 +33,7 @@ __all__ = [
     "PowerLaw",
     "Prediction",
     "PrefillGate",
+    "RandomLength",
     "RequestGoodput",
     "Roofline",
     "RooflineBudget",

@@ -10,13 +10,10 @@ import numpy as np
 from hf_smartspec.candidates import TreeCandidateGenerator
 from hf_smartspec.commands.common.recordings import Recording
 from hf_smartspec.commands.load.policies import Policies
-from hf_smartspec.drafts.tree import DraftTree
 from hf_smartspec.goodput import (
     CostModel,
     DraftCost,
     LengthPolicy,
-    Stage,
-    StepRows,
 )
 from hf_smartspec.goodput.papers.length import expected_length
 from hf_smartspec.goodput.papers.policies import BatchLookupTable
@@ -120,20 +117,8 @@ class World:
         return self.run(requests, policy, source, self.draft)
 
     def policy(self, name: str) -> Callable[[SimulatedEngine], LengthPolicy]:
-        """Return a maker of policies: "random", or what the benches of load know by name."""
-        if name == "random":
-            return lambda _: RandomLength(DRAFT_LENGTH, self.seed)
-        return partial(Policies(self.target, max_length=DRAFT_LENGTH).new, name)
-
-
-class RandomLength(LengthPolicy):
-    """Any length for any row (SmartSpec, Figure 14: "random all")."""
-
-    def __init__(self, max_length: int, seed: int):
-        self.max_length, self._rng = max_length, np.random.default_rng(seed)
-
-    def max_nodes(self, rows: StepRows, stage: Stage, trees: Sequence[DraftTree]) -> np.ndarray:
-        return np.minimum(rows.caps, self._rng.integers(0, self.max_length + 1, len(rows)))
+        """Return a maker of policies that the benches of load know by name."""
+        return partial(Policies(self.target, max_length=DRAFT_LENGTH, seed=self.seed).new, name)
 
 
 def lookup_table(world: World) -> BatchLookupTable:

@@ -7,7 +7,7 @@ from ..common.arguments import add_model_arguments, add_text_arguments, positive
 from ..common.names import SOURCES, source_name
 
 NONE, AUCTION, ORACLE = "none", "auction", "oracle"
-NAMES = (NONE, "k=NUMBER", "table", "step", "request", "roofline", AUCTION, ORACLE)
+NAMES = (NONE, "k=NUMBER", "table", "random", "step", "request", "tree", "confidence", "roofline", AUCTION, ORACLE)
 _POLICIES = (NONE, "k=3", AUCTION)
 
 

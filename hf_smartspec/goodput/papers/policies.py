@@ -110,6 +110,27 @@ class BatchLookupTable(ShapedDrafts):
         return max(self.lengths.values())
 
 
+class RandomLength(ShapedDrafts):
+    """
+    Policy that draws the length of every row's draft, a chain, at random (SmartSpec, Figure 14: "random all").
+
+    Args:
+        max_length (`int`): The longest draft, in tokens; all lengths up to it are equally likely.
+        seed (`int`): Seed of the lengths.
+    """
+
+    def __init__(self, max_length: int = 8, seed: int = 0):
+        if max_length < 0:
+            raise ValueError(f"`max_length` must be at least 0, got {max_length!r}.")
+        self.max_length, self._rng = max_length, np.random.default_rng(seed)
+
+    def shapes(self, rows: StepRows) -> Sequence[tuple[int, ...]]:
+        return [(1,) * length for length in self._rng.integers(0, self.max_length + 1, len(rows)).tolist()]
+
+    def most_nodes(self, usual: int, most: int) -> int:
+        return self.max_length
+
+
 def _powers_of_two(largest: int) -> list[int]:
     if largest < 1:
         raise ValueError(f"`max_batch_size` must be at least 1, got {largest}.")

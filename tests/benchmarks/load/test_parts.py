@@ -120,8 +120,8 @@ def test_policies_by_name_have_costs_of_their_own():
     policies = Policies(COST, BatchLookupTable({1: 4, 4: 2}))
     assert isinstance(policies.new("none"), NoSpeculation) and policies.new("k=3").num_nodes == 3
     assert policies.new("table").length(2) == 2
-    costs = [policies.new(name).cost for name in ("step", "request", "auction", "auction")]
-    assert all(cost is not COST for cost in costs) and len(set(map(id, costs))) == 4
+    costs = [policies.new(name).cost for name in ("step", "request", "tree", "confidence", "auction", "auction")]
+    assert all(cost is not COST for cost in costs) and len(set(map(id, costs))) == 6
     assert [is_fixed(name) for name in ("none", "k=1", "table", "auction")] == [True, True, False, False]
 
 

@@ -14,6 +14,7 @@ from hf_smartspec.goodput import (
     Oracle,
     PowerLaw,
     PrefillGate,
+    RandomLength,
     RequestGoodput,
     Stage,
     StepGoodput,
@@ -88,6 +89,15 @@ def test_the_modelled_table_falls_with_the_batch_size():
 def test_bad_tables_are_refused(lengths):
     with pytest.raises(ValueError, match="lengths"):
         BatchLookupTable(lengths)
+
+
+def test_random_lengths_are_any_of_any_row():
+    """SmartSpec, Figure 14: "random all"."""
+    policy = RandomLength(3, seed=1)
+    found = np.concatenate([asked(policy, rows_of(50)) for _ in range(20)])
+    assert set(found.tolist()) == {0, 1, 2, 3} and np.bincount(found).min() > 200
+    with pytest.raises(ValueError, match="max_length"):
+        RandomLength(-1)
 
 
 # --- Oracle -----------------------------------------------------------------------------------------------------------
