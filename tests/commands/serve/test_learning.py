@@ -165,6 +165,7 @@ def test_keys_may_learn_together_but_for_those_that_do_not(answers, draft, tmp_p
     unlearnt = tmp_path / "unlearnt"
     unlearnt.write_text("c\n")
     keys = ["--api-key", "a", "--api-key", "b", "--api-key", "c", "--no-learn-key-file", str(unlearnt)]
+    keys += ["--assistant", "suffix"]  # which drafts first
     with serving(draft, tmp_path / "learnt", "--learn-tenants", "together", *keys) as (client, _):
         before = client.weights()
         client.ask(answers, "a")

@@ -34,9 +34,17 @@ PROMPTS = [
 
 
 @pytest.fixture(scope="module")
-def service():
+def learnt(tmp_path_factory):
+    """The folder of --learn."""
+    return tmp_path_factory.mktemp("learnt")
+
+
+@pytest.fixture(scope="module")
+def service(learnt):
     """The process and where it listens."""
     arguments = ["demo=demos/models/target", "--port", "0", "--dtype", "float32", "--threads", "1"]
+    options = {"every_requests": 2, "background": False}
+    arguments += ["--draft", "demos/models/draft", "--learn", str(learnt), "--learn-options", json.dumps(options)]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, "-m", "hf_smartspec.commands.main", "serve", "--replicas", "2", *arguments],
@@ -141,6 +149,22 @@ def test_the_front_answers_for_all(service):
     assert httpx.get(f"{url}/nowhere", timeout=60).status_code == 404
     for path in ("/v1/models", "/metrics"):  # a page in a browser here, under a name of its own
         assert httpx.get(f"{url}{path}", headers={"Host": "elsewhere.example"}, timeout=60).status_code == 403
+
+
+@pytest.mark.exhaustive  # as Ray Serve starts: a minute or more of two cores
+def test_replicas_learn_from_what_they_serve(service, learnt):
+    _, url = service
+
+    def updates():
+        for prompt in PROMPTS:
+            body = {"prompt": prompt, "max_tokens": 8, "temperature": 0}
+            assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
+        metrics = httpx.get(f"{url}/metrics", timeout=60).text
+        found = re.findall(r'smartspec:learning_updates_total\{.*replica="(\w+)"\} (\S+)', metrics)
+        return {replica for replica, number in found if float(number)}
+
+    wait_for(updates, lambda found: len(found) > 0)
+    assert [path.name for path in (learnt / "demo").iterdir() if path.suffix == ".pt"] == ["draft.pt"]
 
 
 @pytest.mark.exhaustive  # as Ray Serve starts: a minute or more of two cores
