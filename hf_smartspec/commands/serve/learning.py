@@ -16,8 +16,7 @@ from ...replicas.sharing.checkpoints import SharedCheckpoints
 from ...serving.server.guard.keys import Caller
 from ..common.arguments import usage_errors
 
-APART, TOGETHER = TENANTS = ("apart", "together")
-_AS_LOADED = "as loaded"
+_TOGETHER, _AS_LOADED = "together", "as loaded"  # copies of the draft model; further ones have namespaces as names
 
 
 def learning_draft(draft: PreTrainedModel, callers: Sequence[Caller], tenants: str) -> Any:
@@ -42,7 +41,7 @@ def learning_draft(draft: PreTrainedModel, callers: Sequence[Caller], tenants: s
 def _copy_of(caller: Caller, tenants: str) -> str:
     if not caller.teaches:
         return _AS_LOADED
-    return TOGETHER if tenants == TOGETHER else caller.namespace
+    return _TOGETHER if tenants == "together" else caller.namespace
 
 
 def new_learning(args: Any, name: str, num_copies: int) -> OnlineDistillation:
