@@ -20,6 +20,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(
         parser,
         ("--tokens", tokens, [100_000, 1_000_000], "N", "sizes of the tree at which to measure"),
+        (
+            "--project",
+            not_negative,
+            1_000_000_000,
+            "N",
+            "tokens whose memory is calculated from the largest tree; 0: none",
+        ),
         ("--datastore-tokens", not_negative, 2_000_000, "N", "size of the datastore to build; 0: none"),
         ("--max-bytes", num_bytes, 2**24, "N", "bound on the tree that has to forget"),
     )

@@ -24,6 +24,7 @@ from .runs import (
     BATCH_SIZE,
     HELD_OUT_LEN,
     NUM_NODES,
+    TREE_BYTES,
     TextStream,
     TreeProbe,
     measure_datastore,
@@ -45,7 +46,10 @@ def run(args: argparse.Namespace) -> int:
     session.report["text"] = text
     num_rows, console = len(stream.held_out), print_head(session, "memory")
     sections = [
-        Section(_TREE, partial(_sizes, stream, args.tokens), _columns(num_rows), show=partial(_show_tree, num_rows)),
+        Section(
+            _TREE, partial(_sizes, stream, args.tokens), _columns(num_rows),
+            show=partial(_show_tree, num_rows, args.project),
+        ),
         Section(
             _EVICTION, lambda: [Case(_EVICTION, partial(measure_eviction, stream, args.max_bytes))],
             show=_show_eviction, claims=_claims,
@@ -92,12 +96,19 @@ def _columns(num_rows: int) -> list[Column]:
     ]
 
 
-def _show_tree(num_rows: int, console: Console, rows: Rows) -> None:
+def _show_tree(num_rows: int, projected: int, console: Console, rows: Rows) -> None:
     columns, found = _columns(num_rows), list(rows.values())
     lines = lines_of("Suffix tree, in microseconds; bytes per token", "tokens", columns, rows)
     ratios = [f"{found[-1][str(column.value)] / found[0][str(column.value)]:.2f}" for column in columns]
     last = [["last / first", *ratios]] if len(found) > 1 else []
     print_lines(console, lines._replace(rows=[*lines.rows, *last]))
+    if projected and found:
+        num_bytes = projected * float(found[-1]["bytes_per_token"])
+        console.print(
+            f"Calculated: {projected:,} tokens take {num_bytes / 1e9:,.1f} GB, as much as "
+            f"{-(-num_bytes // TREE_BYTES):.0f} sources of {TREE_BYTES:,} bytes, the most of one.",
+            highlight=False,
+        )
 
 
 def _show_eviction(console: Console, rows: Rows) -> None:

@@ -22,7 +22,7 @@ HELD_OUT_LEN = 32  # tokens of a held-out response that are decoded
 _CHANGED = 0.1  # share of tokens that another pass over the text replaces
 _PROBE = 100_000  # tokens whose insertion and removal is timed, or a quarter of a smaller tree
 _PASSES = 3
-_TREE_BYTES = 2**32
+TREE_BYTES = 2**33  # the most of one source
 _MICROSECONDS = 1e6
 
 
@@ -68,7 +68,7 @@ class TreeProbe:
     """A suffix tree that grows from measurement to measurement."""
 
     def __init__(self, stream: TextStream):
-        self._source = SuffixTreeCandidates(_TREE_BYTES, num_nodes=NUM_NODES, min_probability=0.0, keep_outputs=False)
+        self._source = SuffixTreeCandidates(TREE_BYTES, num_nodes=NUM_NODES, min_probability=0.0, keep_outputs=False)
         self._source.warm_up()
         self._held_out, self._outputs = stream.held_out, iter(stream)
         self._numbers: list[tuple[int | None, int]] = []  # of the kept outputs, the oldest first, and their tokens
@@ -85,7 +85,7 @@ class TreeProbe:
         self._fill(num_tokens - probe - self._num_tokens)
         inserted = self._fill(num_tokens - self._num_tokens)
         if self._source.num_cached_tokens() < num_tokens:
-            raise UsageError(f"--tokens: {num_tokens} do not fit into {_TREE_BYTES} bytes")
+            raise UsageError(f"--tokens: {num_tokens} do not fit into {TREE_BYTES} bytes")
         return {
             "tokens": num_tokens,
             "insert_us_per_token": inserted,

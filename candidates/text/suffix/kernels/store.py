@@ -39,7 +39,7 @@ _INDEXED = 4  # classes above (more than 16 children) have an index
 END = -1  # the border after every text
 BLOCK_BITS = 6
 BLOCK = 1 << BLOCK_BITS  # tokens; texts begin at multiples, so that a position determines its text
-_MOST_ROWS = 2**29 - 1  # whose places are 32-bit numbers
+_MOST_TOKENS, _MOST_NODES, _MOST_ROWS = 2**31 - BLOCK, 2**28 - 1, 2**29 - 1  # whose places are 32-bit numbers
 
 
 class Store(NamedTuple):
@@ -64,8 +64,8 @@ def new_store(num_tokens: int, num_nodes: int, num_rows: int) -> Store:
     Return memory for so many tokens, nodes and rows. It is not touched before it is used, so large numbers cost
     nothing.
     """
-    rows = _aligned(min(num_rows, _MOST_ROWS) * ROW)
-    store = Store(_aligned(num_tokens), _aligned(num_nodes * NODE), rows, np.empty(NUM_HEADS, np.int64))
+    nodes, rows = _aligned(min(num_nodes, _MOST_NODES) * NODE), _aligned(min(num_rows, _MOST_ROWS) * ROW)
+    store = Store(_aligned(min(num_tokens, _MOST_TOKENS)), nodes, rows, np.empty(NUM_HEADS, np.int64))
     clear_store(store)
     return store
 

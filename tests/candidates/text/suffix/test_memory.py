@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hf_smartspec import SuffixTreeCandidates
 from hf_smartspec.candidates.request import SourceRequest
 from hf_smartspec.candidates.text.suffix.corpus import SuffixCorpus
+from hf_smartspec.candidates.text.suffix.kernels.store import BLOCK, NODE, NODES_TOP, ROW, ROWS_TOP
 
 from ....covering import examples
 from .test_source import SENTENCE, ids, run, small
@@ -229,3 +230,40 @@ def test_what_was_kept_once_takes_no_memory_for_ever():
     for name in list(corpus.roots):
         corpus.remove_namespace(name)
     assert not corpus._numbers and not corpus._held and not corpus._victims and len(corpus._free_lines) == 1023
+
+
+def test_drafts_at_the_ends_of_eight_gib_are_those_of_a_small_store():
+    """Places are 32-bit numbers; memory that is not used costs nothing."""
+    far, near, rng = (
+        SuffixTreeCandidates(max_bytes=2**33),
+        SuffixTreeCandidates(max_bytes=2**24),
+        np.random.default_rng(0),
+    )
+    for source in (far, near):
+        source.add_outputs([[1, 2, 3]], progress=False)  # a store without texts begins anew
+    corpus, heads = far._corpus, far._corpus.store.heads
+    corpus._text_top = len(corpus.store.text) // BLOCK - 2**10
+    heads[NODES_TOP] = len(corpus.store.nodes) // NODE - 2**16
+    heads[ROWS_TOP] = len(corpus.store.rows) // ROW - 2**19
+    words = [rng.integers(0, 60, 5) for _ in range(12)]
+    numbers = []
+    for k in range(40):
+        text = np.concatenate([words[i] for i in rng.integers(0, 12, 30)])
+        for source in (far, near):
+            source.start(k, text[:60])
+        for at in range(60, 100, 5):
+            trees = [source.propose([k], [24])[0] for source in (far, near)]
+            assert trees[0].tokens.tolist() == trees[1].tokens.tolist()
+            assert trees[0].parents.tolist() == trees[1].parents.tolist()
+            assert trees[0].probs.tolist() == trees[1].probs.tolist()
+            for source in (far, near):
+                source.observe(k, text[at : at + 5])
+        for source in (far, near):
+            source.stop(k)
+        numbers += far.add_outputs([text], progress=False)
+        assert near.add_outputs([text], progress=False) == numbers[-1:] != [None]
+        if k % 4 == 3:
+            for source in (far, near):
+                source.remove_output(numbers[k // 4])
+    assert len(trees[0]) and far.num_bytes() == near.num_bytes()
+    assert max(corpus.outputs[number].start for number in corpus.outputs) > 2**31 - 2**17

@@ -362,7 +362,7 @@ def test_threads_may_share_a_source():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_bytes": 2**32 + 1}, "`max_bytes` must be at most 4294967296"),
+        ({"max_bytes": 2**33 + 1}, "`max_bytes` must be at most 8589934592"),
         ({"scoring": "best"}, "`scoring` must be 'learned' or 'counts'"),
         ({"factor": -1.0}, "`factor` and `offset` must be finite"),
         ({"max_bytes": 0}, "`max_bytes` must be an integer of at least 1"),
