@@ -50,7 +50,8 @@ ABLATIONS = {
         {"accepted / drafted tokens per step": "{accepted_per_step:.2f}/{drafted_per_step:.1f}"},
         claims.length_claims,
         plots.plot_lengths,
-        "`alpha` and `fixed` score by counts, as published; at most 64 nodes.",
+        "`alpha`, `published` and `fixed` score by counts: `published` with matches of up to 64 tokens and no further "
+        "bound, the others with 16 tokens and 64 nodes.",
     ),
     "size": Ablation(
         "Number of earlier outputs in the global tree",
@@ -82,8 +83,9 @@ ABLATIONS = {
         {"tokens per step": "{tokens_per_step:.2f}", "speed-up": "{speed_up:.2f}"},
         claims.hybrid_claims,
         plots.plot_hybrids,
-        "Answers that the target of --models gave itself to a few prompts; trees begin empty. Speed-up: measured "
-        "seconds of drafting, verification taken as one forward over one token, at batch 1.",
+        "Answers that the target of --models gave itself to a few prompts; trees begin empty. `published`: algorithm "
+        "1, whose drafts the draft model's replace. Speed-up: measured seconds of drafting, verification taken as one "
+        "forward over one token, at batch 1.",
     ),
 }
 

@@ -53,6 +53,7 @@ def plot_lengths(figures: Figures, path: Path) -> None:
     """Draw accepted against drafted tokens: a curve per way to choose the length, a panel per data set."""
     labels = {
         "alpha": r"$\alpha$ · match length",
+        "published": r"$\alpha$ · match length, as published",
         "fixed": "fixed number of nodes",
         "learned": "learnt path probability",
     }

@@ -24,7 +24,7 @@ from hf_smartspec.target_model.compat import CACHE, cache_name
 
 from ...kit.session import Case
 from .claims import Numbers, Series
-from .sources import Split, suffix_trees
+from .sources import Split, published_trees, suffix_trees
 
 _WINDOW = 25  # requests
 _REQUESTS_BEHIND_SHIFT = 5  # times as many as are replayed before it: adapting takes its time
@@ -128,7 +128,7 @@ def _hybrid(
     recordings = _answers(target, tokenizer, split)
     seconds = _step_seconds(target, recordings[0])
     series = _replay(recordings, _hybrid_settings(draft))
-    for numbers in series["tau"].values():
+    for numbers in [numbers for settings in series.values() for numbers in settings.values()]:
         drafting = (numbers["propose_us_per_step"] or 0.0) / 1e6
         numbers["target_us_per_step"] = seconds * 1e6
         numbers["speed_up"] = numbers["tokens_per_step"] * seconds / (seconds + drafting)
@@ -203,7 +203,11 @@ def _hybrid_settings(draft: PreTrainedModel) -> list[SourceSpec]:
     def hybrid(threshold: float | None) -> TreeCandidateGenerator:
         return StagedCandidates([suffix_trees(), ShortDrafts(draft)], threshold=threshold)
 
+    def published(threshold: float) -> TreeCandidateGenerator:
+        return StagedCandidates([published_trees(), ShortDrafts(draft)], threshold, replaces=True)
+
     builders: dict[str, Callable[[], TreeCandidateGenerator]] = {"suffix": suffix_trees}
     builders |= {f"{tau:g}": partial(hybrid, tau) for tau in _TAUS}
     builders |= {"learned": partial(hybrid, None), "draft": partial(ShortDrafts, draft)}
-    return [SourceSpec(text, "tau", build, None) for text, build in builders.items()]
+    specs = [SourceSpec(text, "tau", build, None) for text, build in builders.items()]
+    return specs + [SourceSpec(f"{tau:g}", "published", partial(published, tau), None) for tau in _TAUS]

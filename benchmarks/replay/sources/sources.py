@@ -89,6 +89,13 @@ def suffix_trees(outputs: Iterable[np.ndarray] = (), **options: Any) -> SuffixTr
     return source
 
 
+def published_trees(outputs: Iterable[np.ndarray] = (), alpha: float = 4.0) -> SuffixTreeCandidates:
+    """Return SuffixDecoding as published, with some outputs in the global tree from the beginning."""
+    source = SuffixTreeCandidates.published(alpha)
+    source.add_outputs(outputs, progress=False)
+    return source
+
+
 class GlobalTreeOnly(TreeCandidateGenerator):
     """
     Suffix decoding without the request's own tree: before every draft the request begins anew, with nothing but the
@@ -147,17 +154,19 @@ def tree_settings(split: Split) -> list[SourceSpec]:
 
 def length_settings(split: Split) -> list[SourceSpec]:
     """
-    Return draft lengths: alpha times the match length, a fixed number of nodes, or down to a learnt path probability.
+    Return draft lengths: alpha times the match length of up to 16 tokens, or as published; a fixed number of nodes; or
+    down to a learnt path probability.
     """
     known = partial(suffix_trees, split.outputs)
-    published = partial(known, scoring="counts", min_probability=0.0)
+    counted = partial(known, scoring="counts", min_probability=0.0)
     series = {
-        "alpha": {f"{alpha:g}": partial(published, factor=alpha) for alpha in _ALPHAS},
-        "fixed": {str(size): partial(published, factor=0.0, offset=float(size)) for size in _FIXED},
+        "alpha": {f"{alpha:g}": partial(counted, factor=alpha) for alpha in _ALPHAS},
+        "published": {f"{alpha:g}": partial(published_trees, split.outputs, alpha) for alpha in _ALPHAS},
+        "fixed": {str(size): partial(counted, factor=0.0, offset=float(size)) for size in _FIXED},
         "learned": {f"{least:g}": partial(known, min_probability=least) for least in _MIN_PROBABILITIES},
     }
     return [
-        SourceSpec(setting, name, build, _MOST_NODES)
+        SourceSpec(setting, name, build, None if name == "published" else _MOST_NODES)
         for name, settings in series.items()
         for setting, build in settings.items()
     ]
