@@ -25,6 +25,7 @@ from .text.datastore.input_trees import InputTreeCandidates
 from .text.datastore.source import DatastoreCandidates
 from .text.prompt_lookup import PromptLookupCandidates
 from .text.suffix.source import SuffixTreeCandidates
+from .text.token_recycling import TokenRecyclingCandidates
 
 __all__ = [
     "Committed",
@@ -50,6 +51,7 @@ __all__ = [
     "StagedCandidates",
     "SuffixTreeCandidates",
     "TextClassifier",
+    "TokenRecyclingCandidates",
     "TranslatedDraftCandidates",
     "TreeCandidateGenerator",
     "WrappedCandidates",

@@ -27,7 +27,7 @@ _ADDED = """
 
             assistant (*optional*):
                 The drafter of this call: a preset name ("auto", "suffix", "prompt_lookup", "datastore:PATH",
-                "sssd:PATH", "tuned:PATH", "none", "mtp", "early_exit:N"), a draft model or its folder or hub id, a
+                "sssd:PATH", "tuned:PATH", "none", "mtp", "early_exit:N", ...), a draft model or its folder or hub id, a
                 candidate source, a list of these or a `hf_smartspec.SmartSpecConfig`. By default, the one that `enable`
                 or a generation config has set.
         """

@@ -14,10 +14,10 @@ _BORDER = -1  # between texts; no token
 
 
 class _Index:
-    """A text and, for every n-gram length, the latest end of each n-gram that is followed by a token."""
+    """A text and, for every n-gram length, the latest (or first) end of each n-gram that is followed by a token."""
 
-    def __init__(self, max_ngram: int):
-        self.max_ngram = max_ngram
+    def __init__(self, max_ngram: int, keeps_first: bool = False):
+        self.max_ngram, self.keeps_first = max_ngram, keeps_first
         self.tokens: list[int] = []
         self.ends: list[dict] = [{} for _ in range(max_ngram + 1)]
 
@@ -27,7 +27,9 @@ class _Index:
             end = len(self.tokens)
             if token != _BORDER:
                 for length in range(1, min(self.max_ngram, end) + 1):
-                    self.ends[length][tuple(self.tokens[end - length :])] = end
+                    ngram = tuple(self.tokens[end - length :])
+                    if not self.keeps_first or ngram not in self.ends[length]:
+                        self.ends[length][ngram] = end
             self.tokens.append(token)
 
 
@@ -48,9 +50,9 @@ class _References(_Index):
 class _Text(_Index):
     """One request's text, and the references to it."""
 
-    def __init__(self, max_ngram: int, references: _References | None):
-        super().__init__(max_ngram)
-        self.references = references
+    def __init__(self, max_ngram: int, references: _References | None, published_size: int = 0):
+        super().__init__(max_ngram, keeps_first=published_size > 0)
+        self.references, self.published_size = references, published_size
 
     def find(self, limit: int) -> tuple[list[int], int]:
         """
@@ -60,11 +62,16 @@ class _Text(_Index):
         for length in range(min(self.max_ngram, len(self.tokens)), 0, -1):
             end = tuple(self.tokens[-length:])
             start = self.ends[length].get(end)
-            if start is not None:
+            if start is not None and self._may_be(start, length):
                 return self.continuation(start, limit), length
             if self.references is not None and (start := self.references.ends[length].get(end)) is not None:
                 return self.references.continuation(start, limit), length
         return [], 0
+
+    def _may_be(self, start: int, length: int) -> bool:
+        """Return whether the published rule takes a match: it neither overlaps the text's end nor lacks followers."""
+        size, num = self.published_size, len(self.tokens)
+        return not size or (start + size <= num and start < num - length)
 
     def continuation(self, start: int, limit: int) -> list[int]:
         tokens = self.tokens[start : start + limit]
@@ -83,22 +90,31 @@ class PromptLookupCandidates(TreeCandidateGenerator):
         num_tokens (`int`): Tokens per draft where the caller names no number.
         max_ngram (`int`): Longest match that is looked for.
         min_ngram (`int`): Shorter matches are not worth a draft.
+        first (`bool`): Take the first match from the left of the request's own text that `num_tokens` tokens follow, as
+            prompt lookup decoding was published; drafts then have no more than these.
     """
 
     label = "prompt_lookup"
 
-    def __init__(self, num_tokens: int = 10, max_ngram: int = 3, min_ngram: int = 1):
+    def __init__(self, num_tokens: int = 10, max_ngram: int = 3, min_ngram: int = 1, first: bool = False):
         for name, value in (("num_tokens", num_tokens), ("max_ngram", max_ngram), ("min_ngram", min_ngram)):
             check_positive(name, value)
         if min_ngram > max_ngram:
             raise ValueError(f"`min_ngram` must not exceed `max_ngram`, got {min_ngram} > {max_ngram}.")
         self.default_num_nodes = num_tokens
-        self.max_ngram, self.min_ngram = max_ngram, min_ngram
+        self.max_ngram, self.min_ngram, self.first = max_ngram, min_ngram, first
         self._texts: dict[Hashable, _Text] = {}
         self._references: WeakValueDictionary[tuple[int, ...], _References] = WeakValueDictionary()
 
+    @classmethod
+    def published(cls, num_tokens: int = 10, max_ngram: int = 3) -> "PromptLookupCandidates":
+        """Return prompt lookup decoding (PLD) as published (Saxena, 2023, `find_candidate_pred_tokens`)."""
+        return cls(num_tokens, max_ngram, first=True)
+
     def begin(self, request: SourceRequest) -> None:
-        text = self._texts[request.request_id] = _Text(self.max_ngram, self._indexed(request.references))
+        published_size = self.default_num_nodes if self.first else 0
+        text = _Text(self.max_ngram, self._indexed(request.references), published_size)
+        self._texts[request.request_id] = text
         text.extend(request.prompt.tolist())
 
     def _indexed(self, references: Sequence[np.ndarray]) -> _References | None:
@@ -115,7 +131,7 @@ class PromptLookupCandidates(TreeCandidateGenerator):
         return [self._propose(self._texts[name], limit) for name, limit in zip(request_ids, max_nodes)]
 
     def _propose(self, text: _Text, limit: int) -> DraftTree:
-        tokens, length = text.find(limit)
+        tokens, length = text.find(min(limit, self.default_num_nodes) if self.first else limit)
         if length < self.min_ngram:
             return DraftTree.empty()
         # A longer match is the better guess; the raw score is refined by calibration where there is any.

@@ -24,10 +24,10 @@ class SmartSpecConfig:
 
     Args:
         assistant: A preset name ("auto", "suffix", "prompt_lookup", "datastore:PATH", "sssd", "sssd:PATH",
-            "tuned:PATH", "none"), "mtp" (the target's own MTP layers), "early_exit:N" (its first layers), a draft model
-            or its folder or hub id (loaded once for each target), a candidate source, or a list of these, which are
-            fused. "tuned:PATH" is the result of `smartspec tune`; each model keeps suffix trees of its own for each
-            such file.
+            "suffix_decoding", "token_recycling", "pld", "tuned:PATH", "none"), "mtp" (the target's own MTP layers),
+            "early_exit:N" (its first layers), a draft model or its folder or hub id (loaded once for each target), a
+            candidate source, or a list of these, which are fused. "tuned:PATH" is the result of `smartspec tune`; each
+            model keeps suffix trees of its own for each such file.
         num_nodes (`int`, *optional*): Draft nodes per row at every step. By default, a `GoodputAuction` decides at
             every step how many are drafted, up to the source's `most_nodes` (63 for suffix trees), and which of these
             are verified; models that run row by row get the source's usual size, `default_num_nodes` (16 for suffix

@@ -1,9 +1,9 @@
 """Presets: names that `assistant=` may have, and the sources that they stand for."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import PreTrainedModel
 from transformers.generation import CandidateGenerator
@@ -14,6 +14,7 @@ from ..candidates import (
     PromptLookupCandidates,
     SSSDCandidates,
     SuffixTreeCandidates,
+    TokenRecyclingCandidates,
     TreeCandidateGenerator,
 )
 from ..candidates.base import NoCandidates
@@ -22,11 +23,23 @@ from ..candidates.heads.mtp import MTP
 from ..target_model.model_state import state_of
 from .draft_models import load_drafter
 
+SourceT = TypeVar("SourceT", bound=TreeCandidateGenerator)
+
 DATASTORE, SSSD, TUNED = "datastore:", "sssd:", "tuned:"  # prefixes of a path
 EARLY_EXIT = "early_exit:"  # prefix of a number of layers
-PRESETS = {"none": NoCandidates, "prompt_lookup": PromptLookupCandidates, "sssd": SSSDCandidates}
+# Sources that remember: one object per model serves all calls.
+_REMEMBERING: dict[str, Callable[..., TreeCandidateGenerator]] = {
+    "suffix_decoding": SuffixTreeCandidates.published,
+    "token_recycling": TokenRecyclingCandidates,
+}
+PRESETS: dict[str, Callable[[], TreeCandidateGenerator]] = {
+    "none": NoCandidates,
+    "prompt_lookup": PromptLookupCandidates,
+    "pld": PromptLookupCandidates.published,
+    "sssd": SSSDCandidates,
+}
 PRESET_NAMES = [
-    *("auto", "suffix", MTP, *PRESETS),
+    *("auto", "suffix", MTP, *PRESETS, *_REMEMBERING),
     *(f"{DATASTORE}PATH", f"{EARLY_EXIT}N", f"{SSSD}PATH", f"{TUNED}PATH"),
 ]
 
@@ -90,7 +103,7 @@ def _tuned_source(source: TunedSource, path: str, target: PreTrainedModel) -> Tr
         return _datastore(options.pop("datastore"), **options)
     if source.name != "suffix":
         return source.build()
-    return _suffix_trees(target, os.path.realpath(path), **options)
+    return _kept(target, os.path.realpath(path), SuffixTreeCandidates, **options)
 
 
 def find_named(name: str, target: PreTrainedModel) -> Any:
@@ -103,6 +116,8 @@ def find_named(name: str, target: PreTrainedModel) -> Any:
         return SSSDCandidates(_opened(name.removeprefix(SSSD)))
     if name in PRESETS:
         return PRESETS[name]()
+    if name in _REMEMBERING:
+        return _kept(target, name, _REMEMBERING[name])
     return load_drafter(os.path.expanduser(name), target)
 
 
@@ -111,16 +126,17 @@ def suffix_trees(model: PreTrainedModel) -> SuffixTreeCandidates:
     Return the suffix trees of `assistant="auto"` and `"suffix"`: one object per model, which keeps the outputs of all
     calls within its bound on memory. `suffix_trees(model).remove_namespace("")` deletes these outputs.
     """
-    return _suffix_trees(model, "")
+    return _kept(model, "", SuffixTreeCandidates)
 
 
-def _suffix_trees(model: PreTrainedModel, path: str, **options: Any) -> SuffixTreeCandidates:
-    """Return the suffix trees of a tuned file, new ones if its options have changed; of the presets if path is ""."""
+def _kept(model: PreTrainedModel, name: str, make: Callable[..., SourceT], **options: Any) -> SourceT:
+    """Return the source that a model keeps for a preset or the path of a tuned file; a new one for new options."""
     state = state_of(model)
     with state.lock:
-        if path not in state.suffix_trees or state.suffix_trees[path][0] != options:
-            state.suffix_trees[path] = options, SuffixTreeCandidates(**options)
-        return state.suffix_trees[path][1]
+        if name not in state.sources or state.sources[name][0] != options:
+            state.sources[name] = options, make(**options)
+        found: SourceT = state.sources[name][1]
+        return found
 
 
 def _datastore(path: str, **options: Any) -> DatastoreCandidates:

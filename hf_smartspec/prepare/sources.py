@@ -249,7 +249,8 @@ def _fused(config: SmartSpecConfig, target: PreTrainedModel, drafters: Drafters)
         calibrator = state_of(target).calibrator if is_calibrated else None
         line = [FusedCandidates(line, [item for _, item in cheap], calibrator, vocab_size=vocab_size, **options)]
     line += [stage for stage, _ in stages if _is_costly(stage)]
-    return line[0] if len(line) == 1 else StagedCandidates(line, threshold, vocab_size)
+    replaces = isinstance(sources[0], SuffixTreeCandidates) and sources[0].is_published  # SuffixDecoding's hybrid
+    return line[0] if len(line) == 1 else StagedCandidates(line, threshold, vocab_size, replaces)
 
 
 def _check_apart(stages: Sequence[TreeCandidateGenerator]) -> None:

@@ -41,7 +41,8 @@ class ModelState:
         # What drafts for it
         self.drafters: dict[str, Any] = {}  # prepare/draft_models: loaded ones, by folder or hub id
         self.vocabularies: WeakKeyDictionary[PreTrainedModel, Any] = WeakKeyDictionary()  # prepare/draft_models
-        self.suffix_trees: dict[str, tuple[dict[str, Any], Any]] = {}  # prepare/presets: with their options, by file
+        # prepare/presets: sources that remember, with their options, by preset (suffix trees: "") or tuned file
+        self.sources: dict[str, tuple[dict[str, Any], Any]] = {}
         self.calibrator = Calibrator()  # prepare/sources: acceptance of fused sources
         self.alarm: Any = None  # decoding/alarm
         self.policies: dict[str, list[GoodputAuction]] = {}  # prepare/call: by source, those that no call uses now

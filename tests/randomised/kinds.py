@@ -22,7 +22,7 @@ from hf_smartspec import (
     SuffixTreeCandidates,
     TreeCandidateGenerator,
 )
-from hf_smartspec.candidates import SSSDCandidates
+from hf_smartspec.candidates import SSSDCandidates, TokenRecyclingCandidates
 from hf_smartspec.candidates.heads.eagle.heads import EagleHeads
 from hf_smartspec.candidates.heads.feature_source import FeatureCandidates
 from hf_smartspec.candidates.heads.learned import LearnedDrafter
@@ -143,6 +143,9 @@ KINDS = {
     "mlp speculator": Kind(mlp_speculator, swap_heads),
     "routed": Kind(routed, swap_routed),
     "suffix": Kind(suffix),
+    "suffix_decoding": Kind(lambda *_: SuffixTreeCandidates.published(max_bytes=2**20)),
+    "token_recycling": Kind(lambda *_: TokenRecyclingCandidates()),
+    "pld": Kind(lambda *_: PromptLookupCandidates.published()),
     "prompt lookup": Kind(prompt_lookup),
     "sssd": Kind(sssd),
 }

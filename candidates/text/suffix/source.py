@@ -26,7 +26,7 @@ LEAST_PROBABILITY = 0.1
 _PRICED_NODES = 63  # of a draft that ends where nodes are not worth their price
 _ROOM = 256  # tokens that a prompt's place has room for after it, at first
 _PROMPT_TAIL = 8  # tokens of the prompt that an output is kept with, so that beginnings of outputs are found
-_MOST_BYTES = 2**32
+_MOST_BYTES = 2**33
 _LEARNING = (0.0045, 255)  # rate of the weights, observations that a frequency remembers
 
 
@@ -63,7 +63,7 @@ class SuffixTreeCandidates(EarlierOutputs, TreeCandidateGenerator):
     are calibrated.
 
     Args:
-        max_bytes (`int`): Bound on the memory of all trees, at most 2**32. Forgotten first, of the namespace that holds
+        max_bytes (`int`): Bound on the memory of all trees, at most 2**33. Forgotten first, of the namespace that holds
             most, is the output unused for longest. What was learnt takes 1 MB per namespace besides.
         max_depth (`int`): Longest string whose occurrences are counted, in tokens.
         max_match (`int`): Longest context that is looked up, in tokens.
@@ -83,6 +83,7 @@ class SuffixTreeCandidates(EarlierOutputs, TreeCandidateGenerator):
     """
 
     label = "suffix"
+    is_published = False
 
     def __init__(
         self,
@@ -137,6 +138,7 @@ class SuffixTreeCandidates(EarlierOutputs, TreeCandidateGenerator):
         Return SuffixDecoding as published (Oliaro et al., 2024, algorithm 1, GENERATECANDIDATETREE). Nodes are ranked
         by C(N) = COUNT(N) / COUNT(PARENT(N)), none is too unlikely, and MAX_SPEC, alpha times p, alone bounds a draft.
         Of all trees and pattern lengths p = 1 ... P, the draft of the highest SCORE is proposed.
+        A list of assistants that begins with it is the paper's hybrid (`replaces` of `StagedCandidates`).
 
         Args:
             factor (`float`): Alpha. The paper finds 1 to 4 good for agents.
@@ -150,7 +152,9 @@ class SuffixTreeCandidates(EarlierOutputs, TreeCandidateGenerator):
         most = min(max(int(factor * max_match + options.get("offset", 0)), 1), MOST_NODES)
         own: dict[str, Any] = {"scoring": "counts", "min_probability": 0.0, "num_nodes": most}
         own["max_depth"] = max_match + most  # all that may be drafted is counted
-        return cls(max_match=max_match, factor=factor, **(own | options))
+        source = cls(max_match=max_match, factor=factor, **(own | options))
+        source.is_published = True
+        return source
 
     # The contract
 

@@ -1,6 +1,6 @@
 """Drafters and other sources by name, for a target as it is or enlarged."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from ...candidates import (
     PromptLookupCandidates,
     StagedCandidates,
     SuffixTreeCandidates,
+    TokenRecyclingCandidates,
     TreeCandidateGenerator,
 )
 from ...candidates.base import NoCandidates
@@ -26,7 +27,13 @@ from .arguments import usage_errors
 from .models import load_draft, name_of
 from .names import is_model, parts_of, shown
 
-_MODEL_FREE = {"suffix": SuffixTreeCandidates, "prompt_lookup": PromptLookupCandidates}
+_MODEL_FREE: dict[str, Callable[[], TreeCandidateGenerator]] = {
+    "suffix": SuffixTreeCandidates,
+    "suffix_decoding": SuffixTreeCandidates.published,
+    "prompt_lookup": PromptLookupCandidates,
+    "pld": PromptLookupCandidates.published,
+    "token_recycling": TokenRecyclingCandidates,
+}
 
 
 class Drafter(NamedTuple):

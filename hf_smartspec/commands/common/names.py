@@ -9,7 +9,7 @@ from .arguments import UsageError
 SOURCES = ("draft", "prompt_lookup", "suffix", "auto", "hybrid", "wrong")
 WITH_DRAFT_MODEL = ("draft", "hybrid")
 JOINT = "+"  # between the drafters of a list
-_MODEL_FREE = ("suffix", "prompt_lookup")
+_MODEL_FREE = ("suffix", "suffix_decoding", "prompt_lookup", "pld", "token_recycling")
 
 
 def parts_of(name: str) -> list[str]:

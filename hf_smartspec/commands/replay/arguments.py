@@ -4,7 +4,7 @@ import argparse
 
 from ..common.arguments import add_output_arguments, add_recording_arguments, positive
 
-SOURCES = ("prompt_lookup", "suffix", "datastore", "hf_prompt_lookup", "fused", "tuned", "arctic")
+SOURCES = tuple("prompt_lookup pld suffix suffix_decoding datastore hf_prompt_lookup fused tuned arctic".split())
 
 _DEFAULT_SOURCES = ["prompt_lookup", "hf_prompt_lookup"]
 

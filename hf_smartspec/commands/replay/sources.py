@@ -164,7 +164,9 @@ def _opened(path: str) -> Datastore:
 # Names for the command line only; a source of one's own is named by its class, "module:Class(option=value)".
 SOURCES: dict[str, Callable[..., TreeCandidateGenerator]] = {
     "prompt_lookup": PromptLookupCandidates,
+    "pld": PromptLookupCandidates.published,
     "suffix": SuffixTreeCandidates,
+    "suffix_decoding": SuffixTreeCandidates.published,
     "datastore": DatastoreCandidates,
     "hf_prompt_lookup": hf_prompt_lookup,
     "fused": fused,

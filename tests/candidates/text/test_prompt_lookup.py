@@ -155,3 +155,25 @@ def test_a_name_can_be_used_again():
 def test_bad_arguments_are_refused(arguments, match):
     with pytest.raises(ValueError, match=match):
         PromptLookupCandidates(**arguments)
+
+
+def find_candidate_pred_tokens(text: list[int], max_ngram: int, num_tokens: int) -> list[int]:
+    """Prompt lookup decoding by its published code: windows from the left, the longest n-grams first."""
+    for length in range(max_ngram, 0, -1):
+        for index in range(len(text) - length + 1):
+            start = index + length
+            if text[index:start] == text[-length:] and start + num_tokens <= len(text) and start < len(text) - length:
+                return text[start : start + num_tokens]
+    return []
+
+
+@given(texts, st.integers(1, 4), st.integers(1, 8))
+def test_published_proposals_are_those_of_the_published_code(text, max_ngram, num_tokens):
+    """Saxena, 2023: `find_candidate_pred_tokens`."""
+    source = PromptLookupCandidates.published(num_tokens, max_ngram)
+    source.start("a", np.array(text[:4], np.int64))
+    source.observe("a", np.array(text[4:], np.int64))
+    expected = find_candidate_pred_tokens(text, max_ngram, num_tokens)
+    assert source.propose(["a"], [num_tokens])[0].tokens.tolist() == expected
+    assert source.propose(["a"], [20])[0].tokens.tolist() == expected
+    assert source.propose(["a"], [2])[0].tokens.tolist() == expected[:2]

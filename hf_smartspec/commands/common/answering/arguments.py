@@ -48,9 +48,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--model", metavar="MODEL", help="folder or hub id (default: the embedded one)")
     group.add_argument(
         "--assistant", default=AUTO, metavar="NAME",
-        help="what drafts: auto, suffix, prompt_lookup, mtp, none, early_exit:N, datastore:FILE, sssd:FILE, "
-        "tuned:FILE, the folder or hub id of a draft model or of heads, or some of these joined by plus signs "
-        "(default: auto)",
+        help="what drafts: auto, suffix, suffix_decoding, token_recycling, prompt_lookup, pld, mtp, none, "
+        "early_exit:N, datastore:FILE, sssd:FILE, tuned:FILE, the folder or hub id of a draft model or of heads, or "
+        "some of these joined by plus signs (default: auto)",
     )  # fmt: skip
     group.add_argument("--draft", metavar="MODEL", help="a draft model to add to --assistant, as in NAME+MODEL")
     add_dtype_argument(group, ", float32 for the embedded one")
