@@ -4,6 +4,7 @@ Ways to answer a queue of prompts, transformers' own and this library's, which s
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -19,6 +20,8 @@ from hf_smartspec.commands.common.replaying import RecordedText
 from hf_smartspec.commands.common.runs import eos_ids, up_to_end
 from hf_smartspec.commands.common.setup import Setup
 from hf_smartspec.generate import enabled
+from hf_smartspec.goodput import BatchLookupTable, LengthPolicy, NoSpeculation
+from hf_smartspec.prepare.config import SmartSpecConfig
 
 from .sources import sources_by_name
 from .tables import Column, Row, Rows
@@ -105,7 +108,24 @@ def static() -> Way:
     """
     Return `generate` on batches of prompts in their order, padded on the left, each as long as its longest output.
     """
-    return Way("transformers, static batches", _static)
+    return Way("transformers, static batches", partial(_static, None))
+
+
+def static_with_drafts(name: str, policy: str) -> Way:
+    """
+    Return the same with drafts, as Su et al.'s server has it (section 5.3).
+
+    Args:
+        policy (`str`): "none", "k=NUMBER" (chains of so many tokens, or fewer), "table" (which `smartspec profile
+            --table` has kept) or "auction".
+    """
+    policies: dict[str, LengthPolicy | str | None] = {"none": NoSpeculation(), "table": "table", "auction": None}
+    chosen = policies[policy] if policy in policies else BatchLookupTable({1: int(policy.removeprefix("k="))})
+
+    def answer(setup: Setup, prompts: Prompts) -> Outputs:
+        return _static(replace(sources_by_name([name], setup)[name](), policy=chosen), setup, prompts)
+
+    return Way(f"static batches, {name}, {policy}", answer)
 
 
 def continuous(hint: str = "", **options: Any) -> Way:
@@ -129,7 +149,7 @@ def engine(name: str) -> Way:
     return Way(f"engine, {name}", partial(_engine, name))
 
 
-def _static(setup: Setup, prompts: Prompts) -> Outputs:
+def _static(config: SmartSpecConfig | None, setup: Setup, prompts: Prompts) -> Outputs:
     outputs: Outputs = []
     pad_id, ends = setup.model.generation_config.pad_token_id, set(eos_ids(setup.model))
     for first in range(0, len(prompts), setup.max_batch_size):
@@ -138,7 +158,10 @@ def _static(setup: Setup, prompts: Prompts) -> Outputs:
         if setup.replays:
             texts = [_responses(setup)[prompt.tobytes()] for prompt in rows]
             inputs["logits_processor"] = [RecordedText(inputs["input_ids"], texts, setup.end_id)]
-        found = setup.model.generate(**inputs, max_new_tokens=setup.max_new_tokens)
+        if config is not None:
+            inputs["assistant"] = config
+        with nullcontext() if config is None else enabled(setup.model):
+            found = setup.model.generate(**inputs, max_new_tokens=setup.max_new_tokens)
         outputs += [up_to_end(row, ends) for row in found[:, inputs["input_ids"].shape[1] :].tolist()]
     return outputs
 

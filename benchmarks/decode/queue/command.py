@@ -2,16 +2,20 @@
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
+from hf_smartspec.commands.common.arguments import usage_errors
 from hf_smartspec.commands.common.outputs import check_outputs
 from hf_smartspec.commands.common.setup import Setup
+from hf_smartspec.prepare.sources import resolve
 
 from ...kit import ways
 from ...kit.claims import Claim
 from ...kit.models import described, new_setup
 from ...kit.plots import plot_bars
 from ...kit.session import Case, Section, new_session, print_head
+from ...kit.sources import sources_by_name
 from ...kit.tables import Rows
 from ...kit.ways import Way
 
@@ -21,8 +25,12 @@ _NAME = "queue"
 def run(args: argparse.Namespace) -> int:
     check_outputs(args)
     # In random order: one data set after the other would hide how ragged batches are.
-    setup = new_setup(args, args.assistant, "--assistant").shuffled()
-    model, free = setup.model, ("assistant", "skip", "repetitions")
+    option = "--assistant, --static" if args.static else "--assistant"
+    setup = new_setup(args, [*args.assistant, *args.static], option).shuffled()
+    for source in args.static if "table" in args.lengths else ():
+        with usage_errors("--lengths"):
+            resolve(replace(sources_by_name([source], setup)[source](), policy="table"), setup.model)
+    model, free = setup.model, ("assistant", "skip", "repetitions", "static", "lengths")
     session = new_session(args, model.device, model.dtype, {"parameters": model.num_parameters()}, free)
     console = print_head(session, _NAME, f"{described(args, model)}, {len(setup.prompts)} prompts")
     try:
@@ -59,4 +67,6 @@ def _section(args: argparse.Namespace, setup: Setup) -> Section:
 def _ways(args: argparse.Namespace) -> list[Way]:
     hint = "; to measure the other ways, give --skip continuous"
     own = {"static": ways.static(), "continuous": ways.continuous(hint)}
-    return [*(way for name, way in own.items() if name not in args.skip), *map(ways.engine, args.assistant)]
+    drafted = [ways.static_with_drafts(source, length) for source in args.static for length in args.lengths]
+    kept = [way for name, way in own.items() if name not in args.skip]
+    return [*kept, *drafted, *map(ways.engine, args.assistant)]

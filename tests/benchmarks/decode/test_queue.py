@@ -4,11 +4,15 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from benchmarks.kit import ways
 from hf_smartspec.commands import main as cli
 from hf_smartspec.commands.common.runs import up_to_end
+from hf_smartspec.goodput import BatchLookupTable
+from hf_smartspec.target_model.cost import profiling
+from hf_smartspec.target_model.cost.tables import keep_table
 from tests.folders import save_tiny_models
 
 from ...covering import exhaustive
@@ -48,6 +52,22 @@ def test_all_methods_agree_in_float32(folder, tmp_path, capsys):
         assert row["tokens_per_second"] == pytest.approx(num_tokens / row["seconds"])
     out = capsys.readouterr().out
     assert "8 prompts" in out and out.count("8 / 8") == len(methods)
+
+
+def test_static_batches_have_drafts_of_fixed_lengths_and_by_the_table(folder, tmp_path, capsys, monkeypatch):
+    """Su et al., section 5.3: none, s = 2, and the length that the table has for the batch's size."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
+    asked = ["--skip", "continuous", "--assistant", "none", "--static", "draft", "--draft", folder / "draft"]
+    monkeypatch.setattr(profiling, "HF_HOME", str(tmp_path / "home"))
+    lengths, path = ["none", "k=2", "table"], tmp_path / "queue.json"
+    assert call(folder, *asked, "--lengths", "table") == 2
+    assert "no look-up table for drafts of 'draft_model'" in capsys.readouterr().err
+    keep_table(model, "draft_model", BatchLookupTable({1: 3, 2: 1}))
+    assert call(folder, *asked, "--lengths", *lengths, "--json", path) == 0
+    methods = json.loads(path.read_text())["results"]["queue"]
+    assert list(methods) == [STATIC, *(f"static batches, draft, {length}" for length in lengths), "engine, none"]
+    assert len({tuple(row["checksums"]) for row in methods.values()}) == 1
+    assert call(folder, "--static", "draft", "--lengths", "k=two") == 2
 
 
 def test_recorded_responses_of_all_lengths(folder, tmp_path):
