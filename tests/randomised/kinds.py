@@ -121,11 +121,13 @@ def swap_routed(source: RoutedCandidates, rng: random.Random) -> None:
 
 
 def suffix(architecture: str, rng: random.Random) -> TreeCandidateGenerator:
-    return SuffixTreeCandidates(max_bytes=2**20, min_probability=0.02)
+    """Suffix trees, or what its papers published."""
+    usual = SuffixTreeCandidates(max_bytes=2**20, min_probability=0.02)
+    return rng.choice((usual, SuffixTreeCandidates.published(max_bytes=2**20), TokenRecyclingCandidates()))
 
 
 def prompt_lookup(architecture: str, rng: random.Random) -> TreeCandidateGenerator:
-    return PromptLookupCandidates()
+    return rng.choice((PromptLookupCandidates(), PromptLookupCandidates.published()))
 
 
 def sssd(architecture: str, rng: random.Random) -> TreeCandidateGenerator:
@@ -143,9 +145,6 @@ KINDS = {
     "mlp speculator": Kind(mlp_speculator, swap_heads),
     "routed": Kind(routed, swap_routed),
     "suffix": Kind(suffix),
-    "suffix_decoding": Kind(lambda *_: SuffixTreeCandidates.published(max_bytes=2**20)),
-    "token_recycling": Kind(lambda *_: TokenRecyclingCandidates()),
-    "pld": Kind(lambda *_: PromptLookupCandidates.published()),
     "prompt lookup": Kind(prompt_lookup),
     "sssd": Kind(sssd),
 }
