@@ -16,7 +16,7 @@ from ..benches import BENCHES, load_parser, parse
 from ..kit.plots import check_folder
 from .figures import FIGURES, Figure, Play
 
-_NO_ARTICLE = {"smartspec": "SmartSpec", "sssd": "SSSD", "osd": "OSD", "suffix": "SuffixDecoding", "su": "Su et al."}
+_TITLES = {"smartspec": "SmartSpec", "sssd": "SSSD", "osd": "OSD", "suffix": "SuffixDecoding", "su": "Su et al."}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,7 +46,7 @@ def _chosen(args: argparse.Namespace) -> dict[str, Figure]:
 
 def _print_head(paper: str, name: str, figure: Figure, console: Console) -> None:
     kind, number = ("Table", name.removeprefix("table-")) if name.startswith("table-") else ("Figure", name)
-    console.rule(f"[bold]{_NO_ARTICLE[paper]}, {kind} {number}[/bold]: {escape(figure.title)}", align="left")
+    console.print(f"[bold]{_TITLES[paper]}, {kind} {number}[/bold]: {escape(figure.title)}", highlight=False)
     console.print(f"The paper: {escape(figure.found)}.", highlight=False)
 
 
@@ -60,7 +60,7 @@ def words_of(play: Play, args: argparse.Namespace, name: str) -> list[str]:
     words = play.command.split()
     if words[0] == "smartspec":
         model = args.model or real_model() or str(demo_folder("--model") / "models" / "target")
-        return [model if word == "MODEL" else word for word in words] + args.also
+        return [model if word == "MODEL" else _in_checkout(word) for word in words] + args.also
     options = load_parser(words[0])._option_string_actions
     if "MODEL" in words:
         at = words.index("MODEL")

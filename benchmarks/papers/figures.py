@@ -11,8 +11,8 @@ SIMULATED = "simulated: a 7 B model on an A100, by its data sheet"
 BY_DATA_SHEET = "computed: the model's config, on the paper's device by its data sheet"
 REPLAYED = "recorded answers, replayed without a model"
 
-_POLICIES = "none k=1 k=3 k=5 table step auction"
 _SUFFIX_ROWS = "pld token_recycling suffix_decoding auto"
+_POLICIES = "none k=1 k=3 k=5 random table step auction"
 _SHARES = "0.2 0.4 0.6 0.8 0.95 1.1"
 
 
@@ -154,7 +154,14 @@ FIGURES: dict[str, dict[str, Figure]] = {
         "4": Figure(
             "speed-up on agents' requests, against prompt lookup",
             "5.3 times on AgenticSQL, 2.5 times on SWE-Bench, where prompt lookup has 1.5",
-            (Play(REAL, f"generate {AGENTIC} --model MODEL --assistant {_SUFFIX_ROWS} --remember 200"),),
+            (
+                Play(
+                    REAL,
+                    f"generate {SQL} --model MODEL --dtype float32 --batch-size 1 --limit 16 --max-new-tokens 96 "
+                    f"--assistant {_SUFFIX_ROWS} --remember 400",
+                ),
+                Play(REPLAYED, f"smartspec replay {AGENTIC} --sources pld suffix_decoding suffix"),
+            ),
         ),
         "7": Figure(
             "the global tree, the request's, and both",
