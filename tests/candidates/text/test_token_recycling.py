@@ -9,8 +9,9 @@ from hf_smartspec import SmartSpecConfig
 from hf_smartspec.candidates import Committed, SourceRequest, TokenRecyclingCandidates
 from hf_smartspec.candidates.committed import Likeliest
 from hf_smartspec.candidates.text.token_recycling import shape
+from hf_smartspec.prepare.sources import resolve
 
-from ...generate.helpers import prompts, tiny_llama
+from ...generate.helpers import noisy_copy, prompts, tiny_llama
 
 
 def verified(lines: dict[int, list[int]], committed) -> Committed:
@@ -80,6 +81,18 @@ def test_published_sources_by_name_generate_the_plain_tokens(name):
         for _ in range(2):
             found = model.generate(**arguments, assistant=name)
     assert torch.equal(found, model.generate(**arguments))
+
+
+def test_a_list_that_begins_with_suffix_decoding_is_its_hybrid():
+    """SuffixDecoding, section 3: the fallback's draft in place of its own."""
+    model = tiny_llama()
+    draft, arguments = noisy_copy(model), prompts([3, 9]) | {"max_new_tokens": 24, "eos_token_id": None}
+    for name in ("suffix_decoding", "suffix"):
+        assert resolve([name, draft], model).source.replaces == (name == "suffix_decoding")
+    with hf_smartspec.enabled(model):
+        found = model.generate(**arguments, assistant=["suffix_decoding", draft], return_dict_in_generate=True)
+    assert found.statistics.accepted_tokens > 5
+    assert torch.equal(found.sequences, model.generate(**arguments))
 
 
 @pytest.mark.parametrize("num_nodes", [0, 81, 1.5])

@@ -74,6 +74,7 @@ def bench(tmp_path, capsys, monkeypatch):
 def test_the_command_prints_and_writes_everything(bench, tmp_path):
     status, out, _ = bench("--json", tmp_path / "report.json")
     shown = ("last / first", "yes the bound of 60,000 bytes holds", "Datastore of 2,000 tokens")
+    shown += ("Calculated: 1,000,000,000 tokens take ",)
     assert status == 0 and all(text in out for text in shown)
     results = json.loads((tmp_path / "report.json").read_text())["results"]
     assert [row["tokens"] for row in results["suffix tree"].values()] == [400, 1600]
