@@ -195,6 +195,11 @@ FIGURES: dict[str, dict[str, Figure]] = {
             "2.73 times at batch size 1, 1.31 at 32, 1.94 on average; the best length falls as batches grow",
             (Play(MATCHED, "batch --batch-sizes 1 2 4 8 16 --lengths 0 1 2 3 4 6 8"),),
         ),
+        "2": Figure(
+            "correct tokens of long drafts over their length; Figure 3: time of a step, over length and batch size",
+            "about 0.9 s ** 0.548; lines over s, steeper with more rows",
+            (Play(REAL, f"smartspec profile MODEL --table {PROMPTS} --max-batch-size 8 --max-new-tokens 32"),),
+        ),
         "5": Figure(
             "latency over interval and burstiness",
             "2.3 times on average; the table is 1.07 times better than the better fixed length",
