@@ -103,8 +103,8 @@ FIGURES: dict[str, dict[str, Figure]] = {
             (Play(BY_DATA_SHEET, "smartspec profile MODEL --operators 280e12,800e9"),),
         ),
         "4": Figure(
-            "input, datastore, and both",
-            "the shares of both nearly add up",
+            "input, datastore, and both; SSSD as published, REST and PIA",
+            "the shares of both nearly add up, and more is accepted than of REST and PIA",
             (Play(REPLAYED, f"sources --only datastore --prompts {AGENTIC} {PROMPTS}"),),
         ),
         "6": Figure(

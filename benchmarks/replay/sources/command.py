@@ -70,12 +70,12 @@ ABLATIONS = {
         "After the shift: `kept` goes on adding outputs, `frozen` adds none, `fresh` begins with nothing.",
     ),
     "datastore": Ablation(
-        "SSSD's sources: the request's own text, a datastore of the earlier outputs, both",
+        "SSSD's sources: the request's own text, a datastore of the earlier outputs, both; as published; REST, PIA",
         partial(runs.replay_settings, sources.datastore_settings),
         _YIELD,
         claims.datastore_claims,
         plots.plot_datastore,
-        "Calibrated, and the same 16 nodes at most for all.",
+        "The same 16 nodes at most for all; the first three are calibrated. All know the same earlier outputs.",
     ),
     "hybrid": Ablation(
         "Hybrid: a draft model speaks where suffix trees promise no more than tau tokens",

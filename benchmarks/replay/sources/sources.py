@@ -3,7 +3,7 @@ Texts and sources of `python -m benchmarks sources`: recorded requests split in 
 parts.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,9 +11,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from hf_smartspec.candidates import DatastoreCandidates, FusedCandidates, SuffixTreeCandidates, TreeCandidateGenerator
+from hf_smartspec.candidates import (
+    DatastoreCandidates,
+    FusedCandidates,
+    SSSDCandidates,
+    SuffixTreeCandidates,
+    TreeCandidateGenerator,
+)
 from hf_smartspec.candidates.text.datastore.file import Datastore
 from hf_smartspec.commands.common.arguments import UsageError
+from hf_smartspec.commands.common.baselines import PIACandidates, rest
 from hf_smartspec.commands.common.recordings import Fields, Recording, Texts, read_requests, tokenize
 from hf_smartspec.commands.replay.sources import SourceSpec
 from hf_smartspec.drafts.tree import DraftTree
@@ -190,8 +197,12 @@ def size_settings(split: Split) -> list[SourceSpec]:
 
 
 def datastore_settings(split: Split) -> list[SourceSpec]:
-    """Return SSSD's two sources, calibrated, alone and together, with the same number of nodes for all."""
-    store = Datastore.from_documents([response for _, response in split.earlier])
+    """
+    Return SSSD's two sources, calibrated, alone and together, with the same number of nodes for all; and as published,
+    beside the sources that the paper compares with, which know the same earlier outputs.
+    """
+    outputs = [response for _, response in split.earlier]
+    store = Datastore.from_documents(outputs)
 
     def build(*names: str) -> TreeCandidateGenerator:
         sources: dict[str, TreeCandidateGenerator] = {
@@ -200,5 +211,14 @@ def datastore_settings(split: Split) -> list[SourceSpec]:
         }
         return FusedCandidates([sources[name] for name in names], calibrator=Calibrator(), min_probability=0.0)
 
+    def pia() -> PIACandidates:
+        source = PIACandidates()
+        source.add_outputs(outputs)
+        return source
+
     settings = {"own text": ("own text",), "datastore": ("datastore",), "both": ("own text", "datastore")}
-    return [SourceSpec(text, "sources", partial(build, *names), _SSSD_NODES) for text, names in settings.items()]
+    builders: dict[str, Callable[[], TreeCandidateGenerator]] = {
+        **{text: partial(build, *names) for text, names in settings.items()},
+        **{"SSSD": partial(SSSDCandidates, store), "REST": partial(rest, store), "PIA": pia},
+    }
+    return [SourceSpec(text, "sources", builder, _SSSD_NODES) for text, builder in builders.items()]

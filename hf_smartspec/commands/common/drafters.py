@@ -24,6 +24,7 @@ from ...drafts.tree import DraftTree
 from ...goodput import Calibrator
 from ...prepare.sources import resolve
 from .arguments import usage_errors
+from .baselines import PIACandidates
 from .models import load_draft, name_of
 from .names import is_model, parts_of, shown
 
@@ -34,6 +35,7 @@ _MODEL_FREE: dict[str, Callable[[], TreeCandidateGenerator]] = {
     "pld": PromptLookupCandidates.published,
     "token_recycling": TokenRecyclingCandidates,
 }
+_BASELINES = {"pia": PIACandidates}  # of comparisons alone: no presets of `assistant=`
 
 
 class Drafter(NamedTuple):
@@ -79,6 +81,8 @@ class DrafterFiles:
         return resolve(sources, self.larger or self.target).source if len(sources) > 1 else sources[0]
 
     def _assistant(self, item: str) -> Any:
+        if item in _BASELINES:
+            return _BASELINES[item]()
         if not is_model(item):
             return item
         drafter = self.loaded(item)

@@ -4,7 +4,9 @@ import argparse
 
 from ..common.arguments import add_output_arguments, add_recording_arguments, positive
 
-SOURCES = tuple("prompt_lookup pld suffix suffix_decoding datastore hf_prompt_lookup fused tuned arctic".split())
+SOURCES = tuple(
+    "prompt_lookup pld suffix suffix_decoding datastore hf_prompt_lookup fused tuned arctic pia rest sssd".split()
+)
 
 _DEFAULT_SOURCES = ["prompt_lookup", "hf_prompt_lookup"]
 

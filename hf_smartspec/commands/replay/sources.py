@@ -14,6 +14,7 @@ from ...candidates import (
     DatastoreCandidates,
     FusedCandidates,
     PromptLookupCandidates,
+    SSSDCandidates,
     StagedCandidates,
     SuffixTreeCandidates,
     TreeCandidateGenerator,
@@ -23,6 +24,7 @@ from ...candidates.combined.tuned import TunedSources
 from ...drafts.tree import DraftTree
 from ...goodput import Calibrator
 from ..common.arguments import UsageError, usage_errors
+from ..common.baselines import PIACandidates, rest
 
 
 class SourceSpec(NamedTuple):
@@ -172,6 +174,9 @@ SOURCES: dict[str, Callable[..., TreeCandidateGenerator]] = {
     "fused": fused,
     "tuned": tuned,
     "arctic": ArcticCandidates,
+    "pia": PIACandidates,
+    "rest": rest,
+    "sssd": SSSDCandidates,
 }
 
 
