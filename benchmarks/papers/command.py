@@ -45,8 +45,9 @@ def _chosen(args: argparse.Namespace) -> dict[str, Figure]:
 
 
 def _print_head(paper: str, name: str, figure: Figure, console: Console) -> None:
-    kind, number = ("Table", name.removeprefix("table-")) if name.startswith("table-") else ("Figure", name)
-    console.print(f"[bold]{_TITLES[paper]}, {kind} {number}[/bold]: {escape(figure.title)}", highlight=False)
+    kind, _, number = name.rpartition("-")
+    title = f"{_TITLES[paper]}, {kind.capitalize() or 'Figure'} {number}"
+    console.print(f"[bold]{title}[/bold]: {escape(figure.title)}", highlight=False)
     console.print(f"The paper: {escape(figure.found)}.", highlight=False)
 
 

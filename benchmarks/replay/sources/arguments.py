@@ -7,7 +7,7 @@ from hf_smartspec.commands.common.arguments import positive
 
 from ...kit.arguments import add_options, add_session_arguments, add_tokenizer_argument
 
-ABLATIONS = ("trees", "length", "size", "shift", "datastore", "hybrid")
+ABLATIONS = ("trees", "length", "size", "shift", "datastore", "hybrid", "temperature")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +20,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         ("--limit", positive, 100, "N", "replayed per file"),
         ("--earlier", positive, 1000, "N", "requests before them, whose outputs sources know"),
-        ("--models", Path, None, "FOLDER", "with a target and a draft in it, for the hybrid (default: the demo's)"),
+        (
+            "--models",
+            Path,
+            None,
+            "FOLDER",
+            "with a target and a draft in it, for hybrid and temperature (default: the demo's)",
+        ),
         ("--plots", Path, None, "FOLDER", "also draw them, one .png file each"),
     )
     add_tokenizer_argument(parser)

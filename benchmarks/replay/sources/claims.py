@@ -17,6 +17,7 @@ Figures: TypeAlias = dict[str, Series]  # by data set
 _AS_GOOD = 0.97
 _STABLE = 1.25
 _AS_FAST = 1.5
+_AS_SAMPLED = 0.95
 _ADDS_UP = 0.9
 _PARTS = ("suffix", "draft")  # of the hybrid
 
@@ -174,4 +175,19 @@ def hybrid_claims(figures: Figures) -> list[Claim]:
                     _by_data_set(figures, is_mixed)),
         ratio_claim(f"SuffixDecoding, appendix B.1: tau at the drafter's mean accepted length is as fast as the best "
                     f"(at least {_AS_GOOD} of it)", _by_data_set(figures, learnt), least=_AS_GOOD),
+    ]  # fmt: skip
+
+
+def temperature_claims(figures: Figures) -> list[Claim]:
+    def kept(series: Series) -> float:
+        return _speed(series["SSSD"]["1"]) / _speed(series["SSSD"]["0"])
+
+    def is_least(series: Series) -> bool:
+        accepted = {setting: numbers["accepted_per_step"] for setting, numbers in series["SSSD"].items()}
+        return min(accepted, key=accepted.__getitem__) == "2"
+
+    return [
+        ratio_claim(f"SSSD, section 4.2: at temperature 1, drafts yield as much as at 0 (at least {_AS_SAMPLED} of it)",
+                    _by_data_set(figures, kept), least=_AS_SAMPLED),
+        count_claim("SSSD, section 4.2: least is accepted at temperature 2", _by_data_set(figures, is_least)),
     ]  # fmt: skip

@@ -44,6 +44,10 @@ def plot_datastore(figures: Figures, path: Path) -> None:
     plot_bars(figures, path, "sources", {"tokens_per_step": "tokens per step"})
 
 
+def plot_temperatures(figures: Figures, path: Path) -> None:
+    plot_bars(figures, path, "SSSD", {"accepted_per_step": "accepted tokens per step"}, legend="temperature")
+
+
 def plot_hybrids(figures: Figures, path: Path) -> None:
     keys = {"tokens_per_step": "tokens per step", "speed_up": "speed-up, verification\nas one forward"}
     plot_bars(figures, path, "tau", keys, legend=r"threshold $\tau$")

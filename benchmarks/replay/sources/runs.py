@@ -1,4 +1,4 @@
-"""Measurements of `benchmarks sources`: replays, a shift of the workload, and a hybrid with a model."""
+"""Measurements of `benchmarks sources`: replays, a shift of the workload, and what needs a model."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
@@ -24,7 +24,7 @@ from hf_smartspec.target_model.compat import CACHE, cache_name
 
 from ...kit.session import Case
 from .claims import Numbers, Series
-from .sources import Split, published_trees, suffix_trees
+from .sources import Split, published_trees, sampled_settings, suffix_trees
 
 _WINDOW = 25  # requests
 _REQUESTS_BEHIND_SHIFT = 5  # times as many as are replayed before it: adapting takes its time
@@ -32,6 +32,7 @@ _REQUESTS_BEHIND_SHIFT = 5  # times as many as are replayed before it: adapting 
 _HYBRID_PROMPTS = 12
 _HYBRID_PROMPT_LEN, _HYBRID_NEW_TOKENS = 256, 96
 _HYBRID_LETTERS = 8 * _HYBRID_PROMPT_LEN  # of a prompt, its end: more than are needed
+_TEMPERATURES, _NUCLEUS = (0.0, 0.5, 1.0, 2.0), {"top_k": 50, "top_p": 0.7}  # as in SSSD, section 4.2
 _TAUS = (0.0, 0.5, 1.0, 2.0, 4.0)
 
 
@@ -125,7 +126,7 @@ def hybrids(workload: Workload) -> Iterator[Case]:
 def _hybrid(
     target: PreTrainedModel, draft: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, split: Split
 ) -> Series:
-    recordings = _answers(target, tokenizer, split)
+    recordings = _answers(target, tokenizer, split, 0.0)
     seconds = _step_seconds(target, recordings[0])
     series = _replay(recordings, _hybrid_settings(draft))
     for numbers in [numbers for settings in series.values() for numbers in settings.values()]:
@@ -151,14 +152,18 @@ def load_pair(models: Path) -> tuple[PreTrainedModel, PreTrainedModel, PreTraine
 
 
 @torch.no_grad()
-def _answers(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, split: Split) -> list[Recording]:
-    """Return the target's own greedy answers, as recordings."""
+def _answers(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, split: Split, temperature: float
+) -> list[Recording]:
+    """Return the target's own answers, greedy at temperature 0, as recordings."""
     texts = ["\n".join(request.context)[-_HYBRID_LETTERS:] for request in split.texts[:_HYBRID_PROMPTS]]
     prompts = encode(texts, tokenizer, _HYBRID_PROMPT_LEN)
     pad_id, end_ids = _special_ids(target)
     inputs = left_padded(prompts, pad_id, target.device)
+    sampling = {"do_sample": True, "temperature": temperature, **_NUCLEUS} if temperature else {"do_sample": False}
+    torch.manual_seed(0)
     outputs: Any = target.generate(
-        **inputs, do_sample=False, max_new_tokens=_HYBRID_NEW_TOKENS, pad_token_id=pad_id, eos_token_id=end_ids
+        **inputs, **sampling, max_new_tokens=_HYBRID_NEW_TOKENS, pad_token_id=pad_id, eos_token_id=end_ids
     )
     answers = [_until_end(row, end_ids) for row in outputs[:, inputs["input_ids"].shape[1] :].cpu().numpy()]
     return [Recording(np.array(prompt, np.int64), answer) for prompt, answer in zip(prompts, answers)]
@@ -211,3 +216,27 @@ def _hybrid_settings(draft: PreTrainedModel) -> list[SourceSpec]:
     builders |= {"learned": partial(hybrid, None), "draft": partial(ShortDrafts, draft)}
     specs = [SourceSpec(text, "tau", build, None) for text, build in builders.items()]
     return specs + [SourceSpec(f"{tau:g}", "published", partial(published, tau), None) for tau in _TAUS]
+
+
+# --- Sampled answers (SSSD, section 4.2) ------------------------------------------------------------------------------
+
+
+def temperatures(workload: Workload) -> Iterator[Case]:
+    """
+    Yield replays of the target's own answers at several temperatures: the target samples, and a draft is accepted as
+    far as it holds the sampled tokens.
+    """
+    if workload.models is None:
+        return
+    target, _, tokenizer = load_pair(workload.models)
+    for split in workload.splits:
+        yield _case(split.name, partial(_sampled, target, tokenizer, split))
+
+
+def _sampled(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, split: Split) -> Series:
+    series: dict[str, dict[str, Numbers]] = {}
+    for temperature in _TEMPERATURES:
+        replayed = _replay(_answers(target, tokenizer, split, temperature), sampled_settings(split, temperature))
+        for name, settings in replayed.items():
+            series.setdefault(name, {}).update(settings)
+    return series

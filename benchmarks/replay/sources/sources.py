@@ -222,3 +222,13 @@ def datastore_settings(split: Split) -> list[SourceSpec]:
         **{"SSSD": partial(SSSDCandidates, store), "REST": partial(rest, store), "PIA": pia},
     }
     return [SourceSpec(text, "sources", builder, _SSSD_NODES) for text, builder in builders.items()]
+
+
+def sampled_settings(split: Split, temperature: float) -> list[SourceSpec]:
+    """Return SSSD as published, and suffix trees, both with the earlier outputs, for answers of a temperature."""
+    store = Datastore.from_documents([response for _, response in split.earlier])
+    builders: dict[str, Callable[[], TreeCandidateGenerator]] = {
+        "SSSD": partial(SSSDCandidates, store),
+        "suffix trees": partial(suffix_trees, split.outputs),
+    }
+    return [SourceSpec(f"{temperature:g}", name, build, _SSSD_NODES) for name, build in builders.items()]

@@ -189,8 +189,14 @@ FIGURES = {
         {"second half": {"kept": numbers(2.0), "frozen": numbers(2.1), "fresh": numbers(2.5)}},
     ),
     "datastore": (
-        {"sources": {"own text": numbers(2.0), "datastore": numbers(2.0), "both": numbers(2.95)}},
-        {"sources": {"own text": numbers(2.0), "datastore": numbers(2.0), "both": numbers(1.9)}},
+        {"sources": {"own text": numbers(2.0), "datastore": numbers(2.0), "both": numbers(2.95),
+                     "SSSD": numbers(2.5), "REST": numbers(2.0), "PIA": numbers(2.4)}},
+        {"sources": {"own text": numbers(2.0), "datastore": numbers(2.0), "both": numbers(1.9),
+                     "SSSD": numbers(2.0), "REST": numbers(2.1), "PIA": numbers(1.4)}},
+    ),
+    "temperature": (
+        {"SSSD": {"0": numbers(2.0), "0.5": numbers(2.0), "1": numbers(1.99), "2": numbers(1.8)}},
+        {"SSSD": {"0": numbers(2.0), "0.5": numbers(2.0), "1": numbers(1.8), "2": numbers(1.9)}},
     ),
     "hybrid": (
         {"tau": {"suffix": numbers(2.0, speed_up=2.0), "learned": numbers(3.0, speed_up=2.5),
@@ -258,6 +264,17 @@ def test_every_ablation_is_measured_judged_and_drawn(bench, tmp_path):
     assert all(numbers["speed_up"] > 0 for numbers in figures["hybrid"]["chat"]["tau"].values())
 
 
+def test_accepted_tokens_over_the_temperature(bench, tmp_path):
+    """SSSD, section 4.2: answers are sampled by the target, and drafts accepted where they hold the sampled tokens."""
+    path = tmp_path / "report.json"
+    _, out, _ = bench("--only", "temperature", "--models", tmp_path, "--json", path)
+    assert "SSSD: accepted tokens per step" in out
+    (row, _) = json.loads(path.read_text())["results"]["temperature"].values()
+    for settings in row["figures"].values():
+        assert list(settings) == ["0", "0.5", "1", "2"]
+        assert all(numbers["generated_tokens"] > 0 for numbers in settings.values())
+
+
 def test_one_file_has_no_shift(bench, tmp_path):
     path = write(tmp_path / "alone.jsonl", CHAT)
     status, out, _ = bench("--only", "trees", files=[path])
@@ -284,7 +301,7 @@ def test_bad_arguments_are_refused(bench, arguments, message):
 def test_a_hybrid_without_models_is_left_out_or_refused(bench, monkeypatch):
     monkeypatch.setattr(ablation, "find_demo", lambda: None)
     status, _, err = bench("--only", "hybrid")
-    assert status == 2 and "--only hybrid: the hybrid needs --models" in err
+    assert status == 2 and "--only hybrid: hybrid needs --models" in err
 
 
 @pytest.mark.parametrize("name", ["figure.xyz", "no such folder/figure.png"])
