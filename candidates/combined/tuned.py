@@ -12,11 +12,13 @@ from ..base import TreeCandidateGenerator
 from ..text.datastore.source import DatastoreCandidates
 from ..text.prompt_lookup import PromptLookupCandidates
 from ..text.suffix.source import SuffixTreeCandidates
+from .fused.sssd import SSSDCandidates
 
 TUNABLE: dict[str, Callable[..., TreeCandidateGenerator]] = {
     "suffix": SuffixTreeCandidates,
     "datastore": DatastoreCandidates,
     "prompt_lookup": PromptLookupCandidates,
+    "sssd": SSSDCandidates,
 }
 FUSED_OPTIONS = ("discounts", "num_nodes", "min_probability", "threshold", "calibrated")
 

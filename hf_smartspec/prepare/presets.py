@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -98,12 +99,11 @@ def is_tuned(assistant: Any) -> bool:
 
 
 def _tuned_source(source: TunedSource, path: str, target: PreTrainedModel) -> TreeCandidateGenerator:
-    options = dict(source.options)
-    if source.name == "datastore" and "datastore" in options:
-        return _datastore(options.pop("datastore"), **options)
-    if source.name != "suffix":
-        return source.build()
-    return _kept(target, os.path.realpath(path), SuffixTreeCandidates, **options)
+    if source.name == "suffix":
+        return _kept(target, os.path.realpath(path), SuffixTreeCandidates, **source.options)
+    if datastore := source.options.get("datastore"):
+        source = replace(source, options={**source.options, "datastore": _opened(datastore)})
+    return source.build()
 
 
 def find_named(name: str, target: PreTrainedModel) -> Any:
@@ -111,7 +111,7 @@ def find_named(name: str, target: PreTrainedModel) -> Any:
     if name in ("auto", "suffix"):
         return suffix_trees(target)
     if name.startswith(DATASTORE):
-        return _datastore(name.removeprefix(DATASTORE))
+        return DatastoreCandidates(_opened(name.removeprefix(DATASTORE)))
     if name.startswith(SSSD):
         return SSSDCandidates(_opened(name.removeprefix(SSSD)))
     if name in PRESETS:
@@ -137,10 +137,6 @@ def _kept(model: PreTrainedModel, name: str, make: Callable[..., SourceT], **opt
             state.sources[name] = options, make(**options)
         found: SourceT = state.sources[name][1]
         return found
-
-
-def _datastore(path: str, **options: Any) -> DatastoreCandidates:
-    return DatastoreCandidates(_opened(path), **options)
 
 
 def _opened(path: str) -> Datastore:

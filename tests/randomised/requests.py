@@ -8,7 +8,14 @@ from typing import Any
 import torch
 
 from hf_smartspec import FixedLength, LengthPolicy
-from hf_smartspec.goodput import ConfidenceGoodput, GoodputAuction, RequestGoodput, StepGoodput, TreeGoodput
+from hf_smartspec.goodput import (
+    ConfidenceGoodput,
+    GoodputAuction,
+    RequestGoodput,
+    RooflineBudget,
+    StepGoodput,
+    TreeGoodput,
+)
 
 from ..cases import EXTRAS, SAMPLING, Setting
 from ..costs import UnmovedCost
@@ -40,13 +47,14 @@ def random_way(kinds: list[str], rng: random.Random) -> Way:
 
 
 def random_policy(rng: random.Random) -> LengthPolicy:
-    """A fixed number of nodes, the auction where a node costs little, or much, or SmartSpec's own policies."""
+    """A fixed number of nodes, the auction where a node costs little, or much, or the papers' own policies."""
     kind, cost = rng.random(), UnmovedCost(alpha=0.0, gamma=rng.choice((1e-5, 1e-5, 1e-3)), delta=1e-2)
     if kind < 0.4:
         return FixedLength(rng.randint(1, 14))
     if kind < 0.8:
         return GoodputAuction(cost)
-    return rng.choice((StepGoodput, RequestGoodput, TreeGoodput, ConfidenceGoodput))(cost)
+    papers = (StepGoodput, RequestGoodput, TreeGoodput, ConfidenceGoodput, RooflineBudget.of_profile)
+    return rng.choice(papers)(cost)
 
 
 class TargetSetting(Setting):

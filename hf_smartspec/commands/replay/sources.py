@@ -3,6 +3,7 @@
 import ast
 import importlib
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from ...candidates import (
     TreeCandidateGenerator,
     WrappedCandidates,
 )
-from ...candidates.combined.tuned import TunedSources
+from ...candidates.combined.tuned import TunedSource, TunedSources
 from ...drafts.tree import DraftTree
 from ...goodput import Calibrator
 from ..common.arguments import UsageError, usage_errors
@@ -143,9 +144,7 @@ def build_tuned(tuned: TunedSources, drafter: TreeCandidateGenerator | None = No
     Return new tuned sources, followed by a draft model if there is one; raises `ValueError` or `TypeError` for options
     that do not fit, each other or the datastore.
     """
-    sources = [
-        _datastore(**source.options) if source.name == "datastore" else source.build() for source in tuned.sources
-    ]
+    sources = [_built(source) for source in tuned.sources]
     options = dict(tuned.fused)
     threshold, is_calibrated = options.pop("threshold", None), options.pop("calibrated", True)
     cheap = sources[0]
@@ -154,8 +153,10 @@ def build_tuned(tuned: TunedSources, drafter: TreeCandidateGenerator | None = No
     return cheap if drafter is None else StagedCandidates([cheap, drafter], threshold)
 
 
-def _datastore(datastore: str, **options: Any) -> DatastoreCandidates:
-    return DatastoreCandidates(_opened(datastore), **options)
+def _built(source: TunedSource) -> TreeCandidateGenerator:
+    if path := source.options.get("datastore"):
+        source = replace(source, options={**source.options, "datastore": _opened(path)})
+    return source.build()
 
 
 @lru_cache(maxsize=4)

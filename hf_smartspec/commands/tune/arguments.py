@@ -22,7 +22,7 @@ class Costs(NamedTuple):
 
 
 _fraction = checked(number, lambda value: 0 < value < 1, "between 0 and 1")
-TUNABLE = ("suffix", "datastore", "prompt_lookup")
+TUNABLE = ("suffix", "datastore", "prompt_lookup", "sssd")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

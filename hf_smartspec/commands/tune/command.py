@@ -20,7 +20,7 @@ from ..common.recordings import load_recordings
 from ..replay.curves import geometric_mean
 from .arguments import Costs
 from .search import Requests, Search, Trial, num_requests, speed
-from .space import THRESHOLD, Choice, Parameter, space_of, value_of
+from .space import THRESHOLD, Choice, Parameter, calibrated, space_of, value_of
 
 
 def run(args: argparse.Namespace) -> int:
@@ -28,6 +28,7 @@ def run(args: argparse.Namespace) -> int:
     check_output(args.json)
     space = space_of(args.sources, args.nodes)
     data = _load(args)
+    space = calibrated(space, [pair for item in data for pair in item.recordings[: item.num_training]])
     draft = load_model(args.drafter, is_draft=True) if args.drafter else None
     costs, console = Costs(args.node_cost, args.drafter_cost), make_console()
     choice, is_complete = space.default, False
@@ -157,5 +158,6 @@ def _print_choice(default: Choice, choice: Choice, parameters: Sequence[Paramete
     for parameter in parameters:
         before, after = value_of(default, parameter), value_of(choice, parameter)
         if (before, after) != (None, None):
-            lines.add_row(parameter.label, *(str(value) for value in (before, after)))
+            shown = ("measured" if isinstance(value, dict) else str(value) for value in (before, after))
+            lines.add_row(parameter.label, *shown)
     console.print(lines)

@@ -6,7 +6,9 @@ import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ...candidates import FusedCandidates, TreeCandidateGenerator
+import numpy as np
+
+from ...candidates import FusedCandidates, SSSDCandidates, TreeCandidateGenerator
 from ...candidates.base import TYPICAL_NODES
 from ...candidates.combined.tuned import TUNABLE, TunedSources
 from ...candidates.text.suffix.source import LEAST_PROBABILITY
@@ -37,11 +39,20 @@ _GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
         "min_continuations": (1, 3, 10, 30),
         "branch_len": (4, 8, 12),
     },
+    "sssd": {
+        "scale": (1.0, 0.8, 0.65, 0.5, 0.35),
+        "short": (1.0, 0.9, 0.8, 0.65, 0.5),
+        "deep": (1.0, 0.95, 0.9, 0.8),
+        "num_nodes": _NODES,
+        "min_continuations": (1, 3, 10, 30),
+        "breadth": (1, 2, 3, 4),
+    },
     "prompt_lookup": {"num_tokens": _NODES, "max_ngram": (2, 3, 4, 6, 8), "min_ngram": (1, 2, 3)},
 }
 _DEFAULTS = {"num_nodes": TYPICAL_NODES, "min_probability": LEAST_PROBABILITY}  # where the default is None
 _NODE_OPTIONS = ("num_nodes", "num_tokens")
 _OF_COUNTS = ("factor", "offset")  # options of scoring="counts" only
+_OF_DATASTORE = ("min_continuations", "breadth")
 _MATCHING = ("datastore", "prompt_lookup")  # sources whose nodes have match lengths
 
 
@@ -90,7 +101,7 @@ def space_of(texts: Sequence[str], num_nodes: int | None = None) -> Space:
     choice: Choice = {"sources": sources, "fused": {} if is_alone else {"calibrated": True}}
     with usage_errors("--sources"):
         source = build(choice)
-    if isinstance(source, FusedCandidates):
+    if not is_alone and isinstance(source, FusedCandidates):
         choice["fused"] |= {
             "num_nodes": num_nodes or source.default_num_nodes,
             "min_probability": source.min_probability,
@@ -98,6 +109,18 @@ def space_of(texts: Sequence[str], num_nodes: int | None = None) -> Space:
         }
         parameters += _of_fusion(choice, num_nodes is not None)
     return Space(choice, parameters)
+
+
+def calibrated(space: Space, texts: Sequence[tuple[np.ndarray, np.ndarray]]) -> Space:
+    """Return the space with factors measured on these texts, prompts and responses, for SSSD (its section 3.1.3)."""
+    parameters = list(space.parameters)
+    for index, item in enumerate(space.default["sources"]):
+        if item["name"] == "sssd" and "calibration" not in item["options"]:
+            source = build({"sources": [item], "fused": {}})
+            assert isinstance(source, SSSDCandidates)
+            path = ("sources", index, "options", "calibration")
+            parameters.append(Parameter("sssd calibration", path, (None, source.calibrate(texts))))
+    return Space(space.default, parameters)
 
 
 def _parsed(text: str) -> tuple[str, dict[str, Any]]:
@@ -116,6 +139,8 @@ def _matters(option: str, given: dict[str, Any], is_alone: bool) -> bool:
     """Return whether an option has an effect: several sources share one number of nodes."""
     if option in _NODE_OPTIONS:
         return is_alone
+    if option in _OF_DATASTORE and "datastore" not in given:
+        return False
     return option not in _OF_COUNTS or given.get("scoring") == "counts"
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hf_smartspec import SuffixTreeCandidates
-from hf_smartspec.candidates import Datastore, FusedCandidates
+from hf_smartspec.candidates import Datastore, FusedCandidates, SSSDCandidates
 from hf_smartspec.candidates.combined.tuned import TunedSources
 from hf_smartspec.commands import main as cli
 from hf_smartspec.commands.common.arguments import UsageError
@@ -15,7 +15,7 @@ from hf_smartspec.commands.replay.sources import parse_specs
 from hf_smartspec.commands.tune import command as tune
 from hf_smartspec.commands.tune.arguments import Costs
 from hf_smartspec.commands.tune.search import Requests, Search, Trial, num_requests, speed
-from hf_smartspec.commands.tune.space import THRESHOLD, Parameter, build, changed, space_of, value_of
+from hf_smartspec.commands.tune.space import THRESHOLD, Parameter, build, calibrated, changed, space_of, value_of
 
 from ...folders import byte_tokenizer, save_tiny_models
 from ...generate.helpers import tiny_llama
@@ -268,3 +268,30 @@ def test_bad_arguments_are_refused_before_any_work(texts, tmp_path, capsys, monk
     monkeypatch.setattr(tune, "_search", None)
     assert tune_texts(texts, tmp_path, *arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_sssd_s_weights_are_searched_and_calibrated_on_the_text(texts, tmp_path):
+    """SSSD, section 3.1.3: a grid search over weights, and calibration by source, depth and match length."""
+    Datastore.from_documents([np.arange(40)]).save(path := tmp_path / "text.datastore")
+    given = f"sssd:datastore={path},num_nodes=4,deep=1.0,breadth=1,min_continuations=1"
+    space, text = space_of([given]), np.tile([5, 6, 7], 9)
+    *searched, measured = calibrated(space, [(text, text)]).parameters
+    assert [parameter.label for parameter in searched] == ["sssd scale", "sssd short"]
+    factors = build(space.default).calibrate([(text, text)])
+    assert measured.values == (None, factors) and set(factors) == {"input", "datastore"}
+    assert build(changed(space.default, measured, factors)).discounts[0].factors == factors["input"]
+    assert tune_texts(texts, tmp_path, "--sources", given, "--limit", "4") == 0
+    (spec,) = parse_specs(f"tuned:{tmp_path / 'tuned.json'}")
+    assert isinstance(spec.build(), SSSDCandidates)
+    (found,) = TunedSources.load(tmp_path / "tuned.json").sources
+    assert {"scale", "short"} <= set(found.options)
+
+
+def test_a_calibration_outlives_its_file(tmp_path):
+    source = SSSDCandidates(max_prefix=2)
+    text = np.tile([5, 6, 7], 9)
+    factors = source.calibrate([(text, text)])
+    options = {"max_prefix": 2, "calibration": factors}
+    TunedSources.of({"sources": [{"name": "sssd", "options": options}], "fused": {}}).save(tmp_path / "tuned.json")
+    (spec,) = parse_specs(f"tuned:{tmp_path / 'tuned.json'}")
+    assert spec.build().discounts == SSSDCandidates(max_prefix=2, calibration=factors).discounts

@@ -185,3 +185,47 @@ def test_a_datastore_of_another_vocabulary_is_refused(tmp_path):
 def test_bad_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         SSSDCandidates(**arguments)
+
+
+# --- Calibration on the target's own text -----------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(texts, texts), min_size=1, max_size=3))
+def test_calibration_is_accepted_over_expected_paths(pairs):
+    """Section 3.1.3: by source, depth and prefix match length, in decoding that is played with the text."""
+    source = SSSDCandidates(max_prefix=P, branch_len=BRANCH_LEN, num_nodes=6)
+    expected, right = np.zeros((2, P, BRANCH_LEN))
+    for prompt, answer in pairs:
+        at = 0
+        while at < len(answer):
+            text, truth = prompt + answer[:at], tuple(answer[at:])
+            for prefix in range(1, P + 1):
+                own = InputTreeCandidates(prefix, branch_len=BRANCH_LEN)
+                for path in [path for path, _ in nodes(proposed(own, text, 6))]:
+                    if len(path) <= len(truth):
+                        cell = prefix - 1, len(path) - 1
+                        expected[cell] += input_tree(text, prefix, BRANCH_LEN)[path]
+                        right[cell] += truth[: len(path)] == path
+            at += 1 + len(proposed(source, text, 6).path_along(np.array(truth)))
+    whole = (right.sum() + 8) / (expected.sum() + 8)
+    factors = source.calibrate([(np.array(prompt), np.array(answer)) for prompt, answer in pairs])
+    assert list(factors) == ["input"]
+    np.testing.assert_allclose(factors["input"], (right + 8 * whole) / (expected + 8), atol=1e-4)
+
+
+def test_calibrated_sources_order_nodes_by_what_came_true():
+    """One token after short matches never comes, one from the datastore always does."""
+    text, store = np.array([1, 2, 9, 5, 2]), Datastore.from_documents([[2, 7]] * 10 + [[2, 8]] * 10)
+    truth = np.array([7])
+    source = SSSDCandidates(store, num_nodes=1)
+    assert proposed(source, text, 1).tokens.tolist() == [9]
+    factors = source.calibrate([(text, truth)] * 40)
+    assert factors["input"][0][0] < 0.3 < 1 < factors["datastore"][0][0]
+    calibrated = SSSDCandidates(store, num_nodes=1, calibration=factors)
+    assert proposed(calibrated, text, 1).tokens.tolist() == [7]
+
+
+@pytest.mark.parametrize("calibration", [{"datastore": [[1.0]] * 4}, {"input": [[1.0]]}, {"input": [[-1.0]] * 4}])
+def test_calibrations_that_do_not_fit_are_refused(calibration):
+    with pytest.raises(ValueError, match="`calibration` must"):
+        SSSDCandidates(calibration=calibration)
