@@ -95,7 +95,7 @@ FIGURES: dict[str, dict[str, Figure]] = {
         "2": Figure(
             "accepted tokens and cost of a forward over the speculation length",
             "batch size 8: accepted tokens rise faster than the cost up to a budget",
-            (Play(REAL, "batch --model MODEL --sources auto --batch-sizes 8 --lengths 0 4 8 16 32"),),
+            (Play(REAL, "batch --model MODEL --sources sssd auto --batch-sizes 8 --lengths 0 4 8 16 32"),),
         ),
         "3": Figure(
             "time of products and attention over the speculation length; Table 1: operations and bytes by operator",
@@ -115,7 +115,10 @@ FIGURES: dict[str, dict[str, Figure]] = {
         "6": Figure(
             "latency and throughput over the batch size",
             "1.37 to 1.80 times at batch size 64, 2.05 to 2.61 times at 1",
-            (Play(REAL, "queue --model MODEL --assistant none auto"),),
+            (
+                Play(REAL, "queue --model MODEL --assistant none sssd auto"),
+                Play(REAL, "load --model MODEL --sources sssd --policies none roofline auction --shares 0.4 0.8"),
+            ),
         ),
     },
     "osd": {

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from ...candidates import (
     DraftModelCandidates,
     PromptLookupCandidates,
+    SSSDCandidates,
     StagedCandidates,
     SuffixTreeCandidates,
     TokenRecyclingCandidates,
@@ -33,6 +34,7 @@ _MODEL_FREE: dict[str, Callable[[], TreeCandidateGenerator]] = {
     "suffix_decoding": SuffixTreeCandidates.published,
     "prompt_lookup": PromptLookupCandidates,
     "pld": PromptLookupCandidates.published,
+    "sssd": SSSDCandidates,
     "token_recycling": TokenRecyclingCandidates,
 }
 _BASELINES = {"pia": PIACandidates}  # of comparisons alone: no presets of `assistant=`
@@ -148,10 +150,8 @@ def new_source(
     """
     if name == "wrong":
         return WrongCandidates(wrong_token)
-    if name == "prompt_lookup":
-        return PromptLookupCandidates()
-    if name == "suffix":
-        return SuffixTreeCandidates()
+    if name in _MODEL_FREE:
+        return _MODEL_FREE[name]()
     if name == "auto":
         source = resolve("auto", target).source
         if isinstance(source, SuffixTreeCandidates):  # one object for all calls of the model

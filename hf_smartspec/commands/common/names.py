@@ -6,10 +6,10 @@ from pathlib import Path
 
 from .arguments import UsageError
 
-SOURCES = ("draft", "prompt_lookup", "suffix", "auto", "hybrid", "wrong")
+SOURCES = ("draft", "prompt_lookup", "suffix", "sssd", "auto", "hybrid", "wrong")
 WITH_DRAFT_MODEL = ("draft", "hybrid")
 JOINT = "+"  # between the drafters of a list
-_MODEL_FREE = ("suffix", "suffix_decoding", "prompt_lookup", "pld", "token_recycling")
+_MODEL_FREE = ("suffix", "suffix_decoding", "prompt_lookup", "pld", "sssd", "token_recycling")
 
 
 def parts_of(name: str) -> list[str]:
