@@ -99,7 +99,7 @@ def test_load_replays_every_data_set_with_every_source_after_a_past(folder, tmp_
     assert explained["wrong", "k=2"]["drafted"] > 0 == explained["wrong", "none"]["drafted"]
     assert all(item["wait"] >= 0 for item in explained.values())
     text = capsys.readouterr().out
-    assert "data: latencies" in text and "other: latencies" in text and "of 12 loads" in text
+    assert "data: latencies" in text and "other: latencies" in text and f"of {2 * len(SOURCES)} loads" in text
     assert "at the worst rate" in text and "Why: other, hybrid, 60/s" in text and out[1].stat().st_size > 0
 
 
