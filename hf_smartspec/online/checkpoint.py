@@ -1,6 +1,7 @@
 """Checkpoints of online learning: one file per drafter, written whole or not at all."""
 
 import hashlib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +62,9 @@ class Checkpoint:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with replacing(self.path, is_private=True) as file:
                 torch.save(content, file)
-            self._known = self._present()
+                file.flush()
+                known = _identity(os.fstat(file.fileno()))  # before the move: another one may replace the file after it
+            self._known = known
         except (OSError, RuntimeError) as error:
             logger.warning_once(f"What a drafter has learnt cannot be written to {self.path}: {error}")
 
@@ -88,7 +91,10 @@ class Checkpoint:
 
     def _present(self) -> tuple[int, int] | None:
         try:
-            found = self.path.stat()
+            return _identity(self.path.stat())
         except OSError:
             return None
-        return found.st_ino, found.st_mtime_ns
+
+
+def _identity(found: os.stat_result) -> tuple[int, int]:
+    return found.st_ino, found.st_mtime_ns

@@ -230,10 +230,11 @@ class Learner:
     def _meet_others(self) -> None:
         """
         Take the mean of these weights and those that a replica has saved in the same file meanwhile, if one has: all
-        are drawn to one centre, which the file holds (elastic averaging, Zhang et al., 2015).
+        are drawn to one centre, which the file holds (elastic averaging, Zhang et al., 2015). Not without shadow
+        drafts, which alone tell whether the other's weights make these worse.
         """
         shapes = [tuple(item.shape) for _, item in self.student.parameters]
-        found = None if self.checkpoint is None else self.checkpoint.load_of_others(shapes)
+        found = self.checkpoint.load_of_others(shapes) if self.checkpoint is not None and self.options.shadow else None
         if found is not None:
             own = self.student.weights()
             self.student.take([(item + other.to(item)) / 2 for item, other in zip(own, found.weights)])

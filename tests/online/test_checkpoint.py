@@ -145,7 +145,7 @@ def test_a_checkpoint_that_cannot_be_written_stops_nothing(target, tmp_path):
 def test_replicas_that_share_a_file_meet_half_way(target, tmp_path):
     """What another process has saved meanwhile is averaged with one's own weights, once, and one's own file is not."""
     path = tmp_path / "draft.pt"
-    first, second = (learner_of(target, checkpoint=Checkpoint(path), shadow=0) for _ in range(2))
+    first, second = (learner_of(target, checkpoint=Checkpoint(path), shadow=2, tolerance=1.0) for _ in range(2))
     feed(first, target)
     first.update()
     own = second.student.live_weights()
@@ -161,3 +161,30 @@ def test_replicas_that_share_a_file_meet_half_way(target, tmp_path):
     feed(first, target, seed=4)
     first.update()
     assert first.statistics.meetings == 1
+
+
+def test_without_shadow_drafts_no_mean_is_taken(target, tmp_path):
+    """Nothing would tell whether the other's weights draft worse (preset "published" has `shadow=0`)."""
+    path = tmp_path / "draft.pt"
+    first, second = (learner_of(target, checkpoint=Checkpoint(path), shadow=0) for _ in range(2))
+    for learner in (first, second):
+        feed(learner, target)
+        learner.update()
+    assert second.statistics.updates == 1 and second.statistics.meetings == 0
+
+
+def test_what_another_saves_right_after_a_save_is_met(tmp_path, monkeypatch):
+    path = tmp_path / "draft.pt"
+    one, other = Checkpoint(path), Checkpoint(path)
+    original = os.replace
+
+    def replace(source, destination):
+        monkeypatch.undo()
+        original(source, destination)
+        other.save([torch.zeros(3)], {}, {})
+
+    monkeypatch.setattr(os, "replace", replace)
+    one.save([torch.ones(3)], {}, {})
+    found = one.load_of_others([(3,)])
+    assert found is not None and torch.equal(found.weights[0], torch.zeros(3))
+    assert one.load_of_others([(3,)]) is None and other.load_of_others([(3,)]) is None

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
@@ -20,13 +20,18 @@ _KIND = "checkpoint"
 _KEPT = 3  # checkpoints of each drafter: a replica may still be reading an older one
 
 
+class _ChangedError(Exception):
+    """Keeps a local file that has changed while another was to take its place."""
+
+
 class SharedCheckpoints:
     """
     Checkpoints of `OnlineDistillation` that replicas publish to a folder, and begin from.
 
     A new replica takes every drafter's newest valid checkpoint, unless its own is newer, and learns on from there. One
     that runs takes it, too: its next update begins from the mean of its own weights and these, and is taken over only
-    if it drafts no worse. `OnlineDistillation` checks that a checkpoint is of the same drafter.
+    if it drafts no worse (with `shadow=0`, where nothing could tell, it keeps its own). `OnlineDistillation` checks
+    that a checkpoint is of the same drafter.
 
     Args:
         url (`str`): A folder, on any file system of fsspec: a path, `s3://...`, `gs://...`.
@@ -72,19 +77,24 @@ class SharedCheckpoints:
         taken = []
         for name, versions in self._versions().items():
             path = self._local / name
-            changed = path.stat().st_mtime_ns if path.exists() else 0
+            changed = _changed_at(path)
             for when, remote in sorted(versions, reverse=True):
                 if when <= changed:
                     break
                 data = self._whole(remote)
                 if data is not None:
                     self._local.mkdir(mode=0o700, parents=True, exist_ok=True)
-                    with replacing(path, is_private=True) as file:
-                        file.write(data)
-                        file.flush()
-                        os.utime(file.name, ns=(when, when))  # before it is moved, else it would seem newer than it is
-                    self._published[name] = path.stat().st_mtime_ns  # file systems may round times
-                    taken.append(name)
+                    with suppress(_ChangedError):
+                        with replacing(path, is_private=True) as file:
+                            file.write(data)
+                            file.flush()
+                            os.utime(file.name, ns=(when, when))  # before it is moved, else it would seem newer
+                            os.fsync(file.fileno())
+                            moved = os.stat(file.name).st_mtime_ns  # file systems may round times
+                            if _changed_at(path) != changed:  # a learner has saved newer weights meanwhile
+                                raise _ChangedError
+                        self._published[name] = moved
+                        taken.append(name)
                     break
         return taken
 
@@ -124,3 +134,8 @@ class SharedCheckpoints:
         except Exception as error:  # of any file system, or of a damaged file
             logger.warning_once(f"{self._folder.url}: {remote} is left alone: {error}")
         return None
+
+
+def _changed_at(path: Path) -> int:
+    """Return the time of a file's modification in nanoseconds, 0 if there is none."""
+    return path.stat().st_mtime_ns if path.exists() else 0

@@ -54,6 +54,25 @@ def test_what_is_taken_looks_as_old_as_it_is_from_the_beginning(tmp_path, monkey
     assert late.pull() == ["drafter.pt"] and seen == [10**9] and third.stat().st_mtime_ns == 10**9
 
 
+@pytest.mark.parametrize("old", [[], [b"old"]])
+def test_what_a_learner_saves_while_another_is_taken_stays(tmp_path, monkeypatch, old):
+    (one, first), (two, second) = (shared(tmp_path, name) for name in "ab")
+    write(first, b"of another", 200)
+    one.publish()
+    for data in old:
+        write(second, data, 100)
+    sync = os.fsync
+
+    def synced(descriptor):
+        monkeypatch.undo()
+        sync(descriptor)
+        write(second, b"newest", 300)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    assert two.pull() == [] and second.read_bytes() == b"newest" and os.listdir(second.parent) == ["drafter.pt"]
+    assert two.publish() == ["drafter.pt"]
+
+
 def test_damaged_ones_are_left_for_the_newest_whole_one(tmp_path):
     (one, first), (late, third) = (shared(tmp_path, name) for name in "ac")
     for when, data in ((100, b"older"), (200, b"newer")):
