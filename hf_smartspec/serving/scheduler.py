@@ -159,6 +159,11 @@ class Scheduler(Generic[Item]):
         return [entry.item for entry in first], max(num_fitting, 0)
 
     @property
+    def num_without_rows(self) -> int:
+        """Return the number of namespaces whose requests wait while none of them runs."""
+        return sum(bool(group.waiting) and not group.running for group in self._namespaces.values())
+
+    @property
     def num_taken(self) -> int:
         """Return the tokens of the running requests' slots."""
         return sum(self.running.values())

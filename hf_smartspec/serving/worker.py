@@ -260,9 +260,11 @@ class EngineRunner:
         """Return how many requests may run, by the policy; infinity where it leaves that to the scheduler."""
         if not self.loop.policy.chooses_batches:
             return math.inf
-        waiting, num_fitting = self.memory.scheduler.queue()
+        scheduler = self.memory.scheduler
+        waiting, num_fitting = scheduler.queue()
         requests = [pending.request for pending in waiting]
-        return self.loop.drafting.most_running(self.loop.running, requests, num_fitting)
+        most = self.loop.drafting.most_running(self.loop.running, requests, num_fitting)
+        return max(most, len(scheduler.running) + scheduler.num_without_rows)  # so that no tenant waits for others'
 
     def _begin(self, pending: PendingRequest) -> None:
         output, request = pending.output, pending.request

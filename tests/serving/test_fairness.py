@@ -5,6 +5,7 @@ import pytest
 
 from hf_smartspec import Engine, FixedLength, SmartSpecConfig
 from hf_smartspec.decoding.prefill import equal_parts
+from hf_smartspec.goodput import StepGoodput
 from hf_smartspec.serving import scheduler
 
 from ..costs import UnmovedCost
@@ -186,3 +187,24 @@ def test_drafts_of_one_do_not_lengthen_the_steps_of_others(model):
             for name in names:
                 assert engine.get_result(name, timeout=TIMEOUT).generated_tokens == Asked([3, 4, 5], LONG).alone(model)
         assert max(policy.caps[1:]) == most and engine.statistics.accepted_tokens > 0
+
+
+def test_a_policy_that_chooses_batches_shuts_out_no_tenant(model):
+    """A third row makes steps a thousand times dearer: the policy runs two, both of which another tenant has."""
+    cost = UnmovedCost(0.0, 0.0, 0.0, knots=(1, 2, 3, 400), curve=(1e-3, 1e-3, 1.0, 100.0))
+    config = SmartSpecConfig("prompt_lookup", policy=StepGoodput(cost))
+    with Engine(model, config, max_batch_size=3) as engine:
+        steps = Steps(engine)
+        with engine.pause():
+            long = [
+                engine.add_request([3, 4, 5 + number], assistant=of("a"), streaming=True, **LONG) for number in range(6)
+            ]
+        next(engine.request_id_iter(long[0]))
+        with engine.pause():
+            now = steps.num
+            name = engine.add_request([7, 8, 9], assistant=of("b"), **SHORT)
+        output = engine.get_result(name, timeout=TIMEOUT)
+        assert output.generated_tokens == Asked([7, 8, 9], SHORT).alone(model)
+        assert steps.ends[name] - now <= 4
+        for request in long:
+            engine.cancel_request(request)

@@ -40,6 +40,8 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             write_json(args.json, analysis)
         return 0
+    if args.table and args.max_new_tokens < 2:
+        raise UsageError("--max-new-tokens: with --table, the time between two tokens is measured, so at least 2")
     use_machine(args)
     model = _load(args)
     config, prompts = _table_setting(args, model) if args.table else (None, [])

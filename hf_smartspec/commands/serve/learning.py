@@ -44,10 +44,18 @@ def _copy_of(caller: Caller, tenants: str) -> str:
     return _TOGETHER if tenants == "together" else caller.namespace
 
 
-def new_learning(args: Any, name: str, num_copies: int) -> OnlineDistillation:
-    """Return what trains the drafters of one model; each has an equal part of the memory of samples."""
+def new_learning(args: Any, name: str, callers: Sequence[Caller]) -> OnlineDistillation:
+    """
+    Return what trains the drafters of one model; each copy that learns has an equal part of the memory of samples.
+
+    Raises:
+        ValueError: if nothing is left for each of so many copies.
+    """
     most = LearningOptions.of(**args.learn_options).max_bytes
-    options = args.learn_options | {"max_bytes": most // max(num_copies, 1)}
+    num_copies = max(len({_copy_of(caller, args.learn_tenants) for caller in callers if caller.teaches}), 1)
+    if most < num_copies:
+        raise ValueError(f"--learn-options: `max_bytes` {most} is too little for {num_copies} copies that learn.")
+    options = args.learn_options | {"max_bytes": most // num_copies}
     return OnlineDistillation(checkpoint=_folder(args, name), **options)
 
 

@@ -143,7 +143,7 @@ def load_served(
             max_kv_bytes=Budget(args.max_kv_mib and args.max_kv_mib * _MIB, num_sharing(args, num_models)),
             max_prefill_tokens=args.max_prefill_tokens,
             tokenizer=tokenizer,
-            online=new_learning(args, name, len(callers)) if args.learn else None,
+            online=new_learning(args, name, callers) if args.learn else None,
         )
         served = ServedModel(name, engine, limits, metrics, args.max_batch_size)
     engine.start()

@@ -34,7 +34,7 @@ class ShapedDrafts(LengthPolicy):
         """Return the children of every node at each depth, for each row: (1, 1, 1) is a chain of three tokens."""
 
     def max_nodes(self, rows: StepRows, stage: Stage, trees: Sequence[DraftTree]) -> np.ndarray:
-        if not stage.position or self._rows is not rows:
+        if self._rows is not rows:
             self._rows, self._shapes = rows, self.shapes(rows)
         sizes = {shape: tree_size(shape) for shape in set(self._shapes)}
         return stage.limits(np.array([sizes[shape] for shape in self._shapes], np.int64), trees)

@@ -35,8 +35,8 @@ class Roofline(NamedTuple):
             ValueError: for a text that is not two positive numbers.
         """
         flops, bandwidth = map(float, text.split(","))
-        if not (flops > 0 and bandwidth > 0):
-            raise ValueError(f"Operations and bytes per second must be positive, got {text!r}.")
+        if not (0 < flops < np.inf and 0 < bandwidth < np.inf):
+            raise ValueError(f"Operations and bytes per second must be positive and finite, got {text!r}.")
         return cls(flops, bandwidth)
 
     @classmethod

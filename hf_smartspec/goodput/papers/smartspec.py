@@ -15,6 +15,8 @@ from ..policy import StepOutcome, StepRows
 from .length import expected_length, expected_tree_length, tree_size
 from .policies import ShapedDrafts
 
+_MOST_TREES = 4096  # that `TreeGoodput` chooses from
+
 
 class StepPlan(NamedTuple):
     """Result of SmartSpec's algorithm 2."""
@@ -211,13 +213,21 @@ class TreeGoodput(SmartSpecPolicy):
     def __init__(self, cost: CostModel, num_heads: int = 3, max_width: int = 3, draft: CostModel | None = None):
         super().__init__(cost, draft)
         self.num_heads, widths = _checked("num_heads", num_heads), range(1, _checked("max_width", max_width) + 1)
+        if max_width**num_heads > _MOST_TREES:
+            raise ValueError(
+                f"`max_width` {max_width} and `num_heads` {num_heads} make over {_MOST_TREES} trees to choose from: "
+                "lower one of them."
+            )
         self._trees = [tree for depth in range(num_heads + 1) for tree in product(widths, repeat=depth)]
         self._widths = np.array([tree + (0,) * (num_heads - len(tree)) for tree in self._trees], np.int64)
         self._levels = np.cumprod(self._widths, axis=1)  # nodes at each depth
 
     def best(self, rows: StepRows) -> tuple[Sequence[tuple[int, ...]], float]:
         sizes = self._levels.sum(axis=1)
-        tokens = len(rows) * expected_tree_length(self.acceptance.by_depth(self.num_heads), self._widths)
+        # A row with less room gets a part of the tree, from which one token is expected.
+        num_whole = (sizes[:, None] <= rows.caps).sum(axis=1)
+        gain = expected_tree_length(self.acceptance.by_depth(self.num_heads), self._widths) - 1
+        tokens = len(rows) + num_whole * gain
         batched = np.minimum(sizes[:, None], rows.caps).sum(axis=1)
         seconds = self.cost.seconds(*rows.forward_size(batched, 1 + sizes))
         # Each level runs the nodes of the level above, of which the first are the rows' last tokens.

@@ -38,9 +38,8 @@ class Budget(NamedTuple):
             max_batch_size (`int`): Requests that run at once.
             bytes_per_token (`int`): The model's keys and values of a token; 0 where they do not grow with the text.
         """
-        bytes_per_token += self.drafting
         if self.max_tokens is not None and bytes_per_token:
-            return self.max_tokens * bytes_per_token
+            return self.max_tokens * (bytes_per_token + self.drafting)
         if self.max_bytes is not None:
             return self.max_bytes
         free = broadcast_from_rank0(model, lambda: free_bytes(model.device))
@@ -48,4 +47,4 @@ class Budget(NamedTuple):
         longest = num_positions(model.config.get_text_config(decoder=True))
         if longest is None:
             return part
-        return min(part, max(_KEPT * max_batch_size * longest * bytes_per_token, _ENOUGH))
+        return min(part, max(_KEPT * max_batch_size * longest * (bytes_per_token + self.drafting), _ENOUGH))

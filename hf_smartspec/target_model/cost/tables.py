@@ -53,4 +53,5 @@ def _read(path: Path) -> dict[str, dict[str, int]]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return content if isinstance(content, dict) else {}
+    tables = content if isinstance(content, dict) else {}
+    return {source: table for source, table in tables.items() if isinstance(table, dict)}

@@ -185,6 +185,17 @@ def test_algorithm_1_finds_the_best_number_of_tokens_for_each_head(rates, gamma,
     assert sizes.tolist() == [int(np.cumprod(found).sum())] * num_rows
 
 
+@pytest.mark.parametrize("cap, largest", [(0, 0), (1, 1), (2, 2), (5, 4)])
+def test_trees_of_which_no_row_has_room_for_all_gain_nothing(cap, largest):
+    """Tokens are free here, so that the largest tree that fits is the best: of width 2, 1 + 1, 2 or 2 + 2 nodes."""
+    policy = TreeGoodput(CostModel(0.0, 0.0, 1.0), num_heads=2, max_width=2)
+    policy.acceptance = Known([0.9, 0.1])
+    rows = rows_of(3, cap=cap)
+    policy.max_nodes(rows, rows.stages[0], [])
+    shape = policy.price(rows, rows.stages[0]).widths
+    assert int(np.cumprod(shape).sum()) == largest if shape else largest == 0
+
+
 def test_rates_of_heads_are_those_of_equation_10():
     """Each of a head's tokens is right with probability alpha, whatever the head's width."""
     rng, policy = np.random.default_rng(0), TreeGoodput(line(), num_heads=2, max_width=3)
@@ -236,6 +247,7 @@ def test_algorithm_3_verifies_the_lengths_of_the_highest_goodput(confidences, ga
     [
         (lambda: StepGoodput(line(), -1), "max_length"), (lambda: RequestGoodput(line(), 2.5), "max_length"),
         (lambda: TreeGoodput(line(), num_heads=True), "num_heads"), (lambda: TreeGoodput(line(), 2, -1), "max_width"),
+        (lambda: TreeGoodput(line(), 8, 8), "over 4096 trees"),
         (lambda: ConfidenceGoodput(line(), 1.0), "threshold"), (lambda: ConfidenceGoodput(line(), 0, -1), "max_length"),
     ],
 )  # fmt: skip

@@ -35,6 +35,8 @@ def test_the_default_is_a_part_of_what_is_free_and_no_more_than_is_of_use(machin
     model.config.max_position_embeddings = 500
     assert Budget().bytes_for(model, 4, 2**18) == 2 * 4 * 500 * 2**18
     assert Budget(max_bytes=5, num_sharing=3).bytes_for(model, 64, MIB) == 5
+    assert Budget(max_tokens=100, drafting=2).bytes_for(model, 4, 3) == 500
+    assert Budget(max_tokens=100, drafting=2).bytes_for(model, 4, 0) == 256 * MIB, "states do not grow with the text"
     monkeypatch.setattr(budget, "num_positions", lambda config: None)
     assert Budget().bytes_for(model, 1, 1) == 2048 * MIB, "there is no end to its texts"
 
