@@ -17,6 +17,7 @@ from ..request import SourceRequest
 NUM_LIKELIEST = 8  # k of the paper: columns of the matrix
 _LEVELS = (8, 21, 25, 15, 8, 3)  # nodes of the published tree, by depth
 MOST_NODES = sum(_LEVELS)
+_MOST_NAMESPACES = 32  # whose matrices are kept: each takes megabytes
 
 
 class TokenRecyclingCandidates(TreeCandidateGenerator):
@@ -78,8 +79,10 @@ class TokenRecyclingCandidates(TreeCandidateGenerator):
         namespace, last = self._requests[request_id]
         self._requests[request_id] = namespace, int(step.tokens[-1]) if len(step.tokens) else last
         if step.likeliest is not None:
-            matrix = self._matrices.setdefault(namespace, _Matrix.new())
-            self._matrices[namespace] = matrix.written(*step.likeliest[1:])
+            matrix = self._matrices.pop(namespace, None) or _Matrix.new()
+            self._matrices[namespace] = matrix.written(*step.likeliest[1:])  # the last, as the latest used
+            while len(self._matrices) > _MOST_NAMESPACES:
+                self._matrices.pop(next(iter(self._matrices)), None)
 
     def stop(self, request_id: Hashable) -> None:
         self._requests.pop(request_id, None)
@@ -89,7 +92,7 @@ class TokenRecyclingCandidates(TreeCandidateGenerator):
         self._matrices.pop(namespace, None)
 
     def num_bytes(self) -> int:
-        return sum(array.nbytes for matrix in self._matrices.values() for array in matrix)
+        return sum(array.nbytes for matrix in list(self._matrices.values()) for array in matrix)
 
 
 class _Matrix(NamedTuple):

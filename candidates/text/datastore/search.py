@@ -58,6 +58,7 @@ class Drafts(NamedTuple):
 
 # --- Compiled code. A trie is an int32 array with one row per node, in the order of creation; row 0 is the root. -----
 
+MOST_PLACES = 1000  # of a token in a request's own text that are looked at in a step
 _TOKEN, _PARENT, _COUNT, _DEPTH, _LENGTH = range(5)  # the last: of the match
 _CHILD, _SIBLING = 5, 6  # first child, next sibling; 0: none
 _NUM_FIELDS = 7
@@ -91,19 +92,22 @@ def propose_own(
     row: int,
 ) -> None:
     """
-    Fill one row's draft with what followed the earlier places of the last `length` of a text's `size` tokens.
-    `previous` is the latest earlier place of each token, -1 where there is none.
+    Fill one row's draft with what followed the earlier places of the last `length` of a text's `size` tokens, among
+    the latest `MOST_PLACES` places of the last one. `previous` is the latest earlier place of each token, -1 where
+    there is none.
     """
     last, places = size - 1, 0
     place = previous[last]
-    while place >= 0:
+    while place >= 0 and places < MOST_PLACES:
         places += 1
         place = previous[place]
     trie = np.empty((1 + places * settings.branch_len, _NUM_FIELDS), np.int32)
     trie[0] = 0
     num_nodes = 1
     place = previous[last]
-    while place >= length - 1:
+    for _ in range(places):
+        if place < length - 1:
+            break
         matching = 1
         while matching < length and tokens[place - matching] == tokens[last - matching]:
             matching += 1

@@ -178,7 +178,7 @@ class SuffixSlots:
         self.write_likeliest()
         num_rows = len(slots)
         if num_rows and max(limits) >= self._num_nodes:
-            self._make_room(min(max(limits), MOST_NODES) + 1)
+            self._make_room(min(1 << max(limits).bit_length(), MOST_NODES + 1))  # seldom: the next power of two
         if num_rows > len(self._batch.slots):
             self._replace(self.model, self._slots, self._scratch, new_batch(2 * num_rows, self._num_nodes))
         batch, (row_slots, row_limits, row_ends) = self._batch, self._rows

@@ -5,6 +5,7 @@ Hugging Face hub, row by row, and `@gsm8k=FILE` a file with the same columns.
 
 import difflib
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,9 +17,12 @@ _ROLES = {"human": "user", "gpt": "assistant"}
 
 class Workload(NamedTuple):
     """
+    A data set, and how its rows become requests.
+
     Args:
         path, config, split (`str`): As `datasets.load_dataset` takes them; "json" loads `data_files`.
-        as_request (`Callable`): Returns a row with "prompt" and "response", or with "turns".
+        as_request (`Callable`): Returns a row with "prompt" and "response", and "turns" of conversations; empty for
+            a row that holds no request.
         data_files (`str`, *optional*): File of the data set, where it is no whole repository.
     """
 
@@ -37,7 +41,7 @@ def _pair(prompt: str, response: str, instruction: str = "{}") -> Callable[[dict
 def _chat(column: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """
     Return a function that takes the turns from a column of messages, whose keys are ShareGPT's or OpenAI's, and prompt
-    and response from the first user's turn and the one after it.
+    and response from the first of a user's turns that is answered; an empty row where none is.
     """
 
     def turns(row: dict[str, Any]) -> dict[str, Any]:
@@ -48,9 +52,12 @@ def _chat(column: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
             messages.append({"role": _ROLES.get(role, role), "content": content or ""})
             if item.get("tool_calls"):
                 messages[-1]["tool_calls"] = item["tool_calls"]
-        asked = next((at for at, item in enumerate(messages) if item["role"] == "user"), 0)
-        first = {"prompt": messages[asked]["content"], "response": messages[asked + 1]["content"]}
-        return first | {"turns": messages}
+        first = next(
+            (pair for pair in pairwise(messages) if [item["role"] for item in pair] == ["user", "assistant"]), None
+        )
+        if first is None:
+            return {}
+        return {"prompt": first[0]["content"], "response": first[1]["content"], "turns": messages}
 
     return turns
 
@@ -114,7 +121,8 @@ def workload_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 workload.path, workload.config, data_files=workload.data_files, split=workload.split, streaming=True
             )
         for number, row in enumerate(rows, start=1):
-            yield number, workload.as_request(row)
+            if request := workload.as_request(row):
+                yield number, request
     except (KeyError, TypeError, IndexError) as error:
         raise UsageError(f"{str(path)!r} has rows of another form than {workload.path}: {error!r}") from error
     except Exception as error:  # of many kinds; all mean that it cannot be read

@@ -61,6 +61,16 @@ def test_tokens_that_are_not_known_have_no_children_and_namespaces_are_apart():
     assert source.num_bytes() == 0 and len(source.propose(["a"], [80])[0]) == 0
 
 
+def test_only_the_namespaces_used_last_are_kept():
+    source = TokenRecyclingCandidates()
+    for name in [*map(str, range(32)), "0", "32"]:
+        source.begin(SourceRequest(name, np.array([5]), namespace=name))
+        source.observe(name, verified({5: [6, 7, 8, 9, 10, 11, 12, 13]}, [5]))
+    names = ["0", "1", "2", "32"]
+    assert [bool(len(tree)) for tree in source.propose(names, [8] * 4)] == [True, False, True, True]
+    assert source.num_bytes() == 32 * 1024 * 8 * 8
+
+
 @pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "seed": 3}])
 def test_tokens_are_the_plain_ones_and_the_matrix_outlives_the_call(sampling):
     model = hf_smartspec.enable(tiny_llama())

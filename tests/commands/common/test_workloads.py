@@ -59,6 +59,18 @@ def test_a_conversation_has_its_first_question_as_prompt(tmp_path):
     assert (number, row["prompt"], len(row["turns"])) == (1, "Fix it", 4)
 
 
+def test_conversations_without_an_answer_are_left_out(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    human, gpt = {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}
+    rows = [[], [human], [gpt, human], [human, human, gpt], [gpt, human, gpt]]
+    file.write_text("".join(json.dumps({"conversations": row}) + "\n" for row in rows))
+    found = list(read_rows(Path(f"@sharegpt={file}")))
+    assert [(number, row["prompt"], row["response"]) for number, row in found] == [
+        (4, "Hi", "Hello"),
+        (5, "Hi", "Hello"),
+    ]
+
+
 @pytest.mark.parametrize(
     "word, message",
     [

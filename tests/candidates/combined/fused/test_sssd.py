@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 import hf_smartspec
 from hf_smartspec import DraftTree, SmartSpecConfig
 from hf_smartspec.candidates import Datastore, DatastoreCandidates, InputTreeCandidates, SSSDCandidates
+from hf_smartspec.candidates.text.datastore.search import MOST_PLACES
 from hf_smartspec.drafts.merge import Draft, PathDiscount, merge
 
 from ....generate.helpers import tiny_llama
@@ -69,6 +70,13 @@ def test_the_input_s_trees_count_occurrences(text, prefix):
     paths = [path for path, _ in nodes(tree)]
     assert dict(zip(paths, tree.path_probs.tolist())) == {path: pytest.approx(prob) for path, prob in expected.items()}
     assert set(np.broadcast_to(tree.match_lengths, len(tree)).tolist()) <= {prefix}
+
+
+def test_the_latest_places_of_a_frequent_token_count():
+    """A step's time must not grow with the square of the text."""
+    text = [1, 2] * (MOST_PLACES // 2) + [1, 0] * MOST_PLACES + [1]
+    tree = proposed(InputTreeCandidates(1, branch_len=1), text, 100)
+    assert tree.tokens.tolist() == [0] and tree.probs.tolist() == [1.0]
 
 
 @given(texts, st.lists(st.integers(1, 5), max_size=5))
