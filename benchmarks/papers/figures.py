@@ -18,6 +18,8 @@ _SHARES = "0.2 0.4 0.6 0.8 0.95 1.1"
 
 class Play(NamedTuple):
     """
+    One way to play a figure here.
+
     Args:
         on (`str`): What is measured.
         command (`str`): Words of a bench, or of `smartspec` where they begin so; MODEL stands for the model.
@@ -29,6 +31,8 @@ class Play(NamedTuple):
 
 class Figure(NamedTuple):
     """
+    A figure or table of a paper, and how it is played here.
+
     Args:
         title (`str`): What the paper shows in it.
         found (`str`): What came out there.

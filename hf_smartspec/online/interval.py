@@ -60,7 +60,7 @@ class UpdateInterval:
 
     @property
     def requests(self) -> int:
-        """The present interval."""
+        """Return the present interval, in requests."""
         if self.most <= self.least or self.has_drifted:
             return self.least
         seconds = list(self._seconds)

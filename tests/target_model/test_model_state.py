@@ -43,8 +43,8 @@ def test_disable_forgets_all():
     model = hf_smartspec.enable(new_model("llama"), assistant="auto")
     model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=4)
     state = state_of(model)
-    assert state.memory is not None and state.suffix_trees
+    assert state.memory is not None and state.sources
     hf_smartspec.disable(model)
-    assert state_of(model) is not state and not state_of(model).suffix_trees
+    assert state_of(model) is not state and not state_of(model).sources
     forget(model)
     forget(model)  # to no effect

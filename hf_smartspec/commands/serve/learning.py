@@ -22,7 +22,7 @@ _TOGETHER, _AS_LOADED = "together", "as loaded"  # copies of the draft model; fu
 def learning_draft(draft: PreTrainedModel, callers: Sequence[Caller], tenants: str) -> Any:
     """
     Return what drafts and learns in place of a draft model: the model itself where there are no keys, else a
-    `RoutedCandidates` of copies, so that nobody is drafted for by what tenants from whom it is apart have taught.
+    `RoutedCandidates` of copies: each drafts for the tenants that taught it, and for no others.
 
     Args:
         callers (sequence of `Caller`): The callers that have keys.
