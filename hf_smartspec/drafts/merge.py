@@ -101,7 +101,8 @@ class Draft(NamedTuple):
         for parent, children in self.children.items():
             before = factors[parent] if parent >= 0 else 1.0
             for child in children:
-                probs[child] *= factors[child] / before if before else 0.0
+                factor = factors[child] / before if before else 0.0
+                probs[child] = min(probs[child] * factor, 1.0)  # no node is likelier than its parent
         return self._replace(probs=probs)
 
     def nodes_of(self, tree: DraftTree) -> list[int]:

@@ -58,6 +58,7 @@ class StepRows:
     stages: list[Stage] = field(default_factory=list)
     padded_context: int | None = None
     num_remaining: np.ndarray | None = None
+    shapes: tuple[Any, Sequence[tuple[int, ...]]] | None = field(default=None, init=False)  # of a `ShapedDrafts`
 
     def __post_init__(self) -> None:
         self.stages = self.stages or [Stage(DraftCost(), self.caps)]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 _CHANCE = 2.0  # standard errors by which drafts must have become worse
 _LEAST_REQUESTS = 2  # before drift can be told from chance
+_LEAST_VARIANCE = 0.05**2  # of rates of errors: that of a few equal ones says little
 
 
 class UpdateInterval:
@@ -55,7 +56,8 @@ class UpdateInterval:
         number = len(self._new)
         if number < _LEAST_REQUESTS or self._count < _LEAST_REQUESTS:
             return False
-        error = math.sqrt(self._squares / (self._count - 1) * (1 / number + 1 / self._count))
+        variance = max(self._squares / (self._count - 1), _LEAST_VARIANCE)
+        error = math.sqrt(variance * (1 / number + 1 / self._count))
         return sum(self._new) / number > self._mean + _CHANCE * error
 
     @property

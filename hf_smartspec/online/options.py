@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.util
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +85,10 @@ class LearningOptions:
             )
         if not any((self.every_requests, self.every_tokens, self.every_seconds)):
             raise ValueError("`every_requests`, `every_tokens` and `every_seconds` must not all be None or 0.")
-        if self.most_requests is not None and self.most_requests < (self.every_requests or math.inf):
+        least = self.every_requests
+        if self.most_requests is not None and least is None:
+            raise ValueError("`most_requests` is the longest interval of `every_requests`, which is None.")
+        if self.most_requests is not None and least is not None and self.most_requests < least:
             raise ValueError(
                 f"`most_requests` must be at least `every_requests`, {self.every_requests!r}, got "
                 f"{self.most_requests!r}."

@@ -56,6 +56,18 @@ def test_by_drift_it_is_the_least_again():
     assert not found.has_drifted and found.requests == 64
 
 
+def test_one_error_after_faultless_requests_is_no_drift():
+    found = UpdateInterval(8, 64)
+    for _ in range(2):
+        found.note_request(0.0)
+    found.restart()
+    for rate in (0.05, 0.0):
+        found.note_request(rate)
+    assert not found.has_drifted
+    found.note_request(0.6)
+    assert found.has_drifted
+
+
 def test_under_load_learners_wait_for_more_requests():
     target = new_target()
     learner = learner_of(target, every_requests=4, most_requests=12)
@@ -70,5 +82,5 @@ def test_under_load_learners_wait_for_more_requests():
 def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="`most_requests` must be at least `every_requests`"):
         LearningOptions(every_requests=8, most_requests=4)
-    with pytest.raises(ValueError, match="`most_requests` must be at least `every_requests`"):
+    with pytest.raises(ValueError, match="longest interval of `every_requests`, which is None"):
         LearningOptions(every_requests=None, every_tokens=5, most_requests=4)

@@ -24,7 +24,6 @@ from ...kit.tables import Row
 NONE, MIXED = "none", "mixed"
 CALIBRATED, RAW, FIXED = "calibrated trees", "trees by raw probabilities", "the best fixed tree"
 _WARM_UP = 8  # tokens
-_ANSWERED = 8  # at once
 _APART = 10**6  # between the numbers of rows of the two halves
 
 
@@ -120,7 +119,7 @@ class DrafterBench:
 
     def _answers(self, target: PreTrainedModel, data: Sequence[DataSet]) -> list[Recording]:
         asked = [Recording(np.array(prompt), np.empty(0, np.int64)) for item in data for prompt in item.prompts]
-        return answered(asked, target, _ANSWERED, self.max_new_tokens, "answering, for a fixed tree")
+        return answered(asked, target, self.max_new_tokens, "answering, for a fixed tree")
 
     def _with_nodes(self, drafter: Drafter, num_nodes: int) -> Method:
         options: dict[str, Any] = {"num_nodes": num_nodes}

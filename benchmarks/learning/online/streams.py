@@ -21,7 +21,7 @@ from hf_smartspec.online.sampling import sampled, taught
 from hf_smartspec.online.students import Student, student_of
 
 K = 5  # the paper's proposals of a step
-_AT_ONCE = 16  # texts that are answered, or scored, together
+_AT_ONCE = 16  # texts that are sampled, or scored, together
 
 
 class Task(NamedTuple):
@@ -44,7 +44,7 @@ def answer(target: PreTrainedModel, data: DataSet, num_test: int, args: Any, lay
     if args.sampled:
         texts = _sampled(asked, target, args)
     else:
-        texts = answered(asked, target, _AT_ONCE, args.max_new_tokens, f"answering {data.name}")
+        texts = answered(asked, target, args.max_new_tokens, f"answering {data.name}")
     top_k = options_of(args).top_k
     samples: list[Sample] = []
     ordered = sorted(range(len(texts)), key=lambda index: len(texts[index].prompt) + len(texts[index].response))

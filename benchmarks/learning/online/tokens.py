@@ -1,4 +1,4 @@
-"""Which tokens a drafter has learnt (Online Speculative Decoding, section 5.5: figure 7 and table 6)."""
+"""Tokens that a drafter has learnt (Online Speculative Decoding, section 5.5: figure 7 and table 6)."""
 
 from collections import Counter
 from collections.abc import Sequence

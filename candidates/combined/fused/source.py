@@ -126,7 +126,8 @@ def _discounts(
     with suppress(TypeError):
         for item in discounts:
             if isinstance(item, PathDiscount):
-                found.append(item)
+                if item.factors and all(len(row) and min(row) >= 0 for row in item.factors):
+                    found.append(item)
                 continue
             factors = (item, item) if isinstance(item, int | float) else item
             if len(factors) in (2, 3) and all(0 <= factor <= 1 for factor in factors):

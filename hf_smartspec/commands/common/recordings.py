@@ -7,17 +7,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...candidates import SuffixTreeCandidates, TreeCandidateGenerator
 from ...candidates.request import SourceRequest
 from ...drafts.tree import DraftTree
+from ...serving.engine import Engine
 from .arguments import UsageError
 from .console import track
-from .models import demo_folder, encode, left_padded, load_tokenizer
+from .models import demo_folder, encode, load_tokenizer
 from .outputs import read_rows
 from .runs import eos_ids, up_to_end
+
+_AT_ONCE = 32  # requests that are answered together
 
 
 class Fields(NamedTuple):
@@ -175,27 +177,22 @@ def tokenized(
             yield Recording(np.array(prompts[0], np.int64), np.array(response, np.int64))
 
 
-@torch.no_grad()
 def answered(
     past: Sequence[Recording],
     model: PreTrainedModel,
-    batch_size: int,
     max_new_tokens: int,
     desc: str = "answering what is remembered",
 ) -> list[Recording]:
-    """Return the requests with the target's own answers, decoded greedily in batches."""
-    pad_id, ends, result = model.generation_config.pad_token_id, set(eos_ids(model)), []
-    with track(total=len(past), desc=desc) as progress:
-        for first in range(0, len(past), batch_size):
-            items = past[first : first + batch_size]
-            inputs = left_padded([item.prompt for item in items], pad_id, model.device)
-            found: Any = model.generate(**inputs, do_sample=False, max_new_tokens=max_new_tokens)
-            begin = 1 if model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
-            rows = found[:, begin:].tolist()
-            result += [
-                Recording(item.prompt, np.array(up_to_end(row, ends), np.int64)) for item, row in zip(items, rows)
-            ]
-            progress.update(len(items))
+    """Return the requests with the target's own answers, decoded greedily and without drafts by an engine."""
+    ends, result = set(eos_ids(model)), []
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_new_tokens}
+    with Engine(model, "none", max_batch_size=_AT_ONCE) as engine:
+        names = [engine.add_request(item.prompt.tolist(), **options) for item in past]
+        for item, name in zip(track(past, desc=desc), names):
+            output: Any = engine.get_result(name)
+            if output.error is not None:
+                raise RuntimeError(f"a request could not be answered: {output.error}")
+            result.append(Recording(item.prompt, np.array(up_to_end(output.generated_tokens, ends), np.int64)))
     return result
 
 

@@ -102,7 +102,7 @@ def load_setups(args: argparse.Namespace) -> list[Setup]:
         texts = read_requests(path, Fields(), None, needs_responses=args.replay)
         sizes = (max_prompt_len(args, model), args.max_new_tokens)
         data = DataSet.of(str(path), texts, tokenizer, args.limit, args.remember, *sizes)
-        past = list(data.past) if args.replay else answered(data.past, model, args.max_batch_size, args.max_new_tokens)
+        past = list(data.past) if args.replay else answered(data.past, model, args.max_new_tokens)
         setups.append(
             Setup(
                 model, draft, [np.array(prompt, np.int64) for prompt in data.prompts], args.max_new_tokens,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from packaging.version import Version
 
 from ...prepare.checks import check_assistant
-from ...prepare.presets import is_preset
+from ...prepare.presets import EARLY_EXIT, is_preset
 from ...target_model.private import TRANSFORMERS
 from ..common.arguments import UsageError, usage_errors
 from ..common.models import demo_folder, use_machine
@@ -48,7 +48,7 @@ def _check_learning(args: argparse.Namespace) -> None:
         raise UsageError("--learn-options: `checkpoint` is the folder of --learn")
     with usage_errors("--learn-options", TypeError, ValueError):
         LearningOptions.of(**args.learn_options)
-    others = [item for item in args.assistant if not is_preset(item)]
+    others = [item for item in args.assistant if not is_preset(item) and not item.startswith(EARLY_EXIT)]
     if not args.draft and not others:
         raise UsageError("--learn: nothing that learns drafts: add --draft MODEL, or name heads in --assistant")
     has_keys = bool(args.api_key or args.api_key_file or args.admin_key_file)

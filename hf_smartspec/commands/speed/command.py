@@ -27,9 +27,7 @@ def run(args: argparse.Namespace) -> int:
     sizes = (args.limit, args.remember, max_prompt_len(args, model), args.max_new_tokens)
     data = [DataSet.of(name, requests, tokenizer, *sizes) for name, requests in texts.items()]
     if not args.replay:
-        data = [
-            item._replace(past=answered(item.past, model, max(args.batch_size), args.max_new_tokens)) for item in data
-        ]
+        data = [item._replace(past=answered(item.past, model, args.max_new_tokens)) for item in data]
     console = make_console()
     report: dict[str, Any] = {
         "command": command_of(args) | {"files": list(texts)},

@@ -12,7 +12,6 @@ from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...candidates.heads.files import CONFIG
-from ...generate import enabled
 from ...training.card import write_card
 from ...training.checkpoints import newest_checkpoint
 from ...training.loop import Schedule, train
@@ -25,7 +24,6 @@ from ..common.recordings import Fields, Recording, Texts, answered, read_request
 from .kinds import CHECKPOINTS, KINDS, check_draft
 
 _HELD_OUT = 0.05  # share of texts
-_ANSWERED = 32  # least batch size when the target answers prompts
 _SETTINGS = "settings.json"
 
 
@@ -145,10 +143,7 @@ def _answers(
         "target": hashlib.sha256(weights).hexdigest(),
     }
     if any(known.get(name) != value for name, value in asked.items()):
-        if model.generation_config.pad_token_id is None:
-            model.generation_config.pad_token_id = tokenizer.eos_token_id or 0
-        with enabled(model, assistant="auto"):
-            found = answered(recordings, model, max(args.batch_size, _ANSWERED), args.own_outputs, "answering")
+        found = answered(recordings, model, args.own_outputs, "answering")
         known = asked | {"responses": [item.response.tolist() for item in found]}
         replace_json(_answers_path(args), known)
     return [Recording(item.prompt, np.array(ids, np.int64)) for item, ids in zip(recordings, known["responses"])]

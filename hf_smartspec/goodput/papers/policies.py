@@ -26,25 +26,28 @@ class ShapedDrafts(LengthPolicy):
     """
 
     confidence = 0.0  # drafts end after a token of no more
-    _rows: StepRows | None = None
-    _shapes: Sequence[tuple[int, ...]] = ()
 
     @abstractmethod
     def shapes(self, rows: StepRows) -> Sequence[tuple[int, ...]]:
         """Return the children of every node at each depth, for each row: (1, 1, 1) is a chain of three tokens."""
 
     def max_nodes(self, rows: StepRows, stage: Stage, trees: Sequence[DraftTree]) -> np.ndarray:
-        if self._rows is not rows:
-            self._rows, self._shapes = rows, self.shapes(rows)
-        sizes = {shape: tree_size(shape) for shape in set(self._shapes)}
-        return stage.limits(np.array([sizes[shape] for shape in self._shapes], np.int64), trees)
+        shapes = self._of(rows)
+        sizes = {shape: tree_size(shape) for shape in set(shapes)}
+        return stage.limits(np.array([sizes[shape] for shape in shapes], np.int64), trees)
 
     def price(self, rows: StepRows, stage: Stage) -> LevelPrice | None:
         """Return price 0 and the longest shape; rows with fewer nodes get a part of it."""
-        return FREE._replace(widths=max(self._shapes, key=len, default=()), confidence=self.confidence)
+        return FREE._replace(widths=max(self._of(rows), key=len, default=()), confidence=self.confidence)
 
     def select(self, rows: StepRows, trees: Sequence[DraftTree]) -> list[DraftTree]:
-        return [tree.within(shape) for tree, shape in zip(trees, self._shapes)]
+        return [tree.within(shape) for tree, shape in zip(trees, self._of(rows))]
+
+    def _of(self, rows: StepRows) -> Sequence[tuple[int, ...]]:
+        """Return the step's shapes, which are set once: sources draft in several stages, steps in several threads."""
+        if rows.shapes is None or rows.shapes[0] is not self:
+            rows.shapes = self, self.shapes(rows)
+        return rows.shapes[1]
 
 
 class BatchLookupTable(ShapedDrafts):

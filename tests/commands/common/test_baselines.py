@@ -23,7 +23,7 @@ BRANCH_LEN = 3
 
 
 def branches(text):
-    """How often each path of up to `BRANCH_LEN` tokens follows each token."""
+    """Count how often each path of up to `BRANCH_LEN` tokens follows each token."""
     counts = Counter()
     for at, token in enumerate(text):
         for length in range(1, min(BRANCH_LEN, len(text) - at - 1) + 1):
@@ -33,7 +33,7 @@ def branches(text):
 
 @given(st.lists(texts, max_size=3), texts)
 def test_pia_s_tries_count_outputs_and_the_prompt(outputs, prompt):
-    """Where everything fits, a draft is all that followed the last two tokens, or the last one where that is little."""
+    """A draft with room for all holds what followed the last two tokens, or the last one where that is little."""
     source = PIACandidates(branch_len=BRANCH_LEN)
     source.add_outputs([np.array(text) for text in outputs])
     tree = ask_plain(source, prompt, 100)

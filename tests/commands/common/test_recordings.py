@@ -52,7 +52,7 @@ def test_the_past_is_answered_by_the_target():
     model = new_model("llama")
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = END, 0
     past = random_recordings(3)
-    found = answered(past, model, 2, 6)
+    found = answered(past, model, 6)
     for item, own in zip(past, found):
         prompt = item.prompt[None]
         expected = model.generate(model.dummy_inputs["input_ids"].new_tensor(prompt), do_sample=False, max_new_tokens=6)

@@ -38,7 +38,7 @@ def test_equation_4_counts_the_correct_tokens_of_one_long_draft():
 
 
 def test_equation_12_beside_the_grid():
-    """With t_L + s t_S = 0.002 s + 0.02 and l(s) = 0.9 s ** 0.548, as in Figure 2."""
+    """The step takes t_L + s t_S = 0.002 s + 0.02, and l(s) = 0.9 s ** 0.548, as in Figure 2."""
     cells = {s: Times(1.0, 0.002 * s + 0.02) for s in range(9)}
     profile = Profile(BatchLookupTable({1: 0}), {1: cells}, [], PowerLaw(0.9, 0.548))
     lengths = np.linspace(0.1, 60, 60_000)

@@ -38,7 +38,7 @@ def _usual_priority(monkeypatch):
 
 
 def answers_of(target) -> list[str]:
-    """What plain `generate` says."""
+    """Return the text of plain `generate`."""
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     served = Served(model, AutoTokenizer.from_pretrained(target))
     return [served.text(served.alone(prompt, max_new_tokens=NUM_TOKENS)) for prompt in PROMPTS]
@@ -65,7 +65,7 @@ def draft(folder):
 
 
 class Client(TestClient):
-    """Clients of a server, and the learning behind it."""
+    """Clients of a server whose drafters learn."""
 
     def __init__(self, server):
         super().__init__(server.app)

@@ -164,3 +164,13 @@ def test_all_policies_run_the_same_loop():
     for policy in [*policies, GoodputAuction(line())]:
         totals = simulate(policy, drafters, line(), steps=30)
         assert totals.tokens >= 60 and (totals.verified > 0) != isinstance(policy, NoSpeculation)
+
+
+def test_a_policy_may_serve_two_steps_at_once():
+    """Threads may share one: the shapes of a step are its own."""
+    policy = RandomLength(max_length=7, seed=1)
+    one, other = rows_of(3), rows_of(5)
+    first = asked(policy, one).tolist()
+    asked(policy, other)
+    trees = [DraftTree.chain(list(range(7)), [0.5] * 7)] * 3
+    assert [len(tree) for tree in policy.select(one, trees)] == first == asked(policy, one).tolist()

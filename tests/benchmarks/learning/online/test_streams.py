@@ -29,7 +29,7 @@ def test_proposals_of_algorithm_1(is_accepted, k):
 
 @pytest.mark.parametrize("is_greedy", [True, False])
 def test_alpha_is_the_mean_over_proposals(is_greedy):
-    """Of greedy texts a share of proposals, of sampled ones the mean of sum min(p, q)."""
+    """It is a share of proposals of greedy texts, and the mean of sum min(p, q) of sampled ones."""
     target = new_target()
     draft = new_drafter("draft", target)
     (sample,) = samples_of(target, 1)

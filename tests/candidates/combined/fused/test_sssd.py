@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import hf_smartspec
 from hf_smartspec import DraftTree, SmartSpecConfig
-from hf_smartspec.candidates import Datastore, DatastoreCandidates, InputTreeCandidates, SSSDCandidates
+from hf_smartspec.candidates import Datastore, DatastoreCandidates, FusedCandidates, InputTreeCandidates, SSSDCandidates
 from hf_smartspec.candidates.text.datastore.search import MOST_PLACES
 from hf_smartspec.drafts.merge import Draft, PathDiscount, merge
 
@@ -125,6 +125,15 @@ def test_discounts_do_not_compound_along_the_path():
     assert tree.path_probs.tolist() == pytest.approx([0.72, 0.648, 0.5832])
     by_depth = merge([chain.discounted(PathDiscount([[0.8, 0.5]]))], 3)
     assert by_depth.path_probs.tolist() == pytest.approx([0.72, 0.405, 0.3645]), "the last one counts further down"
+
+
+def test_no_node_is_likelier_than_its_parent_and_factors_are_positive():
+    chain = Draft.of(DraftTree.chain([5, 6, 7], [0.5, 0.9, 0.9]))
+    raised = chain.discounted(PathDiscount([[0.5, 1.0, 2.0]]))
+    assert max(raised.probs) <= 1.0
+    for factors in ([], [[]], [[-0.1]]):
+        with pytest.raises(ValueError, match="`discounts`"):
+            FusedCandidates([InputTreeCandidates(1)], [PathDiscount(factors)])
 
 
 def test_short_matches_count_less():
