@@ -11,7 +11,7 @@ SIMULATED = "simulated: a 7 B model on an A100, by its data sheet"
 BY_DATA_SHEET = "computed: the model's config, on the paper's device by its data sheet"
 REPLAYED = "recorded answers, replayed without a model"
 
-_SUFFIX_ROWS = "pld token_recycling suffix_decoding auto"
+_SUFFIX_ROWS = "none pld token_recycling suffix_decoding auto"
 _POLICIES = "none k=1 k=3 k=5 random table step auction"
 _SHARES = "0.2 0.4 0.6 0.8 0.95 1.1"
 
