@@ -76,7 +76,7 @@ def layer_config(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor])
     """
     entries = {name: value for name, value in config.items() if name not in _NOT_SIZES}
     _check_activation(entries.get("hidden_act"))
-    entries |= _rope(entries) | _window(config) | {"num_hidden_layers": 1}
+    entries |= rope_of(entries) | _window(config) | {"num_hidden_layers": 1}
     # vLLM's default, and its default for files of speculators.
     is_before = config.get("norm_before_residual")
     entries["norm_before_residual"] = (
@@ -97,7 +97,7 @@ def _check_activation(name: Any) -> None:
         raise ValueError(f"`hidden_act` is {name!r}, and known are {', '.join(sorted(ACT2FN))}")
 
 
-def _rope(entries: Mapping[str, Any]) -> dict[str, Any]:
+def rope_of(entries: Mapping[str, Any]) -> dict[str, Any]:
     """
     Return the rotary embeddings' entry, of a known kind. Multimodal ones (mrope) count three positions, which are equal
     in text.

@@ -1,0 +1,1 @@
+"""Block drafters: small transformers that predict a whole block of coming tokens in one forward."""

@@ -1,0 +1,240 @@
+"""Configs of block drafters: kind, sizes, tapped layers of the target, layout of the slots, masks."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import AutoTokenizer, LlamaConfig, PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from ..eagle.config import flat_config, rope_of
+
+DFLASH = "dflash"
+# Where writers put what is not of the layers' sizes.
+_NESTED = ("dflash_config", "dspark_config")
+# Names of the lists of tapped layers: by the layer whose output is meant, and by the layer whose input is.
+OUTPUTS, INPUTS = "target_layer_ids", ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_SIZES = (*_NEEDED, "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rope_theta")
+_MUSE = "muse_glimmer_assistant"  # transformers' class of DFlash
+
+
+@dataclass(frozen=True)
+class BlockConfig:
+    """
+    What the files of a block drafter say of it.
+
+    Args:
+        kind (`str`): "dflash".
+        sizes (`LlamaConfig`): Sizes of its own layers, and their rotary embeddings.
+        target_hidden (`int`): Hidden size of the target.
+        hidden_layers (tuple of `int`): See `TreeCandidateGenerator.hidden_layers`.
+        block_size (`int`): Slots of a block, the anchor's included.
+        first_slot (`int`): The first slot that predicts: 1 where slots predict their own position (fill-in), 0 where
+            they predict the position after it (from the anchor).
+        num_depths (`int`): Number of slots that predict.
+        causal (tuple of `bool`): Of each layer, whether a slot sees only the slots up to itself.
+        windows (tuple of `int`, *optional*): Of each layer, the last positions that a query sees, its own included.
+        mask_token (`int`): Token of all slots after the first.
+        draft_vocab (`int`): Number of tokens that the drafter's output has.
+        has_bias (`bool`): Whether the maps of attention have one.
+        embedding_scale, logits_scale (`float`), softcap (`float`, *optional*): Factors of the slots' embeddings and
+            of the logits, and the limit of these.
+        is_interleaved (`bool`): Whether rotary embeddings turn neighbouring numbers rather than halves of a head.
+    """
+
+    kind: str
+    sizes: LlamaConfig
+    target_hidden: int
+    hidden_layers: tuple[int, ...]
+    block_size: int
+    first_slot: int
+    num_depths: int
+    causal: tuple[bool, ...]
+    windows: tuple[int | None, ...]
+    mask_token: int
+    draft_vocab: int
+    has_bias: bool = False
+    embedding_scale: float = 1.0
+    logits_scale: float = 1.0
+    softcap: float | None = None
+    is_interleaved: bool = False
+
+
+def entries_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all entries of a `config.json`, where those of `dflash_config` or `dspark_config` come first."""
+    flat = flat_config(config)
+    return flat | {name: value for name, value in _own(flat).items() if value is not None}
+
+
+def _own(config: Mapping[str, Any]) -> dict[str, Any]:
+    return next((item for key in _NESTED if isinstance(item := config.get(key), dict) and item), {})
+
+
+def read_config(
+    config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], mask_token: int | None, target: PreTrainedModel
+) -> BlockConfig:
+    """
+    Args:
+        config (mapping): The file.
+        shapes (mapping of `str` to sequence of `int`): Shapes of all tensors, under the names of `BlockDrafter`.
+        mask_token (`int`, *optional*): The mask token, where another file has it.
+
+    Raises:
+        ValueError: naming an entry that is missing, or whose value is not known.
+    """
+    entries, own = entries_of(config), _own(flat_config(config))
+    kind = DFLASH
+    sizes = _sizes(entries, target)
+    types, windows = _windows(entries, sizes.num_hidden_layers)
+    block_size = _positive(entries, "block_size")
+    first_slot = 0 if entries.get("sample_from_anchor") else 1
+    target_hidden = int(entries.get("target_hidden_size") or sizes.hidden_size)
+    return BlockConfig(
+        kind=kind,
+        sizes=sizes,
+        target_hidden=target_hidden,
+        hidden_layers=_hidden_layers(entries, shapes, target_hidden, target),
+        block_size=block_size,
+        first_slot=first_slot,
+        num_depths=block_size - first_slot,
+        causal=_causal(entries, types),
+        windows=windows,
+        mask_token=_mask_token(entries, target) if mask_token is None else mask_token,
+        draft_vocab=int(entries.get("draft_vocab_size") or sizes.vocab_size),
+        has_bias=bool(entries.get("attention_bias")) or "layers.0.self_attn.q_proj.bias" in shapes,
+        embedding_scale=float(own.get("input_embedding_scale") or 1.0),
+        logits_scale=_logits_scale(entries, own),
+        softcap=own.get("final_logit_softcapping"),  # at the top, it may be the target's
+        is_interleaved=entries.get("is_neox_style", entries.get("rope_is_neox_style")) is False,
+    )
+
+
+def _positive(entries: Mapping[str, Any], name: str) -> int:
+    value = entries.get(name)
+    if type(value) is not int or value < 1:
+        raise ValueError(f"`{name}` must be a positive integer, and is {value!r}")
+    return value
+
+
+def _logits_scale(entries: Mapping[str, Any], own: Mapping[str, Any]) -> float:
+    """Return the product of DFlash2's factor and of those for targets with muP."""
+    scale = float(own.get("output_multiplier") or 1.0) * float(own.get("logit_scale") or 1.0)
+    return scale / float(entries.get("logits_mup_width_multiplier") or 1.0)
+
+
+def _sizes(entries: Mapping[str, Any], target: PreTrainedModel) -> LlamaConfig:
+    for name in _NEEDED:
+        _positive(entries, name)
+    if entries.get("hidden_act") not in (None, *ACT2FN):
+        raise ValueError(f"`hidden_act` is {entries['hidden_act']!r}, and known are {', '.join(sorted(ACT2FN))}")
+    used = {name: entries[name] for name in _SIZES if entries.get(name) is not None}
+    if entries.get("model_type") == _MUSE:
+        used.setdefault("rope_theta", 500_000.0)
+    vocab = target.config.get_text_config(decoder=True).vocab_size
+    if entries.get("vocab_size") not in (None, vocab):
+        raise ValueError(f"a drafter for a target of {entries['vocab_size']} tokens does not fit one of {vocab}")
+    try:
+        eps = float(entries.get("rms_norm_eps") or 1e-6)
+        sizes: LlamaConfig = LlamaConfig.from_dict(used | rope_of(entries) | {"rms_norm_eps": eps, "vocab_size": vocab})
+        LlamaRotaryEmbedding(sizes)
+    except Exception as error:  # of many kinds, for values of other types
+        raise ValueError(f"its config cannot be used: {' '.join(str(error).split())}") from error
+    return sizes
+
+
+def _windows(entries: Mapping[str, Any], num: int) -> tuple[list[str], tuple[int | None, ...]]:
+    """Return the types of the layers, and how many positions up to its own a query of each sees; None for all."""
+    window = entries.get("sliding_window")
+    types = entries.get("layer_types") or [_SLIDING if entries.get("model_type") == _MUSE else _FULL] * num
+    if entries.get("use_swa"):
+        types, window = [_SLIDING] * num, entries.get("swa_window_size")
+    if not isinstance(types, list) or len(types) != num or set(types) - {_SLIDING, _FULL}:
+        raise ValueError(f"`layer_types` is {types!r}, and must name {_SLIDING!r} or {_FULL!r} for {num} layers")
+    if _SLIDING in types and (type(window) is not int or window < 1):
+        name = "swa_window_size" if entries.get("use_swa") else "sliding_window"
+        raise ValueError(f"`{name}` must be a positive integer for {_SLIDING!r}, got {window!r}")
+    return types, tuple(window if kind == _SLIDING else None for kind in types)
+
+
+def _causal(entries: Mapping[str, Any], types: Sequence[str]) -> tuple[bool, ...]:
+    """Return for each layer whether slots see the earlier ones only."""
+    for name in ("is_causal", "causal"):
+        if entries.get(name) is not None:
+            return (bool(entries[name]),) * len(types)
+    if entries.get("causal_head"):
+        return (True,) * len(types)
+    are_both_ways = entries.get("sliding_window_non_causal")
+    if are_both_ways is None:
+        are_both_ways = entries.get("use_swa") or entries.get("model_type") == _MUSE
+    return tuple(kind == _SLIDING and not are_both_ways for kind in types)
+
+
+def _hidden_layers(
+    entries: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], target_hidden: int, target: PreTrainedModel
+) -> tuple[int, ...]:
+    """
+    Return the target's hidden states that the drafter reads (2: the input of decoder layer 2), from a list of layers
+    whose outputs these are, or one of layers whose inputs these are.
+    """
+    num = target.config.get_text_config(decoder=True).num_hidden_layers
+    inputs_name = next((name for name in INPUTS if entries.get(name)), INPUTS[0])
+    outputs, inputs = _ids(entries, OUTPUTS, -1, num - 1), _ids(entries, inputs_name, 0, num)
+    by_outputs = None if outputs is None else [number + 1 for number in outputs]
+    # What a last layer leaves has no layer that reads it, and converters leave it out.
+    if inputs and by_outputs and inputs not in (by_outputs, [number for number in by_outputs if number < num]):
+        raise ValueError(f"`{OUTPUTS}` {outputs} and `{inputs_name}` {inputs} contradict one another: {by_outputs}")
+    found = inputs or by_outputs
+    if not found:
+        found = default_layers(entries.get("num_target_layers") or num, entries["num_hidden_layers"])
+    reads = shapes.get("fc.weight", (0, 0))[-1]
+    if reads and reads != len(found) * target_hidden:
+        raise ValueError(
+            f"`fc.weight` reads {reads} numbers, and {len(found)} layers of the target {found} have {target_hidden} "
+            "each"
+        )
+    return tuple(found)
+
+
+def _ids(entries: Mapping[str, Any], name: str, least: int, most: int) -> list[int] | None:
+    ids = entries.get(name)
+    if not ids:
+        return None
+    if not isinstance(ids, list) or not all(type(number) is int and least <= number <= most for number in ids):
+        raise ValueError(f"`{name}` is {ids!r}, and must be a list of integers from {least} to {most} for this target")
+    return ids
+
+
+def default_layers(num_target_layers: int, num_layers: int) -> list[int]:
+    """Return the hidden states that a drafter of `num_layers` layers reads by default, evenly over the target's."""
+    if num_layers == 1:
+        return [num_target_layers // 2 + 1]
+    step = (num_target_layers - 4) / (num_layers - 1)
+    return [round(1 + number * step) + 1 for number in range(num_layers)]
+
+
+def _mask_token(entries: Mapping[str, Any], target: PreTrainedModel) -> int:
+    token, text = entries.get("mask_token_id"), entries.get("mask_token")
+    if token is None and isinstance(text, str):
+        tokenizer = AutoTokenizer.from_pretrained(target.config.name_or_path)
+        token = tokenizer.get_vocab().get(text)
+        if token is None:
+            raise ValueError(f"`mask_token` {text!r} is no token of the target {target.config.name_or_path!r}")
+    if type(token) is not int or token < 0:
+        raise ValueError(f"`mask_token_id` must be a token, and is {token!r}")
+    return token
+
+
+def is_block_config(config: Mapping[str, Any]) -> bool:
+    """Return whether a `config.json` is that of a block drafter."""
+    kind = config.get("speculators_model_type")
+    if kind is not None:
+        return kind in _SPECULATORS
+    entries = entries_of(config)
+    signs: Collection[str] = ("mask_token_id", "mask_token", OUTPUTS, *INPUTS, "markov_rank", "projector_type")
+    return "block_size" in entries and any(entries.get(name) is not None for name in signs)
+
+
+_SPECULATORS = (DFLASH,)

@@ -1,0 +1,298 @@
+"""
+Block drafters (DFlash, arXiv 2602.06036, and what followed it): layers over an anchor, mask tokens, and the target's
+hidden states of the text before.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import embedding
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from ..learned import LearnedDrafter
+from .config import BlockConfig
+from .files import check_tensors, read, write
+from .scores import Lattice, independent
+
+Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, [..., 1, head_dim]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class BlockLayer(nn.Module):
+    """
+    One layer. It reads the text before a block by keys and values of the target's hidden states, which a cache holds;
+    those of the block's own slots are of no use after it.
+
+    Attributes:
+        causal (`bool`): Whether a slot sees only the slots up to itself.
+        window (`int`, *optional*): The last positions that a query sees, its own included; None for all.
+    """
+
+    def __init__(self, config: BlockConfig, number: int):
+        super().__init__()
+        sizes, eps = config.sizes, config.sizes.rms_norm_eps
+        hidden, inner, self.head_dim = sizes.hidden_size, sizes.intermediate_size, _head_dim(sizes)
+        queries = sizes.num_attention_heads * self.head_dim
+        keys = _kv_heads(sizes) * self.head_dim
+        self.causal, self.window = config.causal[number], config.windows[number]
+        self.is_interleaved = config.is_interleaved
+        self.activation = ACT2FN[sizes.hidden_act]
+        self.input_layernorm = nn.RMSNorm(hidden, eps)
+        self.post_attention_layernorm = nn.RMSNorm(hidden, eps)
+        self.self_attn = nn.ModuleDict(
+            {
+                "q_proj": nn.Linear(hidden, queries, config.has_bias),
+                "k_proj": nn.Linear(hidden, keys, config.has_bias),
+                "v_proj": nn.Linear(hidden, keys, config.has_bias),
+                "o_proj": nn.Linear(queries, hidden, config.has_bias),
+                "q_norm": nn.RMSNorm(self.head_dim, eps),
+                "k_norm": nn.RMSNorm(self.head_dim, eps),
+            }
+        )
+        self.mlp = nn.ModuleDict(
+            {
+                "gate_proj": nn.Linear(hidden, inner, bias=False),
+                "up_proj": nn.Linear(hidden, inner, bias=False),
+                "down_proj": nn.Linear(inner, hidden, bias=False),
+            }
+        )
+
+    def context(self, combined: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Return keys and values `[N, kv_heads, head_dim]` of committed positions.
+
+        Args:
+            combined (`torch.Tensor` of shape `[N, hidden_size]`): Results of `BlockDrafter.combine`.
+            rotation (tuple): Result of `BlockDrafter.rotation` for their positions `[N]`.
+        """
+        return self._rotated("k", combined, rotation), self._heads("v_proj", combined)
+
+    def forward(self, hidden: torch.Tensor, rotation: Rotation, attend: Attend) -> torch.Tensor:
+        """
+        Return the layer's output for hidden states `[R, S, hidden_size]` of S slots.
+
+        Args:
+            rotation (tuple): Result of `BlockDrafter.rotation` for the positions `[R, S]` of the slots.
+            attend (`Callable`): Attention over the context and the block, see `sees`: from queries `[R, S, heads,
+                head_dim]` and the block's own keys and values `[R, S, kv_heads, head_dim]` to `[R, S, heads,
+                head_dim]`. Scores are divided by the square root of `head_dim`.
+        """
+        normed = self.input_layernorm(hidden)
+        queries, keys = self._rotated("q", normed, rotation), self._rotated("k", normed, rotation)
+        attended = attend(queries, keys, self._heads("v_proj", normed))
+        hidden = hidden + self.self_attn["o_proj"](attended.flatten(-2))
+        normed = self.post_attention_layernorm(hidden)
+        gate, up = self.mlp["gate_proj"](normed), self.mlp["up_proj"](normed)
+        return hidden + self.mlp["down_proj"](self.activation(gate) * up)
+
+    def sees(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """
+        Return which positions `[..., T]` queries at positions `[..., S]` see, `[..., S, T]`, given that the keys are
+        those of the text before the block and of the block's slots.
+        """
+        after = keys[..., None, :] - queries[..., :, None]
+        seen = after <= 0 if self.causal else torch.ones_like(after, dtype=torch.bool)
+        return seen if self.window is None else seen & (after > -self.window)
+
+    def _heads(self, name: str, hidden: torch.Tensor) -> torch.Tensor:
+        heads: torch.Tensor = self.self_attn[name](hidden)
+        return heads.unflatten(-1, (-1, self.head_dim))
+
+    def _rotated(self, kind: str, hidden: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        heads = self.self_attn[f"{kind}_norm"](self._heads(f"{kind}_proj", hidden))
+        cos, sin = rotation
+        if self.is_interleaved:
+            half = self.head_dim // 2
+            pairs = torch.stack([-heads[..., 1::2], heads[..., ::2]], dim=-1).flatten(-2)
+            return heads * cos[..., :half].repeat_interleave(2, -1) + pairs * sin[..., :half].repeat_interleave(2, -1)
+        first, second = heads.chunk(2, dim=-1)
+        return heads * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+class BlockDrafter(LearnedDrafter):
+    """
+    A block drafter. Slot 0 of a block holds the newest token, the *anchor*, which the target has not run; all others
+    hold the mask token. With f_p the target's hidden states of a committed position p, side by side,
+
+        c_p = norm(fc f_p)        keys and values of all layers at p        (`combine`, `BlockLayer.context`)
+        x   = layers(embeddings of the slots)                               (`embed`, `BlockLayer.forward`)
+        candidates and their probabilities, from norm(x)                    (`norm`, `lattice`)
+
+    Names of parameters are those of published files.
+
+    Args:
+        spec (`BlockConfig`): What the files say.
+        tensors (mapping of `str` to `torch.Tensor`): Weights by name, and `d2t` where outputs are not all tokens.
+        target (`PreTrainedModel`): Lends its embeddings and its head, where there are none of the drafter's own.
+
+    Attributes:
+        config (`LlamaConfig`): Sizes of its own layers.
+        hidden_layers, block_size, first_slot, num_depths: See `BlockConfig`.
+        vocab_size (`int`): Size of the target's vocabulary.
+        layers (`nn.ModuleList` of `BlockLayer`): Its layers.
+
+    Raises:
+        ValueError: for tensors that are missing, unknown or of a wrong shape, or do not fit the target.
+    """
+
+    def __init__(self, spec: BlockConfig, tensors: Mapping[str, torch.Tensor], target: PreTrainedModel):
+        super().__init__()
+        self.spec, self.config, self.label, self.vocab_size = spec, spec.sizes, spec.kind, spec.sizes.vocab_size
+        self.hidden_layers, self.block_size = spec.hidden_layers, spec.block_size
+        self.first_slot, self.num_depths = spec.first_slot, spec.num_depths
+        # The target's own are no part of this module: they move, and are saved, with the target.
+        self._target_parts = target.get_input_embeddings(), target.get_output_embeddings()
+        self._embedding_scale = float(getattr(target.get_decoder(), "embedding_multiplier", 1.0))
+        own = {name: item for name, item in tensors.items() if name != "d2t" and not self._is_targets(name, item)}
+        with torch.device("meta"):
+            self._build(spec, own)
+        check_tensors(own, self.state_dict())
+        self.load_state_dict(own, assign=True)
+        ids = tensors.get("d2t")
+        self.register_buffer(
+            "token_ids", None if ids is None else ids.long() + torch.arange(len(ids)), persistent=False
+        )
+        self._rotary: dict[torch.device, LlamaRotaryEmbedding] = {}  # no module, whose frequencies would lose digits
+        self.check_fit(target)
+
+    def _build(self, spec: BlockConfig, tensors: Mapping[str, torch.Tensor]) -> None:
+        hidden, eps = spec.sizes.hidden_size, spec.sizes.rms_norm_eps
+        self.fc = nn.Linear(len(spec.hidden_layers) * spec.target_hidden, hidden, bias=False)
+        self.hidden_norm, self.norm = nn.RMSNorm(hidden, eps), nn.RMSNorm(hidden, eps)
+        self.layers = nn.ModuleList(BlockLayer(spec, number) for number in range(spec.sizes.num_hidden_layers))
+        self.embed_tokens = nn.Embedding(self.vocab_size, hidden) if "embed_tokens.weight" in tensors else None
+        has_head = "lm_head.weight" in tensors or spec.draft_vocab != self.vocab_size
+        self.lm_head = nn.Linear(hidden, spec.draft_vocab, bias=False) if has_head else None
+        self.mask_embedding = nn.Parameter(torch.empty(hidden)) if "mask_embedding" in tensors else None
+
+    def _is_targets(self, name: str, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is a copy of the target's embedding or head."""
+        parts: tuple[Any, Any] = self._target_parts
+        weight = {"embed_tokens.weight": parts[0].weight, "lm_head.weight": parts[1].weight}.get(name)
+        return weight is not None and tensor.shape == weight.shape and bool((tensor.to(weight) == weight).all())
+
+    @classmethod
+    def from_pretrained(cls, name: str | Path, target: PreTrainedModel) -> "BlockDrafter":
+        """
+        Read the published files of a folder or hub id: the authors', or those of speculators.
+
+        Raises:
+            ValueError: if the files hold no such drafter, or one for another target.
+        """
+        config, tensors = read(name, target)
+        try:
+            drafter = cls(config, tensors, target)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        return drafter._placed(name, target).requires_grad_(False)
+
+    def save_pretrained(self, folder: str | Path, **config: Any) -> None:
+        """Write `model.safetensors` and `config.json`, with further entries, as the authors' own."""
+        tensors, ids = self.state_dict(), self.token_ids
+        if ids is not None:
+            tensors["d2t"] = ids - torch.arange(len(ids), device=ids.device)
+        write(folder, self.spec, tensors, config)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fc.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.fc.weight.device
+
+    def check_fit(self, target: PreTrainedModel) -> None:
+        sizes = target.config.get_text_config(decoder=True)
+        if (sizes.vocab_size, sizes.hidden_size) != (self.vocab_size, self.spec.target_hidden):
+            raise ValueError(
+                f"a block drafter for a target of hidden size {self.spec.target_hidden} and {self.vocab_size} tokens "
+                f"does not fit one of hidden size {sizes.hidden_size} and {sizes.vocab_size} tokens"
+            )
+        parts: tuple[Any, Any] = self._target_parts
+        for own, lent in zip((self.embed_tokens, self.lm_head), parts):
+            if own is None and lent.weight.shape[1] != self.config.hidden_size:
+                raise ValueError(
+                    f"a block drafter of hidden size {self.config.hidden_size} cannot use the target's embeddings and "
+                    f"head, of size {lent.weight.shape[1]}"
+                )
+        num_rows = (self.embed_tokens or parts[0]).weight.shape[0]
+        if self.mask_embedding is None and self.spec.mask_token >= num_rows:
+            raise ValueError(f"`mask_token_id` {self.spec.mask_token} is none of the {num_rows} embeddings")
+
+    # What the drafter computes
+
+    def combine(self, states: torch.Tensor) -> torch.Tensor:
+        """
+        Return what keys and values of the context are made of, `[N, hidden_size]`, from the target's hidden states
+        `[N, layers * target's hidden_size]`.
+        """
+        combined: torch.Tensor = self.hidden_norm(self.fc(states))
+        return combined
+
+    def rotation(self, positions: torch.Tensor) -> Rotation:
+        """Return cosines and sines `[..., 1, head_dim]` of positions `[...]` in the text."""
+        device = positions.device
+        if device not in self._rotary:
+            self._rotary[device] = LlamaRotaryEmbedding(self.config).to(device)
+        like = torch.empty(0, dtype=self.dtype, device=device)
+        cos, sin = self._rotary[device](like, positions.reshape(1, -1))
+        return tuple(item.view(*positions.shape, 1, -1) for item in (cos, sin))  # type: ignore[return-value]
+
+    def embed(self, anchors: torch.Tensor, num_slots: int) -> torch.Tensor:
+        """Return the embeddings `[R, num_slots, hidden_size]` of anchors `[R]` and of the mask tokens after them."""
+        tokens = torch.cat([anchors, anchors.new_full((1,), self.spec.mask_token)])
+        if self.mask_embedding is None:
+            embedded = self._embedded(tokens)
+        else:
+            embedded = torch.cat([self._embedded(anchors), self.mask_embedding[None]])
+        embedded = embedded * self.spec.embedding_scale
+        masks = embedded[-1].expand(len(anchors), num_slots - 1, -1)
+        return torch.cat([embedded[:-1, None], masks], dim=1)
+
+    def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return embeddings `[N, hidden_size]` as the target's first layer reads them, without any norm (Muse)."""
+        lent: Any = self._target_parts[0]
+        if self.embed_tokens is not None:
+            embedded = self.embed_tokens(tokens) * getattr(lent, "embed_scale", 1.0)
+        elif hasattr(lent, "embed_norm"):
+            embedded = embedding(tokens.to(lent.weight.device), lent.weight)
+        else:
+            embedded = lent(tokens.to(lent.weight.device))
+        result: torch.Tensor = embedded.to(device=self.device, dtype=self.dtype) * self._embedding_scale
+        return result
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits `[..., own vocab]`, float32, of hidden states `[..., hidden_size]` after the final norm."""
+        head: Any = self._target_parts[1] if self.lm_head is None else self.lm_head
+        logits: torch.Tensor = head(hidden).float() * self.spec.logits_scale
+        cap = self.spec.softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def lattice(self, hidden: torch.Tensor, anchors: torch.Tensor, width: int) -> Lattice:
+        """
+        Return the candidates of each depth and their probabilities.
+
+        Args:
+            hidden (`torch.Tensor` of shape `[R, S, hidden_size]`): Outputs of S slots after the final norm; a block may
+                be shorter than `block_size`.
+            anchors (`torch.Tensor` of shape `[R]`): The tokens in slot 0.
+            width (`int`): Largest number of candidates at a depth.
+        """
+        lattice = independent(self.logits(hidden[:, self.first_slot :]), width)
+        return lattice._replace(tokens=self._target_tokens(lattice.tokens))
+
+    def _target_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens if self.token_ids is None else self.token_ids[tokens]
+
+
+def _kv_heads(sizes: LlamaConfig) -> int:
+    return sizes.num_key_value_heads or sizes.num_attention_heads
+
+
+def _head_dim(sizes: LlamaConfig) -> int:
+    return sizes.head_dim or sizes.hidden_size // sizes.num_attention_heads

@@ -1,0 +1,287 @@
+"""Block drafters as their authors and speculators compute and store them, written down in plain torch."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+EPS, THETA = 1e-6, 10000.0
+
+
+@dataclass
+class Published:
+    """
+    Tensors under z-lab's names, and what a config says of them. `outputs` are the layers of the target whose outputs
+    are read. `types` are of the layers ("s": sliding, "f": full).
+    """
+
+    tensors: dict[str, torch.Tensor]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    outputs: Sequence[int]
+    block_size: int
+    mask_token: int
+    causal: Sequence[bool]
+    windows: Sequence[int | None]
+    from_anchor: bool = False
+    token_ids: torch.Tensor | None = None
+    config: dict = field(default_factory=dict)  # further entries
+
+    @property
+    def hidden(self) -> int:
+        return self.tensors["fc.weight"].shape[0]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.causal)
+
+    def combine(self, states: torch.Tensor) -> torch.Tensor:
+        return self._norm("hidden_norm", states @ self.tensors["fc.weight"].T)
+
+    def block(self, states: torch.Tensor, embeds: torch.Tensor, start: int) -> torch.Tensor:
+        """
+        Hidden states after the final norm of slots with `embeds` `[S, hidden]` at positions `start` and further, behind
+        positions up to there whose target's `states` are `[start, K * hidden]`.
+        """
+        context, x, num = self.combine(states), embeds, len(embeds)
+        positions = torch.arange(start + num)
+        for layer in range(self.num_layers):
+            sees = torch.ones(num, start + num, dtype=torch.bool)
+            for slot in range(num):
+                for place in range(start + num):
+                    if self.causal[layer] and place > start + slot:
+                        sees[slot, place] = False
+                    window = self.windows[layer]
+                    if window is not None and place <= start + slot - window:
+                        sees[slot, place] = False
+            x = self._layer(layer, x, context, positions, sees)
+        return self._norm("norm", x)
+
+    def _layer(self, layer, x, context, positions, sees):
+        name = f"layers.{layer}"
+        h = self._norm(f"{name}.input_layernorm", x)
+        both = torch.cat([context, h])
+        query = self._heads(f"{name}.self_attn.q_proj", h, self.heads)
+        key = self._heads(f"{name}.self_attn.k_proj", both, self.kv_heads)
+        value = self._heads(f"{name}.self_attn.v_proj", both, self.kv_heads)
+        query = rotated(self._norm(f"{name}.self_attn.q_norm", query), positions[len(context) :])
+        key = rotated(self._norm(f"{name}.self_attn.k_norm", key), positions)
+        outputs = []
+        for head in range(self.heads):
+            group = head // (self.heads // self.kv_heads)
+            scores = query[:, head] @ key[:, group].T / math.sqrt(self.head_dim)
+            outputs.append(scores.masked_fill(~sees, -math.inf).softmax(-1) @ value[:, group])
+        x = x + self._linear(f"{name}.self_attn.o_proj", torch.cat(outputs, dim=-1))
+        z = self._norm(f"{name}.post_attention_layernorm", x)
+        gate = self._linear(f"{name}.mlp.gate_proj", z)
+        return x + self._linear(
+            f"{name}.mlp.down_proj", gate * torch.sigmoid(gate) * self._linear(f"{name}.mlp.up_proj", z)
+        )
+
+    def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.tensors[f"{name}.weight"].T + self.tensors.get(f"{name}.bias", 0)
+
+    def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return x / torch.sqrt(x.square().mean(-1, keepdim=True) + EPS) * self.tensors[f"{name}.weight"]
+
+    def _heads(self, name: str, x: torch.Tensor, num: int) -> torch.Tensor:
+        return self._linear(name, x).view(len(x), num, self.head_dim)
+
+
+def rotated(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Pairs (j, j + head_dim / 2) turn by position / theta ** (2 j / head_dim)."""
+    half = x.shape[-1] // 2
+    speeds = THETA ** (-torch.arange(half).double() / half)
+    turn = torch.polar(torch.ones(1).double(), positions.double()[:, None] * speeds)[:, None]
+    turned = torch.complex(x[..., :half].double(), x[..., half:].double()) * turn
+    return torch.cat([turned.real, turned.imag], dim=-1).to(x.dtype)
+
+
+def shapes(hidden: int, states: int, layers: int, heads: int, kv_heads: int, head_dim: int, inner: int) -> dict:
+    """Shapes of all tensors of a backbone that reads `states` numbers of the target."""
+    found: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, states), "hidden_norm.weight": (hidden,)}
+    found["norm.weight"] = (hidden,)
+    for layer in range(layers):
+        own = {
+            "input_layernorm": (hidden,),
+            "post_attention_layernorm": (hidden,),
+            "self_attn.q_proj": (heads * head_dim, hidden),
+            "self_attn.k_proj": (kv_heads * head_dim, hidden),
+            "self_attn.v_proj": (kv_heads * head_dim, hidden),
+            "self_attn.o_proj": (hidden, heads * head_dim),
+            "self_attn.q_norm": (head_dim,),
+            "self_attn.k_norm": (head_dim,),
+            "mlp.gate_proj": (inner, hidden),
+            "mlp.up_proj": (inner, hidden),
+            "mlp.down_proj": (hidden, inner),
+        }
+        found |= {f"layers.{layer}.{name}.weight": shape for name, shape in own.items()}
+    return found
+
+
+def waves(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    """The weights with which golden numbers were computed: a sine for each tensor, by its place among sorted names."""
+    found = {}
+    for place, name in enumerate(sorted(shapes)):
+        count = torch.arange(math.prod(shapes[name]), dtype=torch.float64)
+        wave = 0.5 * torch.sin(0.37 * count + 1.3 * place) + ("norm" in name)
+        found[name] = wave.view(shapes[name]).float()
+    return found
+
+
+def random_drafter(
+    hidden: int,
+    vocab: int,
+    *,
+    layers: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 8,
+    outputs: Sequence[int] = (0, 1),
+    block_size: int = 6,
+    causal: bool | Sequence[bool] = False,
+    windows: Sequence[int | None] | None = None,
+    from_anchor: bool = False,
+    own_vocab: int | None = None,
+    has_bias: bool = False,
+    has_embedding: bool = False,
+    seed: int = 0,
+) -> Published:
+    """A drafter of plain DFlash. With `own_vocab`, an output of so many tokens, in no particular places."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, shape in shapes(hidden, len(outputs) * hidden, layers, heads, kv_heads, head_dim, hidden + 8).items():
+        tensors[name] = torch.randn(shape, generator=generator)
+        tensors[name] = 1 + tensors[name] / 4 if "norm" in name else tensors[name] / shape[-1] ** 0.5
+        if has_bias and "_proj" in name and "self_attn" in name:
+            tensors[name.replace("weight", "bias")] = torch.randn(shape[0], generator=generator) / 4
+    token_ids = None
+    if own_vocab is not None:
+        token_ids = torch.randperm(vocab, generator=generator)[:own_vocab].sort().values
+        tensors["lm_head.weight"] = torch.randn(own_vocab, hidden, generator=generator)
+    if has_embedding:
+        tensors["embed_tokens.weight"] = torch.randn(vocab, hidden, generator=generator)
+    causal = [causal] * layers if isinstance(causal, bool) else causal
+    windows = [None] * layers if windows is None else windows
+    config = {"attention_bias": True} if has_bias else {}
+    slots = block_size, vocab - 1, causal, windows, from_anchor
+    return Published(tensors, heads, kv_heads, head_dim, outputs, *slots, token_ids, config)
+
+
+def layer_config(drafter: Published, vocab: int) -> dict:
+    """Entries of the layers, as Qwen3's."""
+    config = {
+        "model_type": "qwen3",
+        "hidden_size": drafter.hidden,
+        "intermediate_size": drafter.tensors["layers.0.mlp.gate_proj.weight"].shape[0],
+        "num_hidden_layers": drafter.num_layers,
+        "num_attention_heads": drafter.heads,
+        "num_key_value_heads": drafter.kv_heads,
+        "head_dim": drafter.head_dim,
+        "rms_norm_eps": EPS,
+        "rope_theta": THETA,
+        "vocab_size": vocab,
+        "max_position_embeddings": 2048,
+    }
+    if any(drafter.windows):
+        config["layer_types"] = ["sliding_attention" if window else "full_attention" for window in drafter.windows]
+        config["sliding_window"] = next(window for window in drafter.windows if window)
+    return config
+
+
+def vocabulary(drafter: Published, vocab: int) -> dict[str, torch.Tensor]:
+    """`d2t` says how much further a token stands among the target's, `t2d` which of these there are."""
+    if drafter.token_ids is None:
+        return {}
+    known = torch.zeros(vocab, dtype=torch.bool)
+    known[drafter.token_ids] = True
+    return {"d2t": drafter.token_ids - torch.arange(len(drafter.token_ids)), "t2d": known}
+
+
+def _slots(drafter: Published) -> dict:
+    own = {"block_size": drafter.block_size, "mask_token_id": drafter.mask_token}
+    return own | ({"sample_from_anchor": True} if drafter.from_anchor else {})
+
+
+def _causal(drafter: Published) -> dict:
+    """What a config says of masks: nothing where they are the usual ones, by types of layers."""
+    usual = [window is not None for window in drafter.windows]
+    return {} if list(drafter.causal) == usual else {"is_causal": drafter.causal[0]}
+
+
+def _save(folder: Path, tensors: Mapping[str, torch.Tensor], config: dict) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: item.clone().contiguous() for name, item in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def z_lab(drafter: Published, vocab: int, folder: Path) -> None:
+    own = {"target_layer_ids": list(drafter.outputs)} | _slots(drafter)
+    config = layer_config(drafter, vocab) | {"architectures": ["DFlashDraftModel"], "dflash_config": own}
+    config |= {"block_size": own.pop("block_size"), "num_target_layers": 2} | _causal(drafter) | drafter.config
+    if drafter.token_ids is not None:
+        config["draft_vocab_size"] = len(drafter.token_ids)
+    _save(folder, drafter.tensors | vocabulary(drafter, vocab), config)
+
+
+def prefixed(drafter: Published, vocab: int, folder: Path) -> None:
+    """All at the top, names with a prefix, fused maps, copies of rotary frequencies."""
+    tensors = {}
+    for name, item in drafter.tensors.items():
+        layer, _, part = name.rpartition("self_attn.")
+        if part in ("k_proj.weight", "v_proj.weight") or name.endswith("up_proj.weight"):
+            continue
+        if part == "q_proj.weight":
+            parts = [drafter.tensors[f"{layer}self_attn.{kind}_proj.weight"] for kind in "qkv"]
+            name, item = f"{layer}self_attn.qkv_proj.weight", torch.cat(parts)
+        elif name.endswith("gate_proj.weight"):
+            up = drafter.tensors[name.replace("gate_proj", "up_proj")]
+            name, item = name.replace("gate_proj", "gate_up_proj"), torch.cat([item, up])
+        tensors[f"model.{name}"] = item
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    config = layer_config(drafter, vocab) | {
+        "architectures": ["DFlashDraftModel"],
+        "target_layer_ids": list(drafter.outputs),
+    }
+    _save(folder, tensors, config | _slots(drafter) | _causal(drafter) | drafter.config)
+
+
+def muse(drafter: Published, vocab: int, folder: Path) -> None:
+    """transformers' class; bidirectional, whatever the types of layers."""
+    renamed = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+    tensors = {renamed.get(name, name): item for name, item in drafter.tensors.items()}
+    config = layer_config(drafter, vocab) | {
+        "model_type": "muse_glimmer_assistant",
+        "target_layer_ids": list(drafter.outputs),
+    }
+    config |= {"architectures": ["MuseGlimmerAssistantModel"]}
+    _save(folder, tensors, config | _slots(drafter) | drafter.config)
+
+
+def speculators(drafter: Published, vocab: int, folder: Path, kind: str = "dflash") -> None:
+    """Layers are counted by what they read."""
+    own = vocab if drafter.token_ids is None else len(drafter.token_ids)
+    config = {
+        "speculators_model_type": kind,
+        "speculators_version": "0.9.0",
+        "architectures": ["DFlashDraftModel"],
+        "speculators_config": {"algorithm": kind, "verifier": {"name_or_path": "someone/target"}},
+        "transformer_layer_config": layer_config(drafter, vocab),
+        "draft_vocab_size": own,
+        "target_hidden_size": None,
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in drafter.outputs],
+        "sliding_window_non_causal": not any(drafter.causal),
+        "sample_from_anchor": drafter.from_anchor,
+        "block_size": drafter.block_size,
+        "mask_token_id": drafter.mask_token,
+    }
+    others = {"verifier_norm.weight": torch.ones(drafter.hidden)}
+    _save(folder, drafter.tensors | vocabulary(drafter, vocab) | others, config | drafter.config)
+
+
+LAYOUTS = {"z-lab": z_lab, "prefixed": prefixed, "muse": muse, "speculators": speculators}

@@ -1,0 +1,282 @@
+"""The layers of block drafters, from published files: hidden states, tapped layers, slots, masks, what is refused."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hf_smartspec.candidates.heads.blocks.config import default_layers
+from hf_smartspec.candidates.heads.blocks.drafter import BlockDrafter
+from hf_smartspec.candidates.heads.blocks.files import is_block_checkpoint
+
+from ....models import new_model, shared_model
+from .forwards import run_block
+from .published import LAYOUTS, Published, random_drafter, shapes, waves, z_lab
+
+
+@pytest.fixture(scope="module")
+def target():
+    return shared_model("llama")
+
+
+def sizes(target) -> tuple[int, int]:
+    return target.config.hidden_size, target.config.vocab_size
+
+
+# Of every layout some drafters.
+KINDS = {
+    "z-lab": ("z-lab", {}),
+    "z-lab, wide heads, one layer": ("z-lab", {"head_dim": 16, "layers": 1, "outputs": (1,)}),
+    "z-lab, bias": ("z-lab", {"has_bias": True}),
+    "z-lab, windows": ("z-lab", {"windows": (4, None), "causal": (True, False)}),
+    "z-lab, windows both ways": ("z-lab", {"windows": (4, 4), "causal": False}),
+    "z-lab, causal": ("z-lab", {"causal": True}),
+    "z-lab, from the anchor": ("z-lab", {"from_anchor": True, "outputs": (-1, 1)}),
+    "z-lab, own vocabulary": ("z-lab", {"own_vocab": 60}),
+    "prefixed": ("prefixed", {"has_embedding": True}),
+    "muse": ("muse", {"windows": (4, 4)}),
+    "speculators": ("speculators", {"own_vocab": 60}),
+    "speculators, windows": ("speculators", {"windows": (None, 4), "causal": (False, True)}),
+    "speculators, windows both ways": ("speculators", {"windows": (None, 4)}),
+}
+
+
+def write(kind: str, target, folder) -> Published:
+    layout, options = KINDS[kind]
+    drafter = random_drafter(*sizes(target), **options)
+    LAYOUTS[layout](drafter, sizes(target)[1], folder)
+    return drafter
+
+
+def inputs(drafter: Published, start: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """The target's states of `start` positions, and embeddings of a block."""
+    generator = torch.Generator().manual_seed(seed)
+    states = torch.randn(start, drafter.tensors["fc.weight"].shape[1], generator=generator)
+    return states, torch.randn(drafter.block_size, drafter.hidden, generator=generator)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hidden_states_are_those_of_the_published_arithmetic(target, tmp_path, kind):
+    published = write(kind, target, tmp_path)
+    assert is_block_checkpoint(str(tmp_path))
+    drafter = BlockDrafter.from_pretrained(tmp_path, target)
+    assert drafter.hidden_layers == tuple(layer + 1 for layer in published.outputs)
+    first = 0 if published.from_anchor else 1
+    assert (drafter.first_slot, drafter.num_depths) == (first, published.block_size - first)
+    ids = published.token_ids
+    assert torch.equal(drafter.token_ids, ids) if ids is not None else drafter.token_ids is None
+    for start in (0, 1, 9):
+        states, embeds = inputs(published, start)
+        expected = published.block(states, embeds, start)
+        for pieces in ([start], [1] * start, [3] * (start // 3) + [start % 3]):
+            torch.testing.assert_close(run_block(drafter, states, embeds, pieces), expected, rtol=1e-5, atol=1e-5)
+
+
+def golden(**options) -> tuple[BlockDrafter, torch.Tensor]:
+    """The drafter of the golden numbers, and its hidden states."""
+    target = new_model("llama", hidden_size=8, vocab_size=10, num_attention_heads=2, num_key_value_heads=1)
+    own = waves(shapes(8, 16, 2, 2, 1, 4, 12))
+    published = Published(own, 2, 1, 4, (0, 1), 4, 9, (options.get("causal", False),) * 2, (None, None))
+    return published, target
+
+
+GOLDEN = {
+    False: {
+        0: [0.523948, 1.309104, -1.541551, 1.082358, 1.566827, 0.073431, -0.823747, 2.172787],
+        3: [-0.425237, 1.269918, -0.040137, -2.171573, 0.892284, 1.172015, -2.445415, -0.492931],
+    },
+    True: {
+        0: [0.452995, 1.371835, -1.560062, 1.113644, 1.502762, 0.158814, -0.837832, 2.147529],
+        3: [-0.425911, 1.270353, -0.039674, -2.173306, 0.894726, 1.169348, -2.442511, -0.496500],
+    },
+}
+
+
+@pytest.mark.parametrize("causal", GOLDEN)
+def test_golden_numbers_of_the_authors_modules(tmp_path, causal):
+    published, target = golden(causal=causal)
+    z_lab(published, 10, tmp_path)
+    drafter = BlockDrafter.from_pretrained(tmp_path, target)
+    states = torch.cos(0.21 * torch.arange(80)).view(5, 16)
+    hidden = run_block(drafter, states, torch.sin(0.11 * torch.arange(32) + 0.5).view(4, 8))
+    for slot, numbers in GOLDEN[causal].items():
+        torch.testing.assert_close(hidden[slot], torch.tensor(numbers), rtol=0, atol=1e-5)
+
+
+def test_tapped_layers_by_each_convention(target, tmp_path):
+    """Lists count layers by what they leave, or by what they read; where both are there, they must agree."""
+    published = random_drafter(*sizes(target), outputs=(-1, 1))
+    z_lab(published, sizes(target)[1], tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    own = content["dflash_config"]
+
+    def layers(**entries):
+        (tmp_path / "config.json").write_text(json.dumps(content | {"dflash_config": own | entries}))
+        return BlockDrafter.from_pretrained(tmp_path, target).hidden_layers
+
+    assert layers() == (0, 2)  # 2: what the last of two layers leaves, before the norm
+    assert layers(aux_hidden_state_layer_ids=[0, 2]) == (0, 2)
+    assert layers(target_layer_ids=None, aux_hidden_state_layer_ids=[0, 1]) == (0, 1)
+    assert layers(target_layer_ids=None, eagle_aux_hidden_state_layer_ids=[1, 2]) == (1, 2)
+    assert layers(target_layer_ids=None, num_target_layers=3) == (2, 1)  # by the formula: 1, then 1 - 1
+    with pytest.raises(ValueError, match="contradict"):
+        layers(aux_hidden_state_layer_ids=[0, 1])
+    with pytest.raises(ValueError, match=r"`target_layer_ids` is \[0, 2\], .* from -1 to 1"):
+        layers(target_layer_ids=[0, 2])
+    with pytest.raises(ValueError, match=r"`fc.weight` reads 64 numbers, and 1 layers .* have 32 each"):
+        layers(target_layer_ids=[1])
+    assert default_layers(36, 5) == [2, 10, 18, 26, 34] and default_layers(36, 1) == [19]
+
+
+def test_slots_and_masks_by_what_configs_say(target, tmp_path):
+    published = random_drafter(*sizes(target), windows=(4, None), causal=(True, False))
+    z_lab(published, sizes(target)[1], tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+
+    def load(own=None, **entries):
+        config = content | entries | {"dflash_config": content["dflash_config"] | (own or {})}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return BlockDrafter.from_pretrained(tmp_path, target)
+
+    def masks(**entries):
+        return [(layer.causal, layer.window) for layer in load(**entries).layers]
+
+    assert masks() == [(True, 4), (False, None)]  # sliding layers are causal, others are not
+    assert masks(is_causal=False, own={"causal": True}) == [(False, 4), (False, None)]
+    assert masks(own={"causal": True}) == [(True, 4), (True, None)]
+    assert masks(own={"causal_head": True}) == [(True, 4), (True, None)]
+    assert masks(own={"causal": False, "causal_head": True}) == [(False, 4), (False, None)]
+    assert masks(own={"use_swa": True, "swa_window_size": 3}) == [(False, 3), (False, 3)]
+    slots = [(item.first_slot, item.num_depths) for item in (load(), load(own={"sample_from_anchor": True}))]
+    assert slots == [(1, 5), (0, 6)]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_slot_sees_later_ones_unless_blocks_are_causal_and_no_further_back_than_its_window(target, tmp_path, causal):
+    published = random_drafter(*sizes(target), windows=(5,), causal=causal, layers=1, outputs=(0,), block_size=4)
+    z_lab(published, sizes(target)[1], tmp_path)
+    drafter = BlockDrafter.from_pretrained(tmp_path, target)
+    states, embeds = inputs(published, 9)
+
+    def moved(states=states, embeds=embeds):
+        return [bool(item) for item in (run_block(drafter, states, embeds) - before).abs().amax(-1) > 1e-6]
+
+    before = run_block(drafter, states, embeds)
+    last = embeds.clone()
+    last[-1] += 1
+    assert moved(embeds=last) == [not causal, not causal, not causal, True]
+    for position, seen in ((4, [False] * 4), (5, [True, False, False, False]), (6, [True, True, False, False])):
+        changed = states.clone()
+        changed[position] += 1
+        assert moved(states=changed) == seen  # a window of 5 at position 9 begins with position 5
+
+
+def test_blocks_embed_the_anchor_and_mask_tokens_as_the_target_does(tmp_path):
+    """With Gemma's factor, without Muse's norm; a file may bring an embedding of the mask token."""
+    target = shared_model("gemma2")
+    hidden, vocab = sizes(target)
+    published = random_drafter(hidden, vocab)
+    z_lab(published, vocab, tmp_path)
+    table, anchors = target.get_input_embeddings().weight * hidden**0.5, torch.tensor([3, 7])
+    embeds = BlockDrafter.from_pretrained(tmp_path, target).embed(anchors, 4)
+    torch.testing.assert_close(embeds, table[torch.tensor([[3, 96, 96, 96], [7, 96, 96, 96]])])
+    mask = torch.randn(hidden)
+    torch.save({"embedding": mask, "mask_token_id": 5}, tmp_path / "mask_embedding.pt")
+    drafter = BlockDrafter.from_pretrained(tmp_path, target)
+    torch.testing.assert_close(drafter.embed(anchors, 3)[:, 1:], mask.expand(2, 2, -1))
+    drafter.save_pretrained(tmp_path / "saved")
+    again = BlockDrafter.from_pretrained(tmp_path / "saved", target)
+    assert torch.equal(again.embed(anchors, 3), drafter.embed(anchors, 3)) and again.spec.mask_token == 5
+
+
+def test_copies_of_the_targets_are_dropped_and_other_embeddings_and_heads_used(target, tmp_path):
+    published = random_drafter(*sizes(target), has_embedding=True)
+    own = published.tensors["embed_tokens.weight"].clone()
+    published.tensors["lm_head.weight"] = target.get_output_embeddings().weight.detach()
+    for table in (own, target.get_input_embeddings().weight.detach()):
+        published.tensors["embed_tokens.weight"] = table
+        z_lab(published, sizes(target)[1], tmp_path)
+        drafter = BlockDrafter.from_pretrained(tmp_path, target)
+        assert drafter.lm_head is None and (drafter.embed_tokens is not None) == (table is own)
+        torch.testing.assert_close(drafter.embed(torch.tensor([4]), 2)[0], table[[4, published.mask_token]])
+
+
+def test_lattice_of_independent_depths_with_a_vocabulary_of_its_own(target, tmp_path):
+    """d2t moves every token of the drafter to the target's."""
+    published = random_drafter(*sizes(target), own_vocab=60)
+    z_lab(published, sizes(target)[1], tmp_path)
+    drafter = BlockDrafter.from_pretrained(tmp_path, target)
+    hidden = torch.randn(3, 6, published.hidden)
+    expected = (hidden[:, 1:] @ published.tensors["lm_head.weight"].T).log_softmax(-1)
+    lattice = drafter.lattice(hidden, torch.tensor([1, 2, 3]), 60)
+    assert lattice.tokens.shape == (3, 5, 60) and lattice.given.shape == (3, 4, 1, 60)
+    assert sorted(lattice.tokens[0, 0].tolist()) == published.token_ids.tolist()
+    scores = torch.cat([lattice.first[:, None, None], lattice.given], dim=1)[:, :, 0]
+    places = torch.searchsorted(published.token_ids, lattice.tokens)
+    torch.testing.assert_close(scores, expected.gather(-1, places))
+    assert (scores.diff(dim=-1) <= 0).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_saved_is_loaded(target, tmp_path, kind):
+    published = write(kind, target, tmp_path)
+    drafter = BlockDrafter.from_pretrained(tmp_path, target)
+    drafter.save_pretrained(tmp_path / "saved", base_model_name_or_path="mine")
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["base_model_name_or_path"] == "mine"
+    again = BlockDrafter.from_pretrained(tmp_path / "saved", target)
+    states, embeds = inputs(published, 7)
+    assert torch.equal(run_block(again, states, embeds), run_block(drafter, states, embeds))
+    lattices = [item.lattice(embeds[None], torch.tensor([3]), 4) for item in (drafter, again)]
+    assert all(torch.equal(one, other) for one, other in zip(*lattices) if one is not None)
+
+
+def _without(name):
+    return lambda tensors, config: tensors.pop(name)
+
+
+def _with(name, item):
+    return lambda tensors, config: tensors.update({name: item})
+
+
+def _entry(**entries):
+    return lambda tensors, config: config.update(entries)
+
+
+def _own(**entries):
+    return lambda tensors, config: config["dflash_config"].update(entries)
+
+
+REFUSED = {
+    "unknown tensor": (_with("layers.0.self_attn.sinks", torch.ones(4)), r"does not have: layers.0.self_attn.sinks"),
+    "missing tensor": (_without("layers.1.mlp.up_proj.weight"), r"missing: layers.1.mlp.up_proj.weight"),
+    "further layer": (_entry(num_hidden_layers=1), r"does not have: layers.1.input_layernorm.weight"),
+    "wrong shape": (_with("norm.weight", torch.ones(31)), r"`norm.weight` \(31,\) in place of \(32,\)"),
+    "quantized": (_with("fc.weight_scale", torch.ones(1)), r"quantized \(`fc.weight_scale`"),
+    "damaged": (_with("norm.weight", torch.full((32,), torch.nan)), r"`norm.weight` is damaged"),
+    "no d2t": (_entry(draft_vocab_size=60), r"60 of 97 tokens needs `d2t`"),
+    "t2d": (_with("t2d", torch.ones(97, dtype=torch.bool)), r"`t2d` marks 97 tokens"),
+    "mask": (_own(mask_token_id=None), r"`mask_token_id` must be a token, and is None"),
+    "mask beyond": (_own(mask_token_id=97), r"`mask_token_id` 97 is none of the 97 embeddings"),
+    "block": (_entry(block_size=None), r"`block_size` must be a positive integer, and is None"),
+    "types": (_entry(layer_types=["linear_attention"] * 2), r"`layer_types` is .*linear_attention"),
+    "window": (_entry(layer_types=["sliding_attention"] * 2), r"`sliding_window` must be a positive integer"),
+    "vocabulary": (_entry(vocab_size=98), r"98 tokens does not fit one of 97"),
+    "activation": (_entry(hidden_act="none"), r"`hidden_act` is 'none'"),
+    "sizes": (_entry(intermediate_size=None), r"`intermediate_size` must be a positive integer"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(target, tmp_path, case):
+    change, message = REFUSED[case]
+    published = random_drafter(*sizes(target), own_vocab=60 if case == "t2d" else None)
+    z_lab(published, sizes(target)[1], tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    change(tensors, config)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message) as error:
+        BlockDrafter.from_pretrained(tmp_path, target)
+    assert str(tmp_path) in str(error.value)
