@@ -140,6 +140,8 @@ class BlockDrafter(LearnedDrafter):
         ValueError: for tensors that are missing, unknown or of a wrong shape, or do not fit the target.
     """
 
+    token_ids: torch.Tensor | None
+
     def __init__(self, spec: BlockConfig, tensors: Mapping[str, torch.Tensor], target: PreTrainedModel):
         super().__init__()
         self.spec, self.config, self.label, self.vocab_size = spec, spec.sizes, spec.kind, spec.sizes.vocab_size
@@ -241,7 +243,8 @@ class BlockDrafter(LearnedDrafter):
             self._rotary[device] = LlamaRotaryEmbedding(self.config).to(device)
         like = torch.empty(0, dtype=self.dtype, device=device)
         cos, sin = self._rotary[device](like, positions.reshape(1, -1))
-        return tuple(item.view(*positions.shape, 1, -1) for item in (cos, sin))  # type: ignore[return-value]
+        shape = *positions.shape, 1, _head_dim(self.config)
+        return cos.view(shape), sin.view(shape)
 
     def embed(self, anchors: torch.Tensor, num_slots: int) -> torch.Tensor:
         """Return the embeddings `[R, num_slots, hidden_size]` of anchors `[R]` and of the mask tokens after them."""
