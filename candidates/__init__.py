@@ -10,6 +10,7 @@ from .combined.wrapped import WrappedCandidates
 from .committed import Committed
 from .forwarding import ForwardingSource
 from .heads.eagle.heads import EagleHeads
+from .heads.eagle.parallel import ParallelCandidates
 from .heads.feature_source import FeatureCandidates
 from .heads.medusa.heads import MedusaHeads
 from .heads.medusa.source import MedusaCandidates
@@ -44,6 +45,7 @@ __all__ = [
     "MedusaCandidates",
     "MedusaHeads",
     "MtpLayers",
+    "ParallelCandidates",
     "PromptLookupCandidates",
     "RoutedCandidates",
     "SSSDCandidates",

@@ -10,6 +10,7 @@ from ...goodput.estimates.calibrator import Calibrator
 from ..base import TreeCandidateGenerator
 from .eagle.files import is_eagle_checkpoint
 from .eagle.heads import EagleHeads
+from .eagle.parallel import ParallelCandidates
 from .feature_source import FeatureCandidates
 from .files import config_of
 from .learned import FeatureDrafter, LearnedDrafter
@@ -49,11 +50,17 @@ def _features(heads: FeatureDrafter, calibrator: Calibrator, width: int | None) 
     return FeatureCandidates(heads, width=width)
 
 
+def _eagle(heads: EagleHeads, calibrator: Calibrator, width: int | None) -> TreeCandidateGenerator:
+    if heads.mask_hidden is None:
+        return FeatureCandidates(heads, width=width)
+    return ParallelCandidates(heads, width=width, calibrator=calibrator)
+
+
 KINDS = (
     Kind(MtpLayers, is_mtp, _features),
     Kind(MedusaHeads, is_medusa_checkpoint, _medusa),
     Kind(MLPSpeculator, is_speculator_checkpoint, _speculator),
-    Kind(EagleHeads, is_eagle_checkpoint, _features),
+    Kind(EagleHeads, is_eagle_checkpoint, _eagle),
 )
 
 

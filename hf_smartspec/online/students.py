@@ -224,8 +224,9 @@ class EagleStudent(Student):
 
     @classmethod
     def check(cls, module: nn.Module) -> None:
-        if not cast(EagleHeads, module).is_third:
-            raise ValueError("Heads of EAGLE-1 and 2 cannot learn while they serve: use those of EAGLE-3.")
+        heads = cast(EagleHeads, module)
+        if not heads.is_third or heads.mask_hidden is not None:
+            raise ValueError("Heads of EAGLE-1 and 2, and of P-EAGLE, cannot learn while they serve: use EAGLE-3's.")
 
     @classmethod
     def learnt(cls, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -22,7 +22,7 @@ from hf_smartspec import (
     SuffixTreeCandidates,
     TreeCandidateGenerator,
 )
-from hf_smartspec.candidates import SSSDCandidates, TokenRecyclingCandidates
+from hf_smartspec.candidates import ParallelCandidates, SSSDCandidates, TokenRecyclingCandidates
 from hf_smartspec.candidates.heads.eagle.heads import EagleHeads
 from hf_smartspec.candidates.heads.feature_source import FeatureCandidates
 from hf_smartspec.candidates.heads.learned import LearnedDrafter
@@ -31,7 +31,7 @@ from hf_smartspec.candidates.models.translated.source import TranslatedDraftCand
 from hf_smartspec.candidates.models.translated.translation import Translation
 from hf_smartspec.goodput import Calibrator
 
-from ..candidates.heads.fitted import fitted_eagle, fitted_heads, fitted_speculator
+from ..candidates.heads.fitted import fitted_eagle, fitted_heads, fitted_parallel, fitted_speculator
 from ..candidates.models.translated.pairs import with_tokens_of
 from ..models import VOCAB_SIZE
 from .targets import ARCHITECTURES, NUM_MTP_LAYERS, WRITTEN, known_mtp, known_texts, noisy_target, target
@@ -92,6 +92,11 @@ def eagle(architecture: str, rng: random.Random) -> TreeCandidateGenerator:
     return FeatureCandidates(copied(known_eagle(architecture)), width=rng.choice((None, 1, 3)))
 
 
+def peagle(architecture: str, rng: random.Random) -> TreeCandidateGenerator:
+    heads = copied(known_peagle(architecture))
+    return ParallelCandidates(heads, width=rng.choice((None, 1)), calibrator=rng.choice((None, Calibrator())))
+
+
 def mtp(architecture: str, rng: random.Random) -> TreeCandidateGenerator:
     model = known_mtp(architecture).packed.model
     shared = [model.embed_tokens, model.shared_head, model.rotary_emb]
@@ -140,6 +145,7 @@ KINDS = {
     "other size": Kind(other_size, swap_draft_model),
     "medusa": Kind(medusa, swap_heads),
     "eagle": Kind(eagle, swap_heads),
+    "peagle": Kind(peagle, swap_heads),
     "mtp": Kind(mtp, swap_heads, tuple(NUM_MTP_LAYERS)),
     "early exit": Kind(early_exit, architectures=WRITTEN),
     "mlp speculator": Kind(mlp_speculator, swap_heads),
@@ -153,7 +159,7 @@ KINDS = {
 def copied(heads: LearnedDrafter) -> Any:
     """Of heads, not of the target that they may refer to."""
     own = copy.copy(heads)
-    own._modules = copy.deepcopy(heads._modules)
+    own._modules, own._parameters = copy.deepcopy(heads._modules), copy.deepcopy(heads._parameters)
     return own
 
 
@@ -179,3 +185,8 @@ def known_speculator(architecture: str) -> MLPSpeculator:
 @cache
 def known_eagle(architecture: str) -> EagleHeads:
     return fitted_eagle(target(architecture), known_texts(architecture))
+
+
+@cache
+def known_peagle(architecture: str) -> EagleHeads:
+    return fitted_parallel(target(architecture), known_texts(architecture)[:4])

@@ -1,5 +1,7 @@
 """Heads of EAGLE-3 learn by what they will draft, and the target stays as it is."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,7 @@ from hf_smartspec.training import loop
 from hf_smartspec.training.checkpoints import newest_checkpoint
 from hf_smartspec.training.eagle import EagleTraining, frequent_tokens, new_heads
 from hf_smartspec.training.loop import Schedule, train
+from hf_smartspec.training.target import target_states
 from hf_smartspec.training.texts import Text, collate
 
 from ..candidates.heads.published_eagle import random_heads
@@ -35,14 +38,18 @@ def random_eagle(target, **options) -> EagleHeads:
     config = LlamaConfig(
         hidden_size=sizes[0], intermediate_size=sizes[0] + 8, num_attention_heads=4, num_key_value_heads=2,
         head_dim=published.head_dim, norm_before_residual=published.norm_before_residual,
+        norm_output=published.norm_output, num_hidden_layers=published.num_layers,
     )  # fmt: skip
-    return EagleHeads(config, published.tensors | {"d2t": published.token_ids - torch.arange(70)}, (0, 1, 1), target)
+    tensors = {re.sub(r"^(\d)\.(\w+)", r"\2_\1", name): item for name, item in published.tensors.items()}
+    tensors = {name.replace("fc_norm.", "fc_norm_"): item for name, item in tensors.items()}
+    return EagleHeads(config, tensors | {"d2t": published.token_ids - torch.arange(70)}, (0, 1, 1), target)
 
 
 HEADS = {
     "plain": {},
     "norms": {"has_norms": True, "head_dim": 16},
     "norm before": {"has_input_norm": True, "norm_before_residual": True},
+    "two layers": {"num_layers": 2, "has_fc_norm": True, "norm_output": True},
 }
 
 
@@ -83,7 +90,7 @@ def test_what_is_learnt_from_is_what_will_be_drafted(target, kind):
     expected = [drafted(target, heads, text) for text in texts]
     losses = []
     with torch.no_grad():
-        states, _ = module._target_states(batch["input_ids"])
+        states, _ = target_states(target, heads.hidden_layers, batch["input_ids"])
         steps = list(module._drafts(batch["input_ids"], batch["labels"], states))
         for step, (logits, where) in enumerate(steps):
             wanted = [item for own in expected for item in own[step]]

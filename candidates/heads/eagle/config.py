@@ -1,4 +1,4 @@
-"""Configs of EAGLE's heads: the layer's sizes, and which hidden states of the target it reads."""
+"""Configs of EAGLE's heads: the layers' sizes, and which hidden states of the target they read."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,8 +20,10 @@ _NOT_SIZES = {
     *_NESTED, "architectures", "auto_map", "layer_types", "model_type", "num_hidden_layers", "sliding_window", IDS
 }  # fmt: skip
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-# Entries of drafters that draft all tokens of a draft in one forward (P-EAGLE), by vLLM, SpecForge and speculators.
-_PARALLEL = ("mask_token_id", "para_num", "pard_token", "ptd_token_id")
+# Entries of drafters that draft all tokens of a draft in one forward (P-EAGLE), by speculators, vLLM and SpecForge.
+MASK_TOKEN, DEPTHS = "mask_token_id", "para_depths"
+_MASK_TOKENS, _DEPTHS = (MASK_TOKEN, "ptd_token_id", "pard_token"), (DEPTHS, "para_num")
+_NUM_DEPTHS = 8  # that speculators trains
 # Entries that add norms to EAGLE-1, and the value that does so, by vLLM, ModelOpt and speculators.
 _FURTHER_NORMS = {
     "add_para_norm": True,
@@ -52,12 +54,6 @@ def check_kind(config: Mapping[str, Any], is_third: bool) -> None:
         ValueError: for heads whose arithmetic is another one than that of EAGLE-1, 2 or 3.
     """
     entries = {**_eagle_entries(config), **config}
-    kinds = [str(config.get("speculators_model_type", "")), *map(str, config.get("architectures") or ())]
-    parallel = [name for name in _PARALLEL if entries.get(name) is not None]
-    parallel += [name for name in ("parallel_drafting",) if entries.get(name)]
-    parallel += [kind for kind in kinds if "peagle" in kind.lower()]
-    if parallel:
-        raise ValueError(f"these heads draft in parallel (P-EAGLE, by {parallel[0]!r}), which is not known")
     if is_third and entries.get("use_aux_hidden_state") is False:
         raise ValueError("these heads of EAGLE-3 read no layers of the target (`use_aux_hidden_state`: false)")
     further = [name for name, value in _FURTHER_NORMS.items() if entries.get(name) is value]
@@ -65,18 +61,56 @@ def check_kind(config: Mapping[str, Any], is_third: bool) -> None:
         raise ValueError(f"these heads of EAGLE-1 have norms that are not known (`{further[0]}`)")
 
 
-def layer_config(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> LlamaConfig:
+def is_set(config: Mapping[str, Any], entry: str) -> bool:
+    """Return whether an entry is true, at the top or in `eagle_config`."""
+    return bool(config.get(entry) or _eagle_entries(config).get(entry))
+
+
+def _parallel(config: Mapping[str, Any], has_mask: bool) -> dict[str, int]:
     """
+    Return the entries of heads that draft all depths in one forward, which have a `mask_hidden`: the token that stands
+    in for those that are drafted, and the number of depths. Others have none.
+    """
+    entries = {**_eagle_entries(config), **config}
+    if not has_mask:
+        kinds = [str(config.get("speculators_model_type", "")), *map(str, config.get("architectures") or ())]
+        signs = [name for name in (*_MASK_TOKENS, *_DEPTHS) if entries.get(name) is not None]
+        signs += ["parallel_drafting"] * bool(entries.get("parallel_drafting"))
+        signs += [kind for kind in kinds if "peagle" in kind.lower()]
+        if signs:
+            raise ValueError(f"these heads draft in parallel (P-EAGLE, by {signs[0]!r}), and have no `mask_hidden`")
+        return {}
+    methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    num_depths = methods[0].get("speculative_tokens", _NUM_DEPTHS)
+    found = {
+        MASK_TOKEN: next((entries[name] for name in _MASK_TOKENS if entries.get(name) is not None), None),
+        DEPTHS: next((entries[name] for name in _DEPTHS if entries.get(name) is not None), num_depths),
+    }
+    for name, least in ((MASK_TOKEN, 0), (DEPTHS, 1)):
+        if type(found[name]) is not int or found[name] < least:
+            raise ValueError(
+                f"`{name}` of heads that draft in parallel (P-EAGLE) must be an integer of at least {least}, got "
+                f"{found[name]!r}"
+            )
+    return found
+
+
+def layer_config(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], num_layers: int) -> LlamaConfig:
+    """
+    Return the config of the heads' layers.
+
     Args:
         config (mapping): Result of `flat_config`.
         tensors (mapping of `str` to `torch.Tensor`): Weights under the names of `files`.
+        num_layers (`int`): Number of layers among them.
 
     Raises:
         ValueError: naming an entry whose value is not known.
     """
     entries = {name: value for name, value in config.items() if name not in _NOT_SIZES}
     _check_activation(entries.get("hidden_act"))
-    entries |= rope_of(entries) | _window(config) | {"num_hidden_layers": 1}
+    entries |= rope_of(entries) | _windows(config, num_layers) | {"num_hidden_layers": num_layers}
+    entries |= _parallel(config, "mask_hidden" in tensors) | {"norm_output": is_set(config, "norm_output")}
     # vLLM's default, and its default for files of speculators.
     is_before = config.get("norm_before_residual")
     entries["norm_before_residual"] = (
@@ -117,25 +151,29 @@ def rope_of(entries: Mapping[str, Any]) -> dict[str, Any]:
     return {key: rope | {"rope_type": kind}}
 
 
-def _window(config: Mapping[str, Any]) -> dict[str, Any]:
+def _windows(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     """
-    Return the type of the layer: the first, where the entry has those of all layers of the target. Without a type, the
-    layer attends to all tokens.
+    Return the types of the layers: the first ones, where the entry has those of all layers of the target. Without
+    types, layers attend to all tokens.
     """
     types = config.get("layer_types")
     if not types:
         return {}
-    kind, window = types[0] if isinstance(types, list) else types, config.get("sliding_window")
-    if kind not in (_SLIDING, _FULL):
-        raise ValueError(f"`layer_types` is {types!r}, and known are {_SLIDING!r} and {_FULL!r}")
-    if kind == _SLIDING and (type(window) is not int or window < 1):
+    kinds = types[:num_layers] if isinstance(types, list) else [types] * num_layers
+    window = config.get("sliding_window")
+    if len(kinds) < num_layers or not {_SLIDING, _FULL}.issuperset(kinds):
+        raise ValueError(
+            f"`layer_types` is {types!r}, and must be {_SLIDING!r} or {_FULL!r} for each of {num_layers} layers"
+        )
+    if _SLIDING in kinds and (type(window) is not int or window < 1):
         raise ValueError(f"`sliding_window` must be a positive integer for {_SLIDING!r}, got {window!r}")
-    return {"layer_types": [kind], "sliding_window": window}
+    return {"layer_types": kinds, "sliding_window": window}
 
 
-def window_of(config: Any) -> int | None:
-    """Return the number of tokens that the layer attends to, its own included; None for all."""
-    return config.sliding_window if (getattr(config, "layer_types", None) or [_FULL])[0] == _SLIDING else None
+def window_of(config: Any, layer: int) -> int | None:
+    """Return the number of tokens that a layer attends to, its own included; None for all."""
+    types = getattr(config, "layer_types", None)
+    return config.sliding_window if types and types[layer] == _SLIDING else None
 
 
 def hidden_layers(config: Mapping[str, Any], is_third: bool, target: PreTrainedModel) -> tuple[tuple[int, ...], str]:

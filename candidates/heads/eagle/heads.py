@@ -1,4 +1,4 @@
-"""EAGLE's heads (Li et al., arXiv 2401.15077 and 2406.16858; EAGLE-3: arXiv 2503.01840): one decoder layer."""
+"""EAGLE's heads (Li et al., arXiv 2401.15077 and 2406.16858; EAGLE-3: arXiv 2503.01840): mostly one decoder layer."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ from ....target_model.written.program import Features
 from ....target_model.written.watch import Watch
 from ..learned import FeatureDrafter
 from .config import window_of
-from .files import check_shapes, read, write
+from .files import check_shapes, numbered, read, write
 
 _lock = Lock()
 _QUERY_KEY_VALUE, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
@@ -29,19 +29,22 @@ _QUERY_KEY_VALUE, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_p
 
 class EagleHeads(FeatureDrafter):
     """
-    One decoder layer over tokens and features. From the embedding e of the next token and the feature f it computes,
-    in EAGLE-1 and 2, whose features are the target's last hidden states after the final norm,
+    Decoder layers over tokens and features, mostly one. From the embedding e of the next token and the feature f the
+    first computes, in EAGLE-1 and 2, whose features are the target's last hidden states after the final norm,
 
         x = fc [e, f]            h = layer(x)                              logits = head h
 
-    and in EAGLE-3, whose features are f = fc [hidden states of three layers],
+    and in EAGLE-3, whose features are f = fc [hidden states of some layers],
 
         x = [norm e, norm' f]    a = f + attention(x)    h = a + mlp(norm'' a)    logits = head norm''' h
 
-    h is the feature that further tokens of a draft go on from.
+    Further layers are a Llama's. h of the last one is the feature that further tokens of a draft go on from. Files of
+    EAGLE-3.1 may have norms of the hidden states, of all (`norm_before_fc`) or of each (`fc_norm`), add to norm' f in
+    place of f (`norm_before_residual`), and pass on norm''' h in place of h (`norm_output`). Those of P-EAGLE (arXiv
+    2602.01469) have a `mask_hidden`, in place of hidden states that are not known: see `ParallelCandidates`.
 
     Args:
-        config (`LlamaConfig`): Sizes of the layer.
+        config (`LlamaConfig`): Sizes of the layers.
         tensors (mapping of `str` to `torch.Tensor`): Weights and biases under the names of `files`.
         hidden_layers (sequence of `int`): See `TreeCandidateGenerator.hidden_layers`.
         target (`PreTrainedModel`): Lends its embeddings and its head, where there are none of the heads' own.
@@ -63,13 +66,16 @@ class EagleHeads(FeatureDrafter):
         super().__init__()
         sizes = target.config.get_text_config(decoder=True)
         self.config, self.hidden_layers, self.vocab_size = config, tuple(hidden_layers), sizes.vocab_size
-        if len(self.hidden_layers) > 1:
-            self.label = "eagle3"
         check_shapes(config, tensors, len(self.hidden_layers), sizes)
+        self.num_layers = config.num_hidden_layers
         names = {name.rpartition(".")[0] for name in tensors} - {""}
         self.parts = nn.ModuleDict({name: _module(tensors, name, config.rms_norm_eps) for name in sorted(names)})
         ids = tensors.get("d2t")
         self.register_buffer("token_ids", None if ids is None else ids.long() + torch.arange(len(ids)))
+        mask = tensors.get("mask_hidden")
+        self.mask_hidden = None if mask is None else nn.Parameter(mask.reshape(1, -1))
+        if self.is_third:
+            self.label = "eagle3" if mask is None else "peagle"
         # Read here, since configs take longer to look anything up than a norm takes.
         self._norms_residual = bool(getattr(config, "norm_before_residual", False))
         self._norms_output = bool(getattr(config, "norm_output", False))
@@ -120,13 +126,14 @@ class EagleHeads(FeatureDrafter):
         """Return whether these are heads of EAGLE-3."""
         return "hidden_norm" in self.parts
 
-    def part(self, name: str) -> Any:
-        return self.parts[name]
+    def part(self, name: str, layer: int = 0) -> Any:
+        return self.parts[numbered(name, layer)]
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Return all tensors under the names that the constructor takes."""
         tensors = {name.removeprefix("parts."): item for name, item in self.parts.state_dict().items()}
-        ids = self.token_ids
+        ids, mask = self.token_ids, self.mask_hidden
+        tensors |= {} if mask is None else {"mask_hidden": mask[None]}  # [1, 1, D], as in published files
         return tensors if ids is None else tensors | {"d2t": ids - torch.arange(len(ids), device=ids.device)}
 
     def check_fit(self, target: PreTrainedModel) -> None:
@@ -148,9 +155,15 @@ class EagleHeads(FeatureDrafter):
         """Return features `[N, hidden_size]` of the target's hidden states `[N, layers * target's hidden_size]`."""
         if not self.is_third:
             return states
-        if "input_norm" in self.parts:
-            states = self.part("input_norm")(states)
+        if norms := self._states_norms:
+            states = torch.cat([norm(part) for norm, part in zip(norms, states.chunk(len(norms), dim=-1))], dim=-1)
         return self.part("fc")(states)
+
+    @property
+    def _states_norms(self) -> list[nn.RMSNorm]:
+        """Return the norm of all hidden states, or of each, or none."""
+        names = ["input_norm", *(numbered("fc_norm", number) for number in range(len(self.hidden_layers)))]
+        return [self.parts[name] for name in names if name in self.parts]  # type: ignore[misc]
 
     def inputs(self, embeds: torch.Tensor, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """
@@ -165,7 +178,7 @@ class EagleHeads(FeatureDrafter):
         return x, x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits `[M, own vocab]` of the layer's outputs `[M, hidden_size]`."""
+        """Return logits `[M, own vocab]` of the last layer's outputs `[M, hidden_size]`."""
         if "norm" in self.parts and not self._norms_output:
             hidden = self.part("norm")(hidden)
         logits: torch.Tensor = self.output(hidden)
@@ -176,12 +189,12 @@ class EagleHeads(FeatureDrafter):
         """The output layer: the heads' own, or the target's."""
         return self.part("lm_head") if "lm_head" in self.parts else self._target_parts[1]
 
-    def layer_output(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output for the sum of residual and attention."""
-        normed = self.part("post_attention_layernorm")(hidden)
-        gate, up = (self.part(name)(normed) for name in _GATE_UP)
-        hidden = hidden + self.part("down_proj")(self._activation(gate) * up)
-        return self.part("norm")(hidden) if self._norms_output else hidden
+    def layer_output(self, hidden: torch.Tensor, layer: int) -> torch.Tensor:
+        """Return a layer's output for the sum of residual and attention."""
+        normed = self.part("post_attention_layernorm", layer)(hidden)
+        gate, up = (self.part(name, layer)(normed) for name in _GATE_UP)
+        hidden = hidden + self.part("down_proj", layer)(self._activation(gate) * up)
+        return self.part("norm")(hidden) if self._norms_output and layer == self.num_layers - 1 else hidden
 
     def rotary(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
         """Return a function from positions `[1, N]` to cosines and sines, like a model's own."""
@@ -208,11 +221,12 @@ class EagleHeads(FeatureDrafter):
 
 
 class _WrittenHeads:
-    """The heads written out as a decoder of one layer, as long as their weights stay where they are."""
+    """The heads written out as a decoder, as long as their weights stay where they are."""
 
     def __init__(self, heads: EagleHeads):
         self._decoder = WrittenDecoder(_plan(heads))
-        self._feature = -1 if heads._norms_output else 1  # number of the hidden states that are further features
+        # Number of the hidden states that are further features.
+        self._feature = -1 if heads._norms_output else heads.num_layers
         self.watch = Watch(heads, [heads.parts, *heads.parts.values(), heads.output])
 
     def __call__(self, features: Features, step: FeatureStep) -> tuple[torch.Tensor, torch.Tensor]:
@@ -224,11 +238,11 @@ class _WrittenHeads:
 def _plan(heads: EagleHeads) -> DecoderPlan:
     is_third, head = heads.is_third, written_map([heads.output])
     features = FeaturePlan(
-        states_norm=_norm(heads, "input_norm"),
-        states_map=_map(heads, "fc") if is_third else None,
+        states_norms=[_written_norm(heads, norm) for norm in heads._states_norms],
+        states_map=_map(heads, 0, "fc") if is_third else None,
         embedding_norm=_norm(heads, "input_layernorm"),
         feature_norm=_norm(heads, "hidden_norm"),
-        both=None if is_third else _map(heads, "fc"),
+        both=None if is_third else _map(heads, 0, "fc"),
         adds_normed=heads._norms_residual,
     )
     embed = WeakMethod(heads.embed)
@@ -237,7 +251,7 @@ def _plan(heads: EagleHeads) -> DecoderPlan:
         embedding_multiplier=1.0,
         rotary=heads.rotary(),
         rotary_types=(None,),
-        layers=[_layer_plan(heads)],
+        layers=[_layer_plan(heads, layer) for layer in range(heads.num_layers)],
         final_norm=_norm(heads, "norm") or nn.Identity(),
         head=head,
         logits_divisor=1.0,
@@ -249,41 +263,45 @@ def _plan(heads: EagleHeads) -> DecoderPlan:
     )
 
 
-def _layer_plan(heads: EagleHeads) -> LayerPlan:
+def _layer_plan(heads: EagleHeads, layer: int) -> LayerPlan:
     config = heads.config
     activation = written_activation(heads._activation)
-    mlp = MLP(_map(heads, *_GATE_UP), activation, _map(heads, "down_proj"), is_gated=True)
+    mlp = MLP(_map(heads, layer, *_GATE_UP), activation, _map(heads, layer, "down_proj"), is_gated=True)
     return LayerPlan(
-        before_attention=None,
+        before_attention=_norm(heads, "input_layernorm", layer) if layer else None,  # the first has a `FeaturePlan`
         after_attention=None,
-        before_mlp=_norm(heads, "post_attention_layernorm"),
+        before_mlp=_norm(heads, "post_attention_layernorm", layer),
         after_mlp=None,
-        query_key_value=_map(heads, *_QUERY_KEY_VALUE),
-        query_norm=_norm(heads, "q_norm"),
-        key_norm=_norm(heads, "k_norm"),
+        query_key_value=_map(heads, layer, *_QUERY_KEY_VALUE),
+        query_norm=_norm(heads, "q_norm", layer),
+        key_norm=_norm(heads, "k_norm", layer),
         norms_heads=True,
-        attention_output=_map(heads, "o_proj"),
+        attention_output=_map(heads, layer, "o_proj"),
         mlp=mlp,
         num_heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
         scaling=config.head_dim**-0.5,
         softcap=None,
-        window=window_of(config),
+        window=window_of(config, layer),
         rotation=Halves(),
         layer_type=None,
     )
 
 
-def _map(heads: EagleHeads, *names: str) -> Map:
-    written = written_map([heads.part(name) for name in names])
+def _map(heads: EagleHeads, layer: int, *names: str) -> Map:
+    written = written_map([heads.part(name, layer) for name in names])
     if isinstance(written, Fused):
         written.lay_side_by_side()
     return written
 
 
-def _norm(heads: EagleHeads, name: str) -> RMSNorm | None:
-    return RMSNorm(heads.part(name), heads.config.rms_norm_eps, is_shifted=False) if name in heads.parts else None
+def _norm(heads: EagleHeads, name: str, layer: int = 0) -> RMSNorm | None:
+    return _written_norm(heads, heads.part(name, layer)) if numbered(name, layer) in heads.parts else None
+
+
+def _written_norm(heads: EagleHeads, norm: nn.Module) -> RMSNorm:
+    return RMSNorm(norm, heads.config.rms_norm_eps, is_shifted=False)
 
 
 def _module(tensors: Mapping[str, torch.Tensor], name: str, eps: float) -> nn.Module:

@@ -159,22 +159,22 @@ class DepthCalibration:
         return self._calibrator.calibrate(self._name, scores, depths, 0).reshape(self._num_depths, _NUM_SCORES)
 
     def calibrated(self, probs: np.ndarray) -> np.ndarray:
-        """Return calibrated probabilities of raw ones, `[B, K, w]`, both best first."""
+        """Return calibrated probabilities of raw ones `[B, depths, w]`, both best first, of at most K depths."""
         if self._num_pending >= min(_MOST_PENDING, 8 + self._num_learnt // 4):
             self._flush()
         place = probs.clip(0.0, 1.0) * (_NUM_SCORES - 1)
         low = np.minimum(place.astype(np.int64), _NUM_SCORES - 2)
-        depth = np.arange(self._num_depths)[None, :, None]
+        depth = np.arange(probs.shape[1])[None, :, None]
         part = place - low
         found = (1 - part) * self._table[depth, low] + part * self._table[depth, low + 1]
         return np.minimum.accumulate(found, axis=2)
 
     def learn(self, tokens: np.ndarray, probs: np.ndarray, truth: np.ndarray) -> None:
         """
-        Take one row's candidates `[K, w]`, their raw probabilities, and the tokens that followed. A depth counts if all
-        tokens before it were among the candidates: only there do trees have nodes.
+        Take one row's candidates `[depths, w]`, their raw probabilities, and the tokens that followed. A depth counts
+        if all tokens before it were among the candidates: only there do trees have nodes.
         """
-        for depth, token in enumerate(truth[: self._num_depths].tolist()):
+        for depth, token in enumerate(truth[: len(tokens)].tolist()):
             hits = tokens[depth] == token
             self._pending.append((probs[depth], depth + 1, hits))
             self._num_pending += len(hits)

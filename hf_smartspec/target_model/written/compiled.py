@@ -98,7 +98,7 @@ def can_compile(plan: DecoderPlan) -> bool:
 def _can_compile_features(plan: FeaturePlan, dtype: torch.dtype) -> bool:
     return (
         plan.both is None
-        and (plan.states_norm is None or _is_norm(plan.states_norm, dtype))
+        and all(_is_norm(norm, dtype) for norm in plan.states_norms)
         and _is_plain(plan.states_map, dtype)
         and _is_norm(plan.embedding_norm, dtype)
         and _is_norm(plan.feature_norm, dtype)

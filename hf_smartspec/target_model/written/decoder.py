@@ -154,7 +154,9 @@ def first_input(plan: FeaturePlan, embeds: torch.Tensor, features: Features) -> 
     """Return the input of the first layer's attention, and `x`, for embeddings `[N, hidden_size]`."""
     values = features.values
     if features.are_states:
-        values = values if plan.states_norm is None else plan.states_norm(values)
+        if plan.states_norms:
+            parts = values.split([norm.shape[0] for norm in plan.states_norms], dim=-1)
+            values = torch.cat([norm(part.contiguous()) for norm, part in zip(plan.states_norms, parts)], dim=-1)
         values = values if plan.states_map is None else plan.states_map(values)
     if plan.both is not None:
         x = plan.both(torch.cat([embeds, values], dim=-1))

@@ -101,12 +101,13 @@ class FeaturePlan:
     or, with a map of both, x = both [e, f], which attention reads, too.
 
     Args:
-        states_norm, states_map (`Callable`, *optional*): Norm and map from the target's hidden states to features;
-            without a map, these are features.
+        states_norms (sequence of `Callable`): Norms of the target's hidden states, which lie side by side: one of all
+            numbers, one of each state, or none.
+        states_map (`Callable`, *optional*): Map from these to features; without a map, the states are features.
         adds_normed (`bool`): Whether x is `feature_norm f`.
     """
 
-    states_norm: Map | None
+    states_norms: Sequence[Any]
     states_map: Map | None
     embedding_norm: Map | None
     feature_norm: Map | None

@@ -192,9 +192,10 @@ class ForwardProgram:
         self.embedded, self.given, both = self._new(self.size), features, self._new(2 * self.size)
         if reads_states:
             self.given = self._new(plan.states_map.shape[1])
-            if plan.states_norm is not None:
-                place = self.given.data_ptr()
-                self._norm_vectors(plan.states_norm, 1, (self.given.shape[1],) * 2, x=place, outputs=place)
+            place = self.given.data_ptr()
+            for norm in plan.states_norms:
+                self._norm_vectors(norm, 1, (self.given.shape[1],) * 2, x=place, outputs=place)
+                place += norm.shape[0] * self.given.itemsize
             self._multiply(plan.states_map, self.given, features)
         if plan.adds_normed:
             self._norm(plan.feature_norm, features, self.x)

@@ -6,7 +6,11 @@ from transformers import PreTrainedModel
 from hf_smartspec import MedusaHeads, MtpLayers
 from hf_smartspec.candidates.heads.eagle.heads import EagleHeads
 from hf_smartspec.candidates.heads.mlp_speculator import MLPSpeculator
+from hf_smartspec.drafts.tree import DraftTree
+from hf_smartspec.target_model.drafters.features import FeatureForward
+from hf_smartspec.target_model.layout.rows import RowInput
 from hf_smartspec.training.eagle import EagleTraining, new_heads
+from hf_smartspec.training.target import target_states
 
 _SURE = 10.0  # the least-squares fit to 0 and 1 is no logit
 
@@ -56,12 +60,36 @@ def fitted_eagle(model: PreTrainedModel, texts: torch.Tensor, num_steps: int = 3
     output = heads.part("lm_head")
     output.weight = torch.nn.Parameter(torch.eye(size), requires_grad=False)  # shows what it is multiplied with
     training = EagleTraining(model, heads, num_steps)
-    states, _ = training._target_states(texts)
+    states, _ = target_states(model, heads.hidden_layers, texts)
     x, tokens = [], []
     for step, (found, where) in enumerate(training._drafts(texts, texts, states)):
         x.append(found)
         tokens.append(texts[:, step + 2 :][where[:, :-1]])
     output.weight.data = _fit(torch.cat(x), torch.cat(tokens), model.config.vocab_size)
+    return heads.requires_grad_(False)
+
+
+@torch.no_grad()
+def fitted_parallel(model: PreTrainedModel, texts: torch.Tensor, num_depths: int = 4) -> EagleHeads:
+    """Random heads of P-EAGLE, whose output is the least-squares fit to what comes in texts `[n, length]`."""
+    heads, size, mask_token = new_heads(model), model.config.hidden_size, 2
+    num_numbers = size * len(heads.hidden_layers)
+    mask_hidden = torch.randn(1, 1, num_numbers, generator=torch.Generator().manual_seed(0))
+    heads.config.mask_token_id, heads.config.para_depths = mask_token, num_depths
+    heads = EagleHeads(heads.config, heads._tensors() | {"mask_hidden": mask_hidden}, heads.hidden_layers, model)
+    output = heads.part("lm_head")
+    output.weight = torch.nn.Parameter(torch.eye(size))  # shows what it is multiplied with
+    states, _ = target_states(model, heads.hidden_layers, texts)
+    masks = heads.mask_hidden.expand(num_depths - 1, -1)
+    chain = DraftTree.chain([mask_token] * (num_depths - 1))
+    forward, x, tokens = FeatureForward(heads), [], []
+    for text, known in zip(texts, states):
+        for end in range(4, len(text) - num_depths + 1):
+            features = torch.cat([known[: end - 1], masks])
+            found, _ = forward.forward([RowInput(forward.add(), text[1:end].numpy(), chain, features=features)])
+            x.append(found)
+            tokens.append(text[end : end + num_depths])
+    output.weight = torch.nn.Parameter(_fit(torch.cat(x), torch.cat(tokens), model.config.vocab_size))
     return heads.requires_grad_(False)
 
 

@@ -19,8 +19,9 @@ ACTIVATIONS = {
 @dataclass
 class Published:
     """
-    Tensors under short names, and what a config says of them. With `third`, these are heads of EAGLE-3, which look at
-    `layers` of the target's hidden states. Tokens see the last `window` up to their own, if that is given.
+    Tensors under short names, those of further layers behind the layer's number, and what a config says of them. With
+    `third`, these are heads of EAGLE-3, which look at `layers` of the target's hidden states. In the layers `sliding`,
+    tokens see the last `window` up to their own, if that is given.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -34,6 +35,10 @@ class Published:
     window: int | None = None
     config: dict = field(default_factory=dict)
     activation: str = "silu"
+    num_layers: int = 1
+    sliding: Sequence[int] = (0,)
+    norm_output: bool = False
+    mask_token: int | None = None
 
     def inputs(self, embeds: torch.Tensor, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What attention reads, and what it adds to."""
@@ -47,32 +52,46 @@ class Published:
     def combine(self, states: torch.Tensor) -> torch.Tensor:
         if self.third and "input_norm.weight" in self.tensors:
             states = self._norm("input_norm", states)
+        if self.third and "fc_norm.0.weight" in self.tensors:
+            parts = states.chunk(len(self.layers), dim=-1)
+            states = torch.cat([self._norm(f"fc_norm.{number}", part) for number, part in enumerate(parts)], dim=-1)
         return self._linear("fc", states) if self.third else states
 
-    def layer(
+    def run(
         self, embeds: torch.Tensor, features: torch.Tensor, positions: torch.Tensor, sees: torch.Tensor
     ) -> torch.Tensor:
         """What tokens `[n, hidden]` leave that see others by `sees` `[n, n]`, which is asked row by row."""
-        x, residual = self.inputs(embeds, features)
-        query, key = self._heads("q_proj", x, self.heads), self._heads("k_proj", x, self.kv_heads)
-        value = self._heads("v_proj", x, self.kv_heads)
-        if "q_norm.weight" in self.tensors:
-            query, key = self._norm("q_norm", query), self._norm("k_norm", key)
+        x, hidden = self.inputs(embeds, features)
+        for number in range(self.num_layers):
+            prefix, near = f"{number}." if number else "", sees
+            if number:
+                x = self._norm(f"{prefix}input_layernorm", hidden)
+            if self.window is not None and number in self.sliding:
+                near = sees & (positions[:, None] - positions < self.window)
+            hidden = self._layer(prefix, x, hidden, positions, near)
+        return self._norm("norm", hidden) if self.norm_output else hidden
+
+    def _layer(
+        self, prefix: str, x: torch.Tensor, residual: torch.Tensor, positions: torch.Tensor, sees: torch.Tensor
+    ) -> torch.Tensor:
+        query, key = self._heads(f"{prefix}q_proj", x, self.heads), self._heads(f"{prefix}k_proj", x, self.kv_heads)
+        value = self._heads(f"{prefix}v_proj", x, self.kv_heads)
+        if f"{prefix}q_norm.weight" in self.tensors:
+            query, key = self._norm(f"{prefix}q_norm", query), self._norm(f"{prefix}k_norm", key)
         query, key = self._rotated(query, positions), self._rotated(key, positions)
         outputs = []
         for head in range(self.heads):
             group = head // (self.heads // self.kv_heads)
             scores = query[:, head] @ key[:, group].T / math.sqrt(self.head_dim)
             outputs.append(scores.masked_fill(~sees, -math.inf).softmax(-1) @ value[:, group])
-        hidden = residual + self._linear("o_proj", torch.cat(outputs, dim=-1))
-        x = self._norm("post_attention_layernorm", hidden)
-        gate = self._linear("gate_proj", x)
-        gate = ACTIVATIONS[self.activation](gate)
-        return hidden + self._linear("down_proj", gate * self._linear("up_proj", x))
+        hidden = residual + self._linear(f"{prefix}o_proj", torch.cat(outputs, dim=-1))
+        x = self._norm(f"{prefix}post_attention_layernorm", hidden)
+        gate = ACTIVATIONS[self.activation](self._linear(f"{prefix}gate_proj", x))
+        return hidden + self._linear(f"{prefix}down_proj", gate * self._linear(f"{prefix}up_proj", x))
 
     def logits(self, hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
         """With the target's output weight, unless there is one of their own."""
-        if self.third:
+        if self.third and not self.norm_output:
             hidden = self._norm("norm", hidden)
         return hidden @ self.tensors.get("lm_head.weight", head).T
 
@@ -115,16 +134,28 @@ def text_logits(
         sees[num + node] = sees[above]
         sees[num + node, num + node] = True
         positions[num + node] = positions[above] + 1
-    if heads.window is not None:
-        sees &= positions[:, None] - positions < heads.window
     embeds = heads.embeds(torch.cat([text[1:], torch.tensor(tokens, dtype=torch.long)]), table)
     features = torch.cat([heads.combine(states), torch.zeros(num_nodes, embeds.shape[1])])
-    hidden = heads.layer(embeds, features, positions, sees)
+    hidden = heads.run(embeds, features, positions, sees)
     for _ in range(num_nodes):  # as many levels as there can be
         for node, parent in enumerate(parents):
             features[num + node] = hidden[num + parent if parent >= 0 else num - 1]
-        hidden = heads.layer(embeds, features, positions, sees)
+        hidden = heads.run(embeds, features, positions, sees)
     return heads.logits(hidden, output)
+
+
+def parallel_logits(heads: Published, target, text: torch.Tensor, states: torch.Tensor, num: int) -> torch.Tensor:
+    """
+    Logits `[num, own vocab]` of P-EAGLE's depths behind a text `[n]` with hidden states `[n - 1, ...]`: the first as
+    EAGLE-3's, each further one from the mask token and `mask_hidden`, seeing the text and the depths before it.
+    """
+    length = len(text) - 1
+    tokens = torch.cat([text[1:], torch.full((num - 1,), heads.mask_token)])
+    masks = heads.tensors["mask_hidden"].view(1, -1).expand(num - 1, -1)
+    embeds = heads.embeds(tokens, target.get_input_embeddings().weight)
+    features, positions = heads.combine(torch.cat([states, masks])), torch.arange(length + num - 1)
+    hidden = heads.run(embeds, features, positions, positions[:, None] >= positions)
+    return heads.logits(hidden[length - 1 :], target.get_output_embeddings().weight)
 
 
 def random_heads(
@@ -135,6 +166,11 @@ def random_heads(
     has_bias: bool = False,
     has_norms: bool = False,
     has_input_norm: bool = False,
+    has_fc_norm: bool = False,
+    norm_output: bool = False,
+    num_layers: int = 1,
+    sliding: Sequence[int] = (0,),
+    mask_token: int | None = None,
     own_vocab: int | None = None,
     head_dim: int = 8,
     inner: int | None = None,
@@ -158,6 +194,13 @@ def random_heads(
     maps |= {"k_proj": (2 * head_dim, reads), "v_proj": (2 * head_dim, reads), "o_proj": (hidden, 4 * head_dim)}
     maps |= {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
     tensors = {f"{name}.weight": normal(*shape) for name, shape in maps.items()}
+    for number in range(1, num_layers):
+        further = {name: (rows, hidden if name[0] in "qkv" else size) for name, (rows, size) in maps.items()}
+        tensors |= {f"{number}.{name}.weight": normal(*further[name]) for name in maps if name != "fc"}
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{number}.{name}.weight"] = norm(hidden)
+        if has_norms:
+            tensors |= {f"{number}.{name}.weight": norm(head_dim) for name in ("q_norm", "k_norm")}
     if has_bias:
         tensors["fc.bias"] = normal(hidden)
     for name in ("input_layernorm", "hidden_norm", "norm", "post_attention_layernorm")[0 if third else 3 :]:
@@ -166,12 +209,17 @@ def random_heads(
         tensors |= {"q_norm.weight": norm(head_dim), "k_norm.weight": norm(head_dim)}
     if has_input_norm:
         tensors["input_norm.weight"] = norm(len(layers) * hidden)
+    if has_fc_norm:
+        tensors |= {f"fc_norm.{number}.weight": norm(hidden) for number in range(len(layers))}
+    if mask_token is not None:
+        tensors["mask_hidden"] = torch.randn(1, 1, len(layers) * hidden, generator=generator)
     token_ids = None
     if own_vocab is not None:
         token_ids = torch.randperm(vocab, generator=generator)[:own_vocab].sort().values
         tensors["lm_head.weight"] = normal(own_vocab, hidden) * 3
-    sizes = 4, 2, head_dim
-    return Published(tensors, third, *sizes, layers, token_ids, norm_before_residual, window, activation=activation)
+    sizes, options = (4, 2, head_dim), {"num_layers": num_layers, "sliding": sliding, "norm_output": norm_output}
+    options |= {"activation": activation, "mask_token": mask_token}
+    return Published(tensors, third, *sizes, layers, token_ids, norm_before_residual, window, **options)
 
 
 def layer_config(heads: Published, vocab: int, is_explicit: bool = True) -> dict:
@@ -182,7 +230,7 @@ def layer_config(heads: Published, vocab: int, is_explicit: bool = True) -> dict
         "intermediate_size": heads.tensors["gate_proj.weight"].shape[0],
         "num_attention_heads": heads.heads,
         "num_key_value_heads": heads.kv_heads,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": heads.num_layers,
         "hidden_act": heads.activation,
         "rms_norm_eps": EPS,
         "rope_theta": THETA,
@@ -191,7 +239,8 @@ def layer_config(heads: Published, vocab: int, is_explicit: bool = True) -> dict
         "model_type": "llama",
     }
     if heads.window is not None:
-        config |= {"layer_types": ["sliding_attention"], "sliding_window": heads.window}
+        kinds = [f"{'sliding' if number in heads.sliding else 'full'}_attention" for number in range(heads.num_layers)]
+        config |= {"layer_types": kinds, "sliding_window": heads.window}
     return config | ({"head_dim": heads.head_dim} if is_explicit else {})
 
 
@@ -202,8 +251,9 @@ def _long(tensors: dict[str, torch.Tensor], layer: str) -> dict[str, torch.Tenso
     norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
     found = {}
     for name, item in tensors.items():
-        part = name.rpartition(".")[0]
-        found[f"{layer}{inner.get(part, '')}{name}" if part in inner or part in norms else name] = item.clone()
+        number, _, own = name.partition(".") if name[0].isdecimal() else ("", "", name)
+        part, place = own.rpartition(".")[0], f"layers.{number}." if number else layer
+        found[f"{place}{inner.get(part, '')}{own}" if part in inner or part in norms else name] = item.clone()
     return found
 
 
@@ -243,14 +293,19 @@ def _speculators(heads: Published, vocab: int, folder: Path) -> None:
     others = {"verifier_norm.weight": torch.ones(heads.tensors["norm.weight"].shape)}
     save_file(_long(heads.tensors, "layers.0.") | _vocabulary(heads, vocab) | others, folder / "model.safetensors")
     config = {
-        "speculators_model_type": "eagle3",
+        "speculators_model_type": "eagle3" if heads.mask_token is None else "peagle",
         "architectures": ["Eagle3Speculator"],
         "draft_vocab_size": vocab if heads.token_ids is None else len(heads.token_ids),
         "eagle_aux_hidden_state_layer_ids": list(heads.layers),
         "norm_before_residual": heads.norm_before_residual,
         "norm_before_fc": "input_norm.weight" in heads.tensors,
+        "fc_norm": "fc_norm.0.weight" in heads.tensors,
+        "norm_output": heads.norm_output,
         "transformer_layer_config": layer_config(heads, vocab) | {"model_type": "qwen3"},
     }
+    if heads.mask_token is not None:
+        methods = [{"proposal_type": "greedy", "speculative_tokens": 6}]
+        config |= {"mask_token_id": heads.mask_token, "speculators_config": {"proposal_methods": methods}}
     (folder / "config.json").write_text(json.dumps(config))
 
 

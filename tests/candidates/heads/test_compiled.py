@@ -29,7 +29,9 @@ KINDS = {
     "output in int8": {},
     "norms of heads": {"own_vocab": 60, "has_norms": True},
     "norms of states and before the residual": {"own_vocab": 60, "norm_before_residual": True, "has_input_norm": True},
-    "features after the norm": {"own_vocab": 60},
+    "norms of each of the states": {"own_vocab": 60, "has_fc_norm": True},
+    "three layers": {"own_vocab": 60, "num_layers": 3, "has_norms": True},
+    "features after the norm": {"own_vocab": 60, "num_layers": 2, "norm_output": True},
     "long window": {"own_vocab": 60, "window": 64},
 }
 
@@ -43,7 +45,6 @@ def heads_of(kind: str, folder, dtype=torch.float32) -> tuple[EagleHeads, list]:
     if kind == "output in int8":
         hf_smartspec.quantize(target)
     heads = EagleHeads.from_pretrained(folder, target)
-    heads._norms_output = kind == "features after the norm"
     return heads, [(tokens, states.to(dtype)) for tokens, states in texts(published, target, (9, 2, 23))]
 
 

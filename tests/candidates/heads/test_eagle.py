@@ -39,6 +39,38 @@ KINDS = {
         "speculators",
         {"third": True, "layers": (1, 2), "own_vocab": 60, "norm_before_residual": True, "has_input_norm": True},
     ),
+    "speculators, norm of each": (
+        "speculators",
+        {"third": True, "layers": (0, 2, 1), "own_vocab": 60, "has_fc_norm": True},
+    ),
+    "speculators, norm of the output": (
+        "speculators",
+        {"third": True, "layers": (0, 2, 1), "own_vocab": 60, "norm_output": True},
+    ),
+    "speculators, five states, three layers": (
+        "speculators",
+        {"third": True, "layers": (0, 2, 1, 1, 0), "own_vocab": 60, "num_layers": 3, "has_norms": True, "head_dim": 16},
+    ),
+    "speculators, all": (
+        "speculators",
+        {
+            "third": True,
+            "layers": (1, 0),
+            "own_vocab": 60,
+            "num_layers": 2,
+            "window": 5,
+            "sliding": (1,),
+            "has_fc_norm": True,
+            "norm_before_residual": True,
+            "norm_output": True,
+        },
+    ),
+    "speculators, P-EAGLE": (
+        "speculators",
+        {"third": True, "layers": (1, 0), "own_vocab": 60, "mask_token": 96},
+    ),
+    "3, two layers": ("3", {"third": True, "layers": (1, 1, 0), "own_vocab": 60, "num_layers": 2}),
+    "1, two layers": ("1", {"num_layers": 2}),
     "1, window": ("1", {"has_bias": True, "window": 5}),
     "SpecForge, window": ("SpecForge", {"third": True, "layers": (2, 1, 1), "own_vocab": 60, "window": 5}),
 }
@@ -71,7 +103,7 @@ def test_logits_are_those_of_the_published_arithmetic(target, tmp_path, kind, le
     check(run(forward, [forward.add() for _ in items], items), published, target, items)
 
 
-@pytest.mark.parametrize("kind", ["1, bias", "3", "speculators, norms", "SpecForge, window"])
+@pytest.mark.parametrize("kind", ["1, bias", "3", "speculators, norms", "SpecForge, window", "speculators, all"])
 def test_logits_in_pieces_behind_cuts_and_in_rows_that_begin_alike(target, tmp_path, kind):
     published = write(kind, target, tmp_path)
     items = texts(published, target, (40, 5, 23))
@@ -187,16 +219,39 @@ CHANGES = {
         lambda tensors: tensors.update({"layers.0.self_attn.k_norm.weight": torch.ones(3)}),
         r"`k_norm` \(3,\) in place of \(16,\)",
     ),
-    "two layers": (
-        lambda tensors: tensors.update({"layers.1.self_attn.q_proj.weight": torch.ones(3, 3)}),
-        "more than one layer",
-    ),
-    "two layers of a model": (
+    "one layer in the config": (
         lambda tensors: tensors.update({"model.layers.1.self_attn.q_proj.weight": torch.ones(3, 3)}),
-        "more than one layer",
+        r"config has 1 layers .* tensors of 2",
     ),
-    "norms of states": (lambda tensors: tensors.update({"fc_norm.0.weight": torch.ones(32)}), "fc_norm"),
+    "norms of states": (
+        lambda tensors: tensors.update({"fc_norm.0.weight": torch.ones(32)}),
+        r"`fc_norm_1` \(missing\) in place of \(32,\), `fc_norm_2` \(missing\)",
+    ),
+    "norms of more states": (
+        lambda tensors: tensors.update({f"fc_norm.{number}.weight": torch.ones(32) for number in range(4)}),
+        "left over: fc_norm_3",
+    ),
+    "norms of all and of each": (
+        lambda tensors: tensors.update(
+            {"input_norm.weight": torch.ones(96)} | {f"fc_norm.{number}.weight": torch.ones(32) for number in range(3)}
+        ),
+        r"of all hidden states \(`input_norm`\) and of each",
+    ),
+    "a norm in a further layer": (
+        lambda tensors: tensors.update({"layers.1.hidden_norm.weight": torch.ones(32)}),
+        "not known: layers.1.hidden_norm.weight",
+    ),
 }
+
+
+def test_layers_that_the_config_names_must_be_there(target, tmp_path):
+    write("speculators", target, tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config["transformer_layer_config"]["num_hidden_layers"] = 2
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"`q_proj_1` \(missing\) in place of \(32, 32\)"):
+        EagleHeads.from_pretrained(tmp_path, target)
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -57,7 +57,8 @@ def unlike():
     target = shared_model("llama")
     published = random_heads(32, target.config.vocab_size, third=True, layers=(1, 1, 0), own_vocab=80)
     tensors = dict(published.tensors) | {"d2t": published.token_ids - torch.arange(80)}
-    config = LlamaConfig(hidden_size=32, intermediate_size=40, num_attention_heads=4, num_key_value_heads=2)
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    config = LlamaConfig(hidden_size=32, intermediate_size=40, **sizes)
     return EagleHeads(config, tensors, (1, 1, 0), target).requires_grad_(False)
 
 
