@@ -1,5 +1,6 @@
 """The contract between the engine and the sources that propose draft tokens."""
 
+import os
 from abc import abstractmethod
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -216,6 +217,20 @@ class TreeCandidateGenerator(AssistedDecodingSource):
 
 def label_of(source: TreeCandidateGenerator) -> str:
     return source.label or type(source).__name__
+
+
+def saved_name(source: TreeCandidateGenerator) -> str:
+    """
+    Return the source's label and, for models and heads that were trained to draft, the folder or hub id that they were
+    loaded from, so that what is measured of one is not taken for another's.
+    """
+    parts = getattr(source, "sources", None)
+    if parts:
+        return " + ".join(map(saved_name, parts))
+    weights = getattr(source, "model", getattr(source, "heads", None)) if source.is_learned else None
+    path = str(getattr(weights, "name_or_path", ""))
+    place = os.path.realpath(path) if os.path.isdir(path) else path
+    return f"{label_of(source)} ({place})" if place else label_of(source)
 
 
 def most_nodes_of(source: TreeCandidateGenerator) -> int:

@@ -70,13 +70,14 @@ class FeatureDrafter(LearnedDrafter):
         config (`PreTrainedConfig`): Config of its own layers: heads, and their size.
         hidden_layers (tuple of `int`): The target's hidden states that make up a feature, side by side; see
             `TreeCandidateGenerator.hidden_layers`.
-        vocab_size (`int`): Size of the target's vocabulary.
+        target_size, vocab_size (`int`): Size of the target's hidden states and of its vocabulary.
         token_ids (`torch.Tensor` of shape `[own vocab]`, *optional*): The target's token that each output stands for,
             where these are not all of them in order.
     """
 
     config: PreTrainedConfig
     hidden_layers: tuple[int, ...]
+    target_size: int
     vocab_size: int
     token_ids: torch.Tensor | None
 

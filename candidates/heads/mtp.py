@@ -34,7 +34,8 @@ class MtpLayers(FeatureDrafter):
         super().__init__()
         self.blocks = model.layers
         self.packed = PackedMtp(model)  # no module: to move or train this one does not touch the target
-        self.config, self.vocab_size = model.config, model.config.vocab_size
+        self.config = model.config
+        self.target_size, self.vocab_size = model.config.hidden_size, model.config.vocab_size
 
     @property
     def num_layers(self) -> int:

@@ -257,7 +257,8 @@ class Drafting:
     def _shared_caps(self, step: StepRows) -> np.ndarray:
         """
         Return the caps of rows in a step that several namespaces share, `[rows]` int64, with which drafts of
-        one namespace make the step at most `_LONGEST` times as long for the others.
+        one namespace make the step at most `_LONGEST` times as long for the others. Policies without a cost model set
+        lengths of their own, which no namespace can raise.
         """
         cost = getattr(self.policy, "cost", None)
         if cost is None or not step.caps.any():
@@ -281,9 +282,11 @@ class Drafting:
             return math.inf
         lengths = np.array([request.length for request in queue], np.int64)
         caps = np.array([request.call.max_nodes for request in queue], np.int64)
+        costs = [request.chain.costs[0] for request in queue]
+        stages = [Stage(cost, np.where([own == cost for own in costs], caps, 0)) for cost in dict.fromkeys(costs)]
         rows = StepRows(
-            [request.request_id for request in queue], lengths, caps, num_waiting=len(waiting),
-            stages=[Stage(queue[0].chain.costs[0], caps)], padded_context=int(lengths.sum()),
+            [request.request_id for request in queue], lengths, caps, num_waiting=len(waiting), stages=stages,
+            padded_context=int(lengths.sum()),
         )  # fmt: skip
         chosen = self.policy.num_to_run(rows, len(running), lambda number, _: number <= most)
         return math.inf if chosen >= most else max(chosen, len(running), 1)

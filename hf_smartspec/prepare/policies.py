@@ -3,7 +3,7 @@
 from transformers import PreTrainedModel
 
 from ..candidates import TreeCandidateGenerator
-from ..candidates.base import label_of
+from ..candidates.base import saved_name
 from ..goodput import LengthPolicy, Roofline, RooflineBudget
 from ..target_model.cost.profiling import load_or_profile
 from ..target_model.cost.tables import load_table
@@ -34,7 +34,7 @@ def named_policy(name: str, model: PreTrainedModel, source: TreeCandidateGenerat
     """
     check_policy_name(name)
     if name == _TABLE:
-        return load_table(model, label_of(source))
+        return load_table(model, saved_name(source))
     hidden_size = model.config.get_text_config(decoder=True).hidden_size
     if name != _ROOFLINE:
         roofline = Roofline.of_text(name.partition(":")[2])

@@ -126,7 +126,8 @@ def _discounts(
     with suppress(TypeError):
         for item in discounts:
             if isinstance(item, PathDiscount):
-                if item.factors and all(len(row) and min(row) >= 0 for row in item.factors):
+                rows = item.factors
+                if len(rows) and all(len(row) and all(0 <= factor < np.inf for factor in row) for row in rows):
                     found.append(item)
                 continue
             factors = (item, item) if isinstance(item, int | float) else item
@@ -135,6 +136,6 @@ def _discounts(
     if len(found) == len(discounts) == num_sources:
         return found
     raise ValueError(
-        f"`discounts` must give each source a number in [0, 1], or a pair or three of them, got {discounts!r} for "
-        f"{num_sources} sources."
+        "`discounts` must give each source a number in [0, 1], a pair or three of them, or a `PathDiscount` of finite "
+        f"factors of at least 0, got {discounts!r} for {num_sources} sources."
     )

@@ -136,9 +136,11 @@ def _checked(
 ) -> Mapping[str, Sequence[Sequence[float]]]:
     factors = calibration or {}
     for name, rows in factors.items():
-        if len(rows) != max_prefix or not all(len(row) and min(row) >= 0 and max(row) < np.inf for row in rows):
+        are_valid = all(len(row) and all(0 <= factor < np.inf for factor in row) for row in rows)
+        if len(rows) != max_prefix or not are_valid:
             raise ValueError(
-                f"`calibration` must hold factors for {max_prefix} match lengths, got {rows!r} for {name!r}."
+                f"`calibration` must hold finite factors of at least 0 for {max_prefix} match lengths, got {rows!r} "
+                f"for {name!r}."
             )
     if factors and "input" not in factors:
         raise ValueError(f"`calibration` must have factors for 'input', got them for {list(factors)}.")

@@ -65,7 +65,8 @@ class EagleHeads(FeatureDrafter):
     ):
         super().__init__()
         sizes = target.config.get_text_config(decoder=True)
-        self.config, self.hidden_layers, self.vocab_size = config, tuple(hidden_layers), sizes.vocab_size
+        self.config, self.hidden_layers = config, tuple(hidden_layers)
+        self.target_size, self.vocab_size = sizes.hidden_size, sizes.vocab_size
         check_shapes(config, tensors, len(self.hidden_layers), sizes)
         self.num_layers = config.num_hidden_layers
         names = {name.rpartition(".")[0] for name in tensors} - {""}

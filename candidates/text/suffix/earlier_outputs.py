@@ -41,6 +41,14 @@ class EarlierOutputs:
         with self._lock:
             return self._corpus.num_bytes
 
+    def draft_bytes(self) -> int:
+        """
+        Return the memory of drafts and of what running requests have matched, in bytes. It grows by powers of two with
+        their number and the largest draft, and counts neither in `num_bytes` nor for `max_bytes`.
+        """
+        with self._lock:
+            return self._slots.num_bytes
+
     def num_cached_tokens(self) -> int:
         """Return the number of tokens of the outputs that are kept."""
         with self._lock:

@@ -67,6 +67,11 @@ class SuffixSlots:
     def least_probability(self, least: float) -> None:
         self._settings[LEAST] = least
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of slots and drafts; what was learnt does not count."""
+        return sum(array.nbytes for group in (self._slots, self._scratch, self._batch) for array in group)
+
     def refresh(self) -> None:
         """Look up the addresses of all arrays again, after the corpus replaced one."""
         self._replace(self.model, self._slots, self._scratch, self._batch)

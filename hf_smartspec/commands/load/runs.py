@@ -111,7 +111,8 @@ def calibrate(setup: Setup, source: str) -> Calibration:
         setup.responses = [np.array(output.generated_tokens, np.int64) for output in outputs]
     inside = _step_seconds(LoadResult(statistics=counts))
     cost = DraftCost(is_autoregressive=together.is_autoregressive, width=together.width)
-    per_call, per_row = policy.timer.seconds(cost)
+    (timer,) = policy.timers.values()
+    per_call, per_row = timer.seconds(cost)
     draft = replace(cost, per_call=per_call, per_row=per_row)
     besides = max(counts.seconds_total / max(counts.forwards, 1) - inside, 0.0)
     return Calibration(policy.cost, draft, besides, median(delays), together.default_num_nodes)

@@ -9,7 +9,7 @@ import numpy as np
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from ...candidates.base import label_of
+from ...candidates.base import saved_name
 from ...goodput import CostModel, CostPoint, Roofline, free_tokens
 from ...prepare.config import SmartSpecConfig
 from ...prepare.sources import resolve
@@ -93,15 +93,15 @@ def _measure_table(
 ) -> dict[str, Any]:
     """Measure, print and keep a table, and return it as plain numbers."""
     sizes = args.max_batch_size, args.max_length, args.max_new_tokens, args.long_draft
-    label = label_of(resolve(config, model).source)
+    name = saved_name(resolve(config, model).source)
     with usage_errors("--table"):
         found = measure_table(model, config, prompts, *sizes)
         print_table(found, console)
-        path = keep_table(model, label, found.table)
+        path = keep_table(model, name, found.table)
     console.print(
-        f'kept in {path}: policy="table" looks up lengths for drafts of {label!r}', soft_wrap=True, markup=False
+        f'kept in {path}: policy="table" looks up lengths for drafts of {name!r}', soft_wrap=True, markup=False
     )
-    return {"assistant": args.assistant, "source": label, "file": str(path)} | found.as_dict()
+    return {"assistant": args.assistant, "source": name, "file": str(path)} | found.as_dict()
 
 
 def _report(

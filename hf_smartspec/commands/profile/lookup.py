@@ -118,8 +118,8 @@ def long_drafts(
 ) -> list[int]:
     """Return l_i, the number of correct tokens at the beginning of one draft of `length` tokens for each prompt."""
     policy = LongDraft(length)
-    engine = Engine(model, replace(config, policy=policy), max_batch_size=max_batch_size)
-    engine.generate([list(prompt) for prompt in prompts], max_new_tokens=length + 2, eos_token_id=None)
+    with Engine(model, replace(config, policy=policy), max_batch_size=max_batch_size) as engine:
+        engine.generate([list(prompt) for prompt in prompts], max_new_tokens=length + 2, eos_token_id=None)
     return list(policy.accepted.values())
 
 
@@ -132,8 +132,8 @@ def decode_batch(
     """
     chosen = [list(prompts[index % len(prompts)]) for index in range(batch_size)]
     config = replace(config, policy=BatchLookupTable({1: length}))
-    engine = Engine(model, config, max_batch_size=batch_size, max_prefill_tokens=sum(map(len, chosen)))
-    outputs = engine.generate(chosen, max_new_tokens=max_new_tokens, eos_token_id=None)
+    with Engine(model, config, max_batch_size=batch_size, max_prefill_tokens=sum(map(len, chosen))) as engine:
+        outputs = engine.generate(chosen, max_new_tokens=max_new_tokens, eos_token_id=None)
     seconds = [
         (output.lifespan[1] - (output.first_token_time or output.lifespan[0]))
         / max(len(output.generated_tokens) - 1, 1)

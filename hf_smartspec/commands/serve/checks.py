@@ -85,13 +85,34 @@ def name_models(models: list[str]) -> dict[str, str]:
 
 
 def api_keys(args: argparse.Namespace) -> "ApiKeys":
-    from ...replicas.sharing.folder import SharedFolder
     from ...serving.server.guard.keys import ApiKeys, read_keys
 
-    kept = args.shared or args.learn  # where namespaces must be the same after a new start
-    with usage_errors("--shared" if args.shared else "--learn"):
-        salt = SharedFolder(kept).salt() if kept else None
+    salt = _salt(args)
     files = args.api_key_file, args.admin_key_file, args.no_learn_key_file
     with usage_errors("--api-key, --api-key-file, --admin-key-file or --no-learn-key-file"):
         keys, admin_keys, unlearnt_keys = (read_keys(path) if path else [] for path in files)
         return ApiKeys([*args.api_key, *keys], salt, admin_keys, unlearnt_keys)
+
+
+def _salt(args: argparse.Namespace) -> bytes | None:
+    """
+    Return the salt of the folders by whose names of keys a new start finds what earlier ones have kept. Both have the
+    same, so that either may be added or left out later.
+    """
+    from ...replicas.sharing.folder import SharedFolder
+
+    with usage_errors("--shared"):
+        shared = SharedFolder(args.shared) if args.shared else None
+    with usage_errors("--learn"):
+        learnt = SharedFolder(args.learn) if args.learn else None
+        known = learnt.known_salt() if learnt else None
+    with usage_errors("--shared"):
+        salt = shared.salt(known) if shared else None
+    with usage_errors("--learn"):
+        own = learnt.salt(salt) if learnt else salt
+    if salt not in (None, own):
+        raise UsageError(
+            f"--learn: {args.learn!r} names keys by another salt than {args.shared!r} of --shared, so that what was "
+            "learnt from them would not be found: name a new folder, or remove the file `salt` in it, and begin anew"
+        )
+    return own

@@ -1,6 +1,7 @@
 """SmartSpec's policies as published (Liu et al., 2024), for comparison with the auction."""
 
 from abc import abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from itertools import product
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from ..cost import CostModel
 from ..draft_cost import DraftTimer
 from ..estimates.acceptance import AcceptanceEstimator
 from ..policy import StepOutcome, StepRows
+from ..stage import Stage
 from .length import expected_length, expected_tree_length, tree_size
 from .policies import ShapedDrafts
 
@@ -36,7 +38,8 @@ class SmartSpecPolicy(ShapedDrafts):
 
     def __init__(self, cost: CostModel, draft: CostModel | None = None):
         self.cost, self.draft = cost, draft
-        self.acceptance, self.timer = AcceptanceEstimator(), DraftTimer()
+        self.acceptance = AcceptanceEstimator()
+        self.timers: defaultdict[str, DraftTimer] = defaultdict(DraftTimer)  # by name of the source
 
     @abstractmethod
     def best(self, rows: StepRows) -> tuple[Sequence[tuple[int, ...]], float]:
@@ -70,38 +73,44 @@ class SmartSpecPolicy(ShapedDrafts):
                 best = StepPlan(num_requests, num_nodes, goodput)
         return best
 
-    def _draft_seconds(self, rows: StepRows, runs: np.ndarray, context: np.ndarray) -> np.ndarray:
+    def _draft_seconds(
+        self, rows: StepRows, forwards: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+    ) -> np.ndarray | float:
         """
         Return T_draft (Eq. 5): the time of the draft model's forwards, one for each level, or for other sources, of one
-        call.
+        call. Rows may have sources of their own, which draft one after the other.
 
         Args:
-            runs, context (`np.ndarray` of shape `[..., levels]`): Tokens that each forward runs (N_batched), and those
-                that it reads (N_context).
+            forwards (`Callable`): Returns the tokens that each level's forward runs (N_batched), and those that it
+                reads (N_context), for the rows of a mask: `np.ndarray` of shape `[..., levels]` each.
 
         Returns:
             `np.ndarray` of shape `[...]`: By the draft model's profile if there is one, else by earlier drafts.
         """
-        cost = rows.stages[0].cost
-        if self.draft is not None and cost.is_autoregressive:
-            return np.where(runs > 0, self.draft.seconds(context, runs), 0.0).sum(axis=-1)
-        per_call, per_row = self.timer.seconds(cost)
-        if not cost.is_autoregressive:
-            runs = runs[..., :1]
-        return per_call * (runs > 0).sum(axis=-1) + per_row * runs.sum(axis=-1)
+        seconds: np.ndarray | float = 0.0
+        for stage in _first_sources(rows):
+            runs, context = forwards(stage.caps[: len(rows)] > 0)
+            if self.draft is not None and stage.cost.is_autoregressive:
+                seconds = seconds + np.where(runs > 0, self.draft.seconds(context, runs), 0.0).sum(axis=-1)
+                continue
+            per_call, per_row = self.timers[stage.name].seconds(stage.cost)
+            if not stage.cost.is_autoregressive:
+                runs = runs[..., :1]
+            seconds = seconds + per_call * (runs > 0).sum(axis=-1) + per_row * runs.sum(axis=-1)
+        return seconds
 
     def observe(self, outcome: StepOutcome) -> None:
         context, size, width = outcome.forward_size
         if size:
             self.cost.observe(context, size, outcome.seconds.forward + outcome.seconds.other, width)
-        self._learn_draft_time(outcome.rows)
+        for stage in _first_sources(outcome.rows):
+            self._learn_draft_time(outcome.rows, stage)
         self.acceptance.update(outcome.rows.request_ids, *self._judged(outcome))
 
-    def _learn_draft_time(self, rows: StepRows) -> None:
-        stage = rows.stages[0]
-        asked = stage.asked > 0
+    def _learn_draft_time(self, rows: StepRows, stage: Stage) -> None:
+        asked, timer = stage.asked > 0, self.timers[stage.name]
         if not (stage.cost.is_autoregressive and asked.any()):
-            self.timer.observe(float(asked.any()), float(asked.sum()), stage.seconds)
+            timer.observe(float(asked.any()), float(asked.sum()), stage.seconds)
             return
         # The first forward runs a token of each row, and each further one the nodes of the level above.
         most = max(int(tree.depths.max(initial=1)) for tree in stage.proposed)
@@ -111,7 +120,7 @@ class SmartSpecPolicy(ShapedDrafts):
             inner = tree.depths[tree.depths < tree.depths.max(initial=0)]
             runs[row] = np.bincount(inner, minlength=most)[:most]
         runs[asked, 0] = 1
-        self.timer.observe(most, int(runs.sum()), stage.seconds)
+        timer.observe(most, int(runs.sum()), stage.seconds)
         if self.draft is None:
             return
         context = (runs * (rows.context_lens[:, None] + levels)).sum(axis=0)
@@ -160,8 +169,12 @@ class StepGoodput(_Chains):
         tokens = len(rows) * expected_length(self.acceptance.rate, lengths)
         seconds = self.cost.seconds(*rows.forward_size(len(rows) * lengths, 1 + lengths))
         is_run = levels < lengths[:, None]
-        context = np.sum(rows.context_lens) + len(rows) * levels
-        goodput = tokens / (seconds + self._draft_seconds(rows, len(rows) * is_run, context * is_run))
+
+        def forwards(own: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            num = np.count_nonzero(own)
+            return num * is_run, (np.dot(own, rows.context_lens) + num * levels) * is_run
+
+        goodput = tokens / (seconds + self._draft_seconds(rows, forwards))
         length = int(goodput.argmax())
         return [(1,) * length] * len(rows), float(goodput[length])
 
@@ -186,11 +199,12 @@ class RequestGoodput(_Chains):
         row, depth, tokens = _by_worth(worth)
         is_level = depth[:, None] == np.arange(self.max_length)
         context = np.reshape(rows.context_lens, -1)[row] + depth
-        runs, contexts = (
-            np.append(np.zeros((1, self.max_length), np.int64), np.cumsum(is_level * part, axis=0), axis=0)
-            for part in (1, context[:, None])
-        )
-        goodput = tokens / (_target_seconds(self.cost, rows, depth) + self._draft_seconds(rows, runs, contexts))
+
+        def forwards(own: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            is_run = np.append(np.zeros((1, self.max_length), np.int64), is_level & own[row, None], axis=0)
+            return np.cumsum(is_run, axis=0), np.cumsum(is_run * np.append(0, context)[:, None], axis=0)
+
+        goodput = tokens / (_target_seconds(self.cost, rows, depth) + self._draft_seconds(rows, forwards))
         num = int(goodput.argmax())
         lengths = np.bincount(row[:num], minlength=len(rows))
         return [(1,) * length for length in lengths.tolist()], float(goodput[num])
@@ -232,8 +246,12 @@ class TreeGoodput(SmartSpecPolicy):
         seconds = self.cost.seconds(*rows.forward_size(batched, 1 + sizes))
         # Each level runs the nodes of the level above, of which the first are the rows' last tokens.
         runs = np.append(np.ones((len(sizes), 1), np.int64), self._levels[:, :-1], axis=1) * (self._levels > 0)
-        context = runs * (np.sum(rows.context_lens) + len(rows) * np.arange(self.num_heads))
-        goodput = tokens / (seconds + self._draft_seconds(rows, len(rows) * runs, context))
+
+        def forwards(own: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            num = np.count_nonzero(own)
+            return num * runs, runs * (np.dot(own, rows.context_lens) + num * np.arange(self.num_heads))
+
+        goodput = tokens / (seconds + self._draft_seconds(rows, forwards))
         number = int(goodput.argmax())
         return [self._trees[number]] * len(rows), float(goodput[number])
 
@@ -299,6 +317,11 @@ class ConfidenceGoodput(ShapedDrafts):
         context, size, width = outcome.forward_size
         if size:
             self.cost.observe(context, size, outcome.seconds.forward + outcome.seconds.other, width)
+
+
+def _first_sources(rows: StepRows) -> list[Stage]:
+    """Return the stages that draft first, each for rows of its own."""
+    return [stage for stage in rows.stages if not stage.position]
 
 
 def _by_worth(worth: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -75,17 +75,27 @@ class SharedFolder:
                 raise ValueError(f"{name} is no file.")
             return file.read()
 
-    def salt(self) -> bytes:
+    def salt(self, first: bytes | None = None) -> bytes:
         """
-        Return 32 random bytes that all users of the folder share. The first one creates them.
+        Return 32 random bytes that all users of the folder share. The first one creates them, or gives them as `first`.
 
         Raises:
             OSError: if they can be neither read nor created.
             ValueError: if the file that holds them is damaged.
         """
+        found = self.known_salt()
+        if found is None:
+            self._create(self._path(_SALT), first or secrets.token_bytes(_SALT_BYTES))
+            found = self.known_salt()
+        if found is None:
+            raise FileNotFoundError(f"{self._path(_SALT)} cannot be created.")
+        return found
+
+    def known_salt(self) -> bytes | None:
+        """Return what `salt` returns, and raise its errors; None in a folder that has none yet."""
         path = self._path(_SALT)
         if not self._fs.exists(path):
-            self._create(path, secrets.token_bytes(_SALT_BYTES))
+            return None
         found = self.read(_SALT)
         if len(found) != _SALT_BYTES:
             raise ValueError(f"{path} must hold {_SALT_BYTES} bytes, got {len(found)}: remove it.")

@@ -17,7 +17,7 @@ def tables_path(model: PreTrainedModel) -> Path:
 
 def keep_table(model: PreTrainedModel, source: str, table: BatchLookupTable) -> Path:
     """
-    File a table for drafts of a kind of source (its label, such as "draft_model") in place of an earlier one.
+    File a table for drafts of a source (`candidates.base.saved_name`) in place of an earlier one.
 
     Raises:
         OSError: if the file cannot be written.
@@ -32,7 +32,7 @@ def keep_table(model: PreTrainedModel, source: str, table: BatchLookupTable) -> 
 
 def load_table(model: PreTrainedModel, source: str) -> BatchLookupTable:
     """
-    Return the model's table for drafts of a kind of source.
+    Return the model's table for drafts of a source.
 
     Raises:
         ValueError: if none was measured, on this machine, for the model as it is run now.

@@ -61,8 +61,8 @@ def test_static_batches_have_drafts_of_fixed_lengths_and_by_the_table(folder, tm
     monkeypatch.setattr(profiling, "HF_HOME", str(tmp_path / "home"))
     lengths, path = ["none", "k=2", "table"], tmp_path / "queue.json"
     assert call(folder, *asked, "--lengths", "table") == 2
-    assert "no look-up table for drafts of 'draft_model'" in capsys.readouterr().err
-    keep_table(model, "draft_model", BatchLookupTable({1: 3, 2: 1}))
+    assert "no look-up table for drafts of 'draft_model" in capsys.readouterr().err
+    keep_table(model, f"draft_model ({(folder / 'draft').resolve()})", BatchLookupTable({1: 3, 2: 1}))
     assert call(folder, *asked, "--lengths", *lengths, "--json", path) == 0
     methods = json.loads(path.read_text())["results"]["queue"]
     assert list(methods) == [STATIC, *(f"static batches, draft, {length}" for length in lengths), "engine, none"]

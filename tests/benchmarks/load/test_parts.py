@@ -154,7 +154,8 @@ def test_exploration_finds_costs_and_acceptance():
     policy, draft = Exploration(cost), DraftCost(per_call=2e-3, per_row=1e-4, is_autoregressive=True)
     SimulatedEngine(COST, TableCandidates((1,) * 5, True), draft).run(requests, policy)
     assert policy.cost.seconds(0, 32) == pytest.approx(COST.seconds(0, 32), rel=0.1)
-    per_call, per_row = policy.timer.seconds(DraftCost(is_autoregressive=True))
+    (timer,) = policy.timers.values()
+    per_call, per_row = timer.seconds(DraftCost(is_autoregressive=True))
     assert per_call + 8 * per_row == pytest.approx(2e-3 + 8 * 1e-4, rel=0.05), "of a level of all eight"
     assert policy.acceptance.rate == pytest.approx(0.7, abs=0.1)
 

@@ -56,6 +56,15 @@ def plain(target):
     return of
 
 
+def test_engines_count_the_keys_and_values_of_heads(target, heads):
+    """One layer: keys and values of all its heads."""
+    config, bound = heads.config, 2**18
+    per_token = 2 * config.num_key_value_heads * config.head_dim * heads.dtype.itemsize
+    assert FeatureCandidates(heads).bytes_per_token() == per_token
+    own, more = (Engine(target, assistant, max_kv_bytes=bound)._memory for assistant in ("none", heads))
+    assert more.scheduler.max_tokens == bound // (own.bytes_per_token + per_token)
+
+
 ASSISTANTS = {
     "folder": lambda folder, heads: folder,
     "heads": lambda folder, heads: heads,

@@ -227,6 +227,14 @@ def test_levels_that_are_sent_at_once_draft_the_same(targets, num_layers, option
     assert drafts[0] == drafts[1] and max(len(tokens) for tokens, _ in drafts[0]) == 9
 
 
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_engines_count_the_keys_and_values_of_the_layers(targets, num_layers):
+    """Two heads of 16 numbers in each; where there are two layers, also the first one's output at each token."""
+    layers = MtpLayers.from_pretrained("mtp", targets("glm4_moe", num_layers))
+    numbers = num_layers * 2 * 2 * 16 + (num_layers - 1) * 32
+    assert FeatureCandidates(layers).bytes_per_token() == numbers * 4
+
+
 def test_they_are_loaded_once_and_fit_their_target(targets):
     target, drafters = targets(), Drafters()
     sources = [resolve(name, target, drafters).source for name in ("mtp", SmartSpecConfig("mtp"), ["mtp"])]

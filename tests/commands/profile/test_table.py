@@ -1,6 +1,7 @@
 """Su et al.'s profiling stage: `smartspec profile --table`, and `policy="table"`, which loads what it keeps."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -9,14 +10,18 @@ import torch
 
 import hf_smartspec
 from hf_smartspec import Engine, SmartSpecConfig
+from hf_smartspec.candidates.base import saved_name
+from hf_smartspec.commands.common.models import load_model
 from hf_smartspec.commands.main import main
 from hf_smartspec.commands.profile.lookup import Profile, Times, long_drafts
 from hf_smartspec.goodput import BatchLookupTable, DraftCost, PowerLaw, Stage, StepRows
+from hf_smartspec.prepare.sources import resolve
 from hf_smartspec.target_model.cost import profiling
 from hf_smartspec.target_model.cost.profiling import profile_path
 from hf_smartspec.target_model.cost.tables import keep_table, load_table, tables_path
 
 from ...generate.helpers import noisy_copy, prompts, tiny_llama
+from ..helpers import call
 
 
 @pytest.fixture(autouse=True)
@@ -56,13 +61,14 @@ def test_the_command_measures_and_keeps_a_table_that_calls_load(folder, tmp_path
     printed = capsys.readouterr().out
     assert "best length" in printed and "correct tokens l(s)" in printed and 'policy="table"' in printed
     report = json.loads((tmp_path / "out.json").read_text())["table"]
-    assert report["source"] == "draft_model" and list(report["grid"]) == ["1", "2"]
+    name = f"draft_model ({(folder / 'draft').resolve()})"
+    assert report["source"] == name and list(report["grid"]) == ["1", "2"]
     assert len(report["correct"]) == 6 and report["correct"] == sorted(report["correct"])
     for size, cells in report["grid"].items():
         per_token = {int(length): times["per_token"] for length, times in cells.items()}
         assert report["lengths"][size] == min(per_token, key=per_token.__getitem__)
     kept = json.loads(Path(report["file"]).read_text())
-    assert kept == {"draft_model": report["lengths"]}
+    assert kept == {name: report["lengths"]}
 
 
 def test_a_policy_by_name_is_the_table_of_model_machine_and_source(caplog):
@@ -85,6 +91,32 @@ def test_a_policy_by_name_is_the_table_of_model_machine_and_source(caplog):
         assert found.max_nodes(rows, rows.stages[0], []).tolist() == [2, 2]
         engine = Engine(model, config)
         assert engine._policy.policy.lengths == {1: 5, 4: 2}
+
+
+def test_each_draft_model_has_a_table_of_its_own(folder, tmp_path, monkeypatch):
+    """By where it was loaded from, however the folder is named."""
+    target = load_model(str(folder / "target"))
+    shutil.copytree(folder / "draft", tmp_path / "other" / "draft")
+    monkeypatch.chdir(folder)
+    drafts = [load_model(str(path)) for path in (folder / "draft", tmp_path / "other/draft", "draft")]
+    names = [saved_name(resolve(SmartSpecConfig(draft), target).source) for draft in drafts]
+    assert names[0] == names[2] != names[1]
+    for name, length in zip(names[:2], (3, 5)):
+        keep_table(target, name, BatchLookupTable({1: length}))
+    for draft, length in zip(drafts, (3, 5, 3)):
+        policy = resolve(SmartSpecConfig(draft, policy="table"), target).config.policy
+        assert policy.lengths == {1: length}
+    both = resolve(SmartSpecConfig(["suffix", drafts[1]]), target).source
+    assert saved_name(both) == f"suffix + {names[1]}"
+    with pytest.raises(ValueError, match="no look-up table for drafts of 'suffix"):
+        resolve(SmartSpecConfig(["suffix", drafts[1]], policy="table"), target)
+
+
+def test_the_time_between_two_tokens_needs_two_tokens(folder, tmp_path, capsys):
+    (tmp_path / "prompts.txt").write_text("to be or not\n")
+    asked = ["profile", folder / "target", "--table", tmp_path / "prompts.txt", "--max-new-tokens", "1"]
+    assert call(*asked) == 2
+    assert "--max-new-tokens: with --table" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("policy", ["tables", ""])

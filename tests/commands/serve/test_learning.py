@@ -18,7 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from hf_smartspec.commands.common.arguments import UsageError
 from hf_smartspec.commands.serve.arguments import add_arguments
 from hf_smartspec.commands.serve.checks import api_keys, check_arguments
+from hf_smartspec.commands.serve.learning import new_learning
 from hf_smartspec.commands.serve.serving import loaded_server
+from hf_smartspec.serving.server.guard.keys import ApiKeys
 
 from ...serving.server.running import Served
 from .. import processes
@@ -238,3 +240,40 @@ def test_what_cannot_learn_is_refused_before_anything_is_loaded(draft, tmp_path,
     with pytest.raises(UsageError, match=message):
         check_arguments(args)
         api_keys(args)
+
+
+def test_copies_of_keys_share_the_memory_of_samples(tmp_path):
+    """Each key that teaches has an equal part, and the copy that stays as it was loaded needs none."""
+    options = {"max_bytes": 1000}
+    args = argparse.Namespace(learn=str(tmp_path), learn_options=options, learn_tenants="apart")
+    keys = ApiKeys(["a", "b", "c"], unlearnt_keys=["c"])
+
+    def bytes_each():
+        return new_learning(args, "demo", keys.callers).options.max_bytes
+
+    assert bytes_each() == 500
+    args.learn_tenants = "together"
+    assert bytes_each() == 1000
+    args.learn_tenants, options["max_bytes"] = "apart", 1
+    with pytest.raises(ValueError, match="`max_bytes` 1 is too little for 2 copies"):
+        bytes_each()
+
+
+def namespace(draft, learnt=None, shared=None):
+    """The name under which a server keeps what is learnt from a key."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    words = ["--learn", learnt, "--draft", draft] if learnt else []
+    words += ["--shared", shared] if shared else []
+    args = parser.parse_args(["--device", "cpu", "--api-key", "a", *map(str, words)])
+    check_arguments(args)
+    return api_keys(args).caller("Bearer a").namespace
+
+
+def test_what_was_learnt_from_a_key_is_found_after_sharing_began_or_ended(draft, tmp_path):
+    alone = namespace(draft, tmp_path / "one")
+    assert namespace(draft, tmp_path / "one", tmp_path / "shared") == alone
+    assert namespace(draft, tmp_path / "two", tmp_path / "shared") == alone == namespace(draft, tmp_path / "two")
+    assert namespace(draft, shared=tmp_path / "shared") == alone != namespace(draft, tmp_path / "other")
+    with pytest.raises(UsageError, match="names keys by another salt than"):
+        namespace(draft, tmp_path / "other", tmp_path / "shared")

@@ -85,7 +85,13 @@ def test_a_data_sheet_is_read_with_the_model_s_sizes():
     assert policy.num_tokens == Roofline(4e12, 1e12).free_tokens(*sizes)
 
 
-@pytest.mark.parametrize("name", ["rooflin", "roofline:", "roofline:1e12", "roofline:1e12,0", "roofline:fast,slow"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rooflin", "roofline:", "roofline:1e12", "roofline:1e12,0", "roofline:fast,slow", "roofline:inf,1e12",
+        "roofline:1e12,inf", "roofline:nan,1e12",
+    ],
+)  # fmt: skip
 def test_unknown_names_are_refused(name):
     with pytest.raises(ValueError, match=r"must be a LengthPolicy, 'table', 'roofline' or"):
         SmartSpecConfig("sssd", policy=name)

@@ -151,6 +151,53 @@ def test_a_longer_context_makes_drafts_shorter():
     assert lengths[0] > lengths[1] > lengths[2]
 
 
+# Seconds per call and row of the sources that requests may have, the second one without calls for levels.
+SOURCES = DraftCost(0.02, 1e-3, True, source="large"), DraftCost(0.05, 0.0, source="text"), DraftCost(source="free")
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.floats(0, 0.98)), min_size=1, max_size=4), st.booleans(), st.integers(1, 4)
+)
+def test_every_row_s_own_source_takes_its_time(requests, is_profiled, num_running):
+    """T_draft where requests have sources of their own, which draft one after the other (Eq. 4, 5)."""
+    numbers, rates = map(np.array, zip(*requests))
+    target, draft = CostModel(0.0, 0.01, 1.0), CostModel(1e-5, 0.002, 0.02) if is_profiled else None
+    costs = [SOURCES[number] for number in numbers]
+    stages = [Stage(cost, np.where([own is cost for own in costs], 3, 0)) for cost in dict.fromkeys(costs)]
+    rows = StepRows(range(len(costs)), np.arange(len(costs)) * 100, np.full(len(costs), 3), stages=stages)
+
+    def goodput(lengths, rates):
+        seconds = target.seconds(*rows.first(len(lengths)).forward_size(sum(lengths), 1 + max(lengths)))
+        for cost in dict.fromkeys(costs[: len(lengths)]):
+            own = np.array([length if other is cost else 0 for other, length in zip(costs, lengths)])
+            for level in range(max(own) if cost.is_autoregressive else min(max(own), 1)):
+                running = own > level
+                by_profile = is_profiled and cost.is_autoregressive
+                context = sum(rows.context_lens[: len(own)][running] + level)
+                known = cost.per_call + cost.per_row * running.sum()
+                seconds += draft.seconds(context, running.sum()) if by_profile else known
+        return expected_length(np.array(rates), np.array(lengths)).sum() / seconds
+
+    policy = StepGoodput(target, 3, draft)
+    policy.acceptance = Known(rates)
+    some = rows.first(min(num_running, len(rows)))
+    best = max(goodput([length] * len(some), [rates.mean()] * len(some)) for length in range(4))
+    assert policy.best(some)[1] == pytest.approx(best, rel=1e-9)
+    policy = RequestGoodput(target, 3, draft)
+    policy.acceptance = Known(rates)
+    shapes, found = policy.best(some)
+    assert found == pytest.approx(goodput(list(map(len, shapes)), rates[: len(some)]), rel=1e-9)
+
+
+def test_times_of_sources_are_learnt_apart():
+    dear, cheap = DraftCost(2e-3, is_autoregressive=True, source="dear"), DraftCost(1e-4, source="cheap")
+    for costs in ((dear, cheap), (cheap, dear)):
+        policy = StepGoodput(line())
+        simulate(policy, [Drafter(0.9, cost=cost) for cost in costs], line(), steps=20)
+        for cost in costs:
+            assert sum(policy.timers[cost.source].seconds(DraftCost())) == pytest.approx(cost.per_call, rel=0.1)
+
+
 def test_the_drafts_profile_is_corrected_by_measured_drafts():
     """The online adaptor beside the offline profiler (section 6)."""
     draft = CostModel(0.0, 1e-4, 1e-3)

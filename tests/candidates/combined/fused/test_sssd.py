@@ -131,7 +131,7 @@ def test_no_node_is_likelier_than_its_parent_and_factors_are_positive():
     chain = Draft.of(DraftTree.chain([5, 6, 7], [0.5, 0.9, 0.9]))
     raised = chain.discounted(PathDiscount([[0.5, 1.0, 2.0]]))
     assert max(raised.probs) <= 1.0
-    for factors in ([], [[]], [[-0.1]]):
+    for factors in ([], [[]], [[-0.1]], [[0.5, float("nan")]], [[float("inf")]]):
         with pytest.raises(ValueError, match="`discounts`"):
             FusedCandidates([InputTreeCandidates(1)], [PathDiscount(factors)])
 
@@ -242,7 +242,9 @@ def test_calibrated_sources_order_nodes_by_what_came_true():
     assert proposed(calibrated, text, 1).tokens.tolist() == [7]
 
 
-@pytest.mark.parametrize("calibration", [{"datastore": [[1.0]] * 4}, {"input": [[1.0]]}, {"input": [[-1.0]] * 4}])
+@pytest.mark.parametrize(
+    "calibration", [{"datastore": [[1.0]] * 4}, {"input": [[1.0]]}, {"input": [[0.5, float("nan")]] * 4}]
+)
 def test_calibrations_that_do_not_fit_are_refused(calibration):
     with pytest.raises(ValueError, match="`calibration` must"):
         SSSDCandidates(calibration=calibration)

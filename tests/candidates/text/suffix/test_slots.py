@@ -87,3 +87,22 @@ def test_learning_from_a_draft_whose_texts_are_gone_marks_no_foreign_memory():
     source.observe("a", np.array([7, 8, 9, 10]))
     source.propose(["a"], [8])
     assert corpus.used[777] == 0
+
+
+def test_large_drafts_take_memory_that_is_counted_apart():
+    """It grows with the next power of two of their nodes, and with the number of requests, and then stays."""
+    source = SuffixTreeCandidates(max_bytes=2**20, num_nodes=300)
+    source.start(0, prompt(0))
+    sizes = [source.draft_bytes()]
+    for num_nodes in (2, 63, 64, 100, 300, 500, 2):
+        source.propose([0], [num_nodes])
+        sizes.append(source.draft_bytes())
+    assert sizes[0] == sizes[1] == sizes[2] < sizes[3] == sizes[4] < sizes[5] == sizes[6] == sizes[7]
+    assert sizes[5] > 512 * 8 * 100, "eight slots, of some hundred bytes for each node"
+    kept = source.num_bytes()
+    for k in range(1, 9):
+        source.start(k, prompt(k))
+    assert 1.5 * sizes[7] < source.draft_bytes() < 2.5 * sizes[7], "nine requests have 16 slots"
+    for k in range(9):
+        source.stop(k)
+    assert source.num_bytes() <= kept
