@@ -1,7 +1,7 @@
 """Configs of block drafters: kind, sizes, tapped layers of the target, layout of the slots, masks."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import AutoTokenizer, LlamaConfig, PreTrainedModel
@@ -9,8 +9,14 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ..eagle.config import flat_config, rope_of
+from .scores import GATED, RNN, VANILLA
 
-DFLASH = "dflash"
+DFLASH, DFLASH2, DSPARK, JETSPEC = "dflash", "dflash2", "dspark", "jetspec"
+_SPECULATORS = (DFLASH, DFLASH2, DSPARK)
+# Tensors that tell a kind, whatever the config says.
+_SIGNS = {"candidate_selector.": DFLASH2, "markov_head.": DSPARK}
+_DFLASH2 = ("DFlash2DraftModel", "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel")
+_DSPARK = ("DSparkModel", "DSparkDraftModel")  # ends of names
 # Where writers put what is not of the layers' sizes.
 _NESTED = ("dflash_config", "dspark_config")
 # Names of the lists of tapped layers: by the layer whose output is meant, and by the layer whose input is.
@@ -18,6 +24,7 @@ OUTPUTS, INPUTS = "target_layer_ids", ("aux_hidden_state_layer_ids", "eagle_aux_
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _SIZES = (*_NEEDED, "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rope_theta")
+_ADAPTER = "hidden_dim_adapter.proj.weight"  # of JetSpec
 _MUSE = "muse_glimmer_assistant"  # transformers' class of DFlash
 
 
@@ -27,7 +34,7 @@ class BlockConfig:
     What the files of a block drafter say of it.
 
     Args:
-        kind (`str`): "dflash".
+        kind (`str`): "dflash", "dflash2", "dspark" or "jetspec".
         sizes (`LlamaConfig`): Sizes of its own layers, and their rotary embeddings.
         target_hidden (`int`): Hidden size of the target.
         hidden_layers (tuple of `int`): See `TreeCandidateGenerator.hidden_layers`.
@@ -40,9 +47,12 @@ class BlockConfig:
         mask_token (`int`): Token of all slots after the first.
         draft_vocab (`int`): Number of tokens that the drafter's output has.
         has_bias (`bool`): Whether the maps of attention have one.
+        has_embedding, has_head, has_mask_embedding, has_adapter (`bool`): Whether it has an embedding and a head of its
+            own, an embedding of the mask token that is no line of these, and a map of each tapped state.
         embedding_scale, logits_scale (`float`), softcap (`float`, *optional*): Factors of the slots' embeddings and
             of the logits, and the limit of these.
         is_interleaved (`bool`): Whether rotary embeddings turn neighbouring numbers rather than halves of a head.
+        options (mapping): Entries of the kind, under their names in files.
     """
 
     kind: str
@@ -57,10 +67,15 @@ class BlockConfig:
     mask_token: int
     draft_vocab: int
     has_bias: bool = False
+    has_embedding: bool = False
+    has_head: bool = False
+    has_mask_embedding: bool = False
+    has_adapter: bool = False
     embedding_scale: float = 1.0
     logits_scale: float = 1.0
     softcap: float | None = None
     is_interleaved: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def entries_of(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,11 +101,12 @@ def read_config(
         ValueError: naming an entry that is missing, or whose value is not known.
     """
     entries, own = entries_of(config), _own(flat_config(config))
-    kind = DFLASH
+    kind = _kind(entries, shapes)
     sizes = _sizes(entries, target)
     types, windows = _windows(entries, sizes.num_hidden_layers)
     block_size = _positive(entries, "block_size")
-    first_slot = 0 if entries.get("sample_from_anchor") else 1
+    first_slot = 0 if _is_from_anchor(entries, kind) else 1
+    draft_vocab = int(entries.get("draft_vocab_size") or sizes.vocab_size)
     target_hidden = int(entries.get("target_hidden_size") or sizes.hidden_size)
     return BlockConfig(
         kind=kind,
@@ -103,13 +119,74 @@ def read_config(
         causal=_causal(entries, types),
         windows=windows,
         mask_token=_mask_token(entries, target) if mask_token is None else mask_token,
-        draft_vocab=int(entries.get("draft_vocab_size") or sizes.vocab_size),
+        draft_vocab=draft_vocab,
+        has_embedding="embed_tokens.weight" in shapes,
+        has_head="lm_head.weight" in shapes or draft_vocab != sizes.vocab_size,
+        has_mask_embedding="mask_embedding" in shapes,
+        has_adapter=_ADAPTER in shapes,
         has_bias=bool(entries.get("attention_bias")) or "layers.0.self_attn.q_proj.bias" in shapes,
         embedding_scale=float(own.get("input_embedding_scale") or 1.0),
         logits_scale=_logits_scale(entries, own),
         softcap=own.get("final_logit_softcapping"),  # at the top, it may be the target's
         is_interleaved=entries.get("is_neox_style", entries.get("rope_is_neox_style")) is False,
+        options=_options(entries, kind, shapes, sizes.hidden_size),
     )
+
+
+def _kind(entries: Mapping[str, Any], names: Collection[str]) -> str:
+    """Return the kind, by tensors before names, since servers have run DSpark's files as DFlash."""
+    for prefix, kind in _SIGNS.items():
+        if any(name.startswith(prefix) for name in names):
+            return kind
+    said, architecture = entries.get("speculators_model_type"), _architecture(entries)
+    if said == DFLASH2 or architecture in _DFLASH2:
+        return DFLASH2
+    rank = entries.get("markov_rank")
+    if rank or (said == DSPARK and rank is None):
+        return DSPARK
+    return JETSPEC if entries.get("causal_head") else DFLASH
+
+
+def _architecture(entries: Mapping[str, Any]) -> str:
+    return str((entries.get("architectures") or [""])[0])
+
+
+def _is_from_anchor(entries: Mapping[str, Any], kind: str) -> bool:
+    """Return whether slot j predicts the position after its own: DSpark's layout, and that of DeepSpec's DFlash."""
+    value = entries.get("sample_from_anchor")
+    is_default = kind == DSPARK or _architecture(entries).endswith(_DSPARK)
+    return is_default if value is None else bool(value)
+
+
+def _options(entries: Mapping[str, Any], kind: str, shapes: Mapping[str, Sequence[int]], hidden: int) -> dict[str, Any]:
+    """Return the entries of a kind, where tensors tell what a config leaves open."""
+    options: dict[str, Any] = {"causal_head": True} if kind == JETSPEC else {}
+    if kind == DFLASH2:
+        defaults = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
+        options = {name: _positive({name: default} | _given(entries, name), name) for name, default in defaults.items()}
+        if hidden % options["conv_group_size"]:
+            raise ValueError(f"`conv_group_size` {options['conv_group_size']} does not divide {hidden} channels")
+    if kind == DSPARK:
+        # Without an entry, by the tensors; without these, which are then missing, as speculators does.
+        rank = entries.get("markov_rank") or shapes.get("markov_head.markov_w1.weight", (0, 256))[-1]
+        parts = {"gate_proj": GATED, "joint_proj": RNN}
+        by_tensors = [item for part, item in parts.items() if f"markov_head.{part}.weight" in shapes]
+        types = by_tensors or [entries.get("markov_head_type") or VANILLA]
+        if types[0] not in (VANILLA, GATED, RNN):
+            raise ValueError(f"`markov_head_type` is {types[0]!r}, and known are {VANILLA!r}, {GATED!r} and {RNN!r}")
+        options = {"markov_rank": rank, "markov_head_type": types[0]}
+    confidence = shapes.get("confidence_head.proj.weight")
+    if confidence is not None or (kind == DSPARK and entries.get("enable_confidence_head")):
+        reads = entries.get("confidence_head_with_markov", True) if confidence is None else confidence[-1] != hidden
+        options |= {"enable_confidence_head": True, "confidence_head_with_markov": kind == DSPARK and bool(reads)}
+        options["confidence_bias"] = confidence is None or "confidence_head.proj.bias" in shapes
+    elif kind == DSPARK:
+        options["enable_confidence_head"] = False
+    return options
+
+
+def _given(entries: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {} if entries.get(name) is None else {name: entries[name]}
 
 
 def _positive(entries: Mapping[str, Any], name: str) -> int:
@@ -169,6 +246,7 @@ def _causal(entries: Mapping[str, Any], types: Sequence[str]) -> tuple[bool, ...
     are_both_ways = entries.get("sliding_window_non_causal")
     if are_both_ways is None:
         are_both_ways = entries.get("use_swa") or entries.get("model_type") == _MUSE
+        are_both_ways = are_both_ways or entries.get("speculators_model_type") == DFLASH2
     return tuple(kind == _SLIDING and not are_both_ways for kind in types)
 
 
@@ -189,11 +267,10 @@ def _hidden_layers(
     found = inputs or by_outputs
     if not found:
         found = default_layers(entries.get("num_target_layers") or num, entries["num_hidden_layers"])
-    reads = shapes.get("fc.weight", (0, 0))[-1]
-    if reads and reads != len(found) * target_hidden:
+    reads, each = shapes.get("fc.weight", (0, 0))[-1], shapes.get(_ADAPTER, (target_hidden,))[0]
+    if reads and reads != len(found) * each:
         raise ValueError(
-            f"`fc.weight` reads {reads} numbers, and {len(found)} layers of the target {found} have {target_hidden} "
-            "each"
+            f"`fc.weight` reads {reads} numbers, and {len(found)} layers of the target {found} have {each} each"
         )
     return tuple(found)
 
@@ -235,6 +312,3 @@ def is_block_config(config: Mapping[str, Any]) -> bool:
     entries = entries_of(config)
     signs: Collection[str] = ("mask_token_id", "mask_token", OUTPUTS, *INPUTS, "markov_rank", "projector_type")
     return "block_size" in entries and any(entries.get(name) is not None for name in signs)
-
-
-_SPECULATORS = (DFLASH,)

@@ -9,18 +9,44 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import embedding
+from torch.nn.functional import embedding, pad
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ..learned import LearnedDrafter
-from .config import BlockConfig
+from .config import DFLASH2, DSPARK, BlockConfig
 from .files import check_tensors, read, write
-from .scores import Lattice, independent
+from .scores import ConfidenceHead, Lattice, MarkovHead, Selector, conditioned, independent
 
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, [..., 1, head_dim]
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class SlotConvolution(nn.Module):
+    """
+    DFlash2's convolutions before and after a part of a layer, over the slots of a block, causal: with T coefficients
+    of each channel, base kernels plus what is projected from the part's input u, alike for `group` neighbours.
+    """
+
+    def __init__(self, hidden: int, size: int, group: int):
+        super().__init__()
+        self.group = group
+        self.base_kernel = nn.Parameter(torch.empty(2, size, hidden))
+        self.kernel_projection = nn.Linear(hidden, 2 * size * hidden // group, bias=False)
+
+    def kernels(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the kernels `[R, S, T, hidden_size]` before and after the part for inputs `[R, S, hidden_size]`."""
+        _, size, channels = self.base_kernel.shape
+        projected = self.kernel_projection(hidden).unflatten(-1, (2, size, channels // self.group))
+        return (self.base_kernel + projected.repeat_interleave(self.group, dim=-1)).unbind(2)
+
+    @staticmethod
+    def convolve(hidden: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
+        """Return Σ_t kernel_t ∘ hidden of the slot t earlier, `[R, S, hidden_size]`, with zeros before slot 0."""
+        num = hidden.shape[1]
+        shifted = [pad(hidden, (0, 0, back, 0))[:, :num] for back in range(kernel.shape[2])]
+        return (kernel * torch.stack(shifted, dim=2)).sum(2)
 
 
 class BlockLayer(nn.Module):
@@ -61,6 +87,10 @@ class BlockLayer(nn.Module):
                 "down_proj": nn.Linear(inner, hidden, bias=False),
             }
         )
+        self.attention_conv = self.mlp_conv = None
+        if config.kind == DFLASH2:
+            shape = config.options["conv_kernel_size"], config.options["conv_group_size"]
+            self.attention_conv, self.mlp_conv = SlotConvolution(hidden, *shape), SlotConvolution(hidden, *shape)
 
     def context(self, combined: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
         """
@@ -82,13 +112,32 @@ class BlockLayer(nn.Module):
                 head_dim]` and the block's own keys and values `[R, S, kv_heads, head_dim]` to `[R, S, heads,
                 head_dim]`. Scores are divided by the square root of `head_dim`.
         """
-        normed = self.input_layernorm(hidden)
+        hidden = hidden + self._within(
+            self.attention_conv, self.input_layernorm(hidden), lambda normed: self._attended(normed, rotation, attend)
+        )
+        return hidden + self._within(self.mlp_conv, self.post_attention_layernorm(hidden), self._mlp)
+
+    @staticmethod
+    def _within(
+        conv: SlotConvolution | None, normed: torch.Tensor, part: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """Return the output of a part of the layer, between its convolutions where there are any."""
+        if conv is None:
+            return part(normed)
+        before, after = conv.kernels(normed)
+        return conv.convolve(part(conv.convolve(normed, before)), after)
+
+    def _attended(self, normed: torch.Tensor, rotation: Rotation, attend: Attend) -> torch.Tensor:
         queries, keys = self._rotated("q", normed, rotation), self._rotated("k", normed, rotation)
-        attended = attend(queries, keys, self._heads("v_proj", normed))
-        hidden = hidden + self.self_attn["o_proj"](attended.flatten(-2))
-        normed = self.post_attention_layernorm(hidden)
+        output: torch.Tensor = self.self_attn["o_proj"](
+            attend(queries, keys, self._heads("v_proj", normed)).flatten(-2)
+        )
+        return output
+
+    def _mlp(self, normed: torch.Tensor) -> torch.Tensor:
         gate, up = self.mlp["gate_proj"](normed), self.mlp["up_proj"](normed)
-        return hidden + self.mlp["down_proj"](self.activation(gate) * up)
+        output: torch.Tensor = self.mlp["down_proj"](self.activation(gate) * up)
+        return output
 
     def sees(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """
@@ -127,7 +176,8 @@ class BlockDrafter(LearnedDrafter):
 
     Args:
         spec (`BlockConfig`): What the files say.
-        tensors (mapping of `str` to `torch.Tensor`): Weights by name, and `d2t` where outputs are not all tokens.
+        tensors (mapping of `str` to `torch.Tensor`, *optional*): Weights by name, and `d2t` where outputs are not all
+            tokens; by default, weights to begin a training with.
         target (`PreTrainedModel`): Lends its embeddings and its head, where there are none of the drafter's own.
 
     Attributes:
@@ -142,7 +192,7 @@ class BlockDrafter(LearnedDrafter):
 
     token_ids: torch.Tensor | None
 
-    def __init__(self, spec: BlockConfig, tensors: Mapping[str, torch.Tensor], target: PreTrainedModel):
+    def __init__(self, spec: BlockConfig, tensors: Mapping[str, torch.Tensor] | None, target: PreTrainedModel):
         super().__init__()
         self.spec, self.config, self.label, self.vocab_size = spec, spec.sizes, spec.kind, spec.sizes.vocab_size
         self.hidden_layers, self.block_size = spec.hidden_layers, spec.block_size
@@ -150,33 +200,39 @@ class BlockDrafter(LearnedDrafter):
         # The target's own are no part of this module: they move, and are saved, with the target.
         self._target_parts = target.get_input_embeddings(), target.get_output_embeddings()
         self._embedding_scale = float(getattr(target.get_decoder(), "embedding_multiplier", 1.0))
-        own = {name: item for name, item in tensors.items() if name != "d2t" and not self._is_targets(name, item)}
-        with torch.device("meta"):
-            self._build(spec, own)
-        check_tensors(own, self.state_dict())
-        self.load_state_dict(own, assign=True)
-        ids = tensors.get("d2t")
+        self._rotary: dict[torch.device, LlamaRotaryEmbedding] = {}  # no module, whose frequencies would lose digits
+        ids = None if tensors is None else tensors.get("d2t")
+        with torch.device("cpu" if tensors is None else "meta"):
+            self._build(spec)
+        if tensors is not None:
+            weights = {name: item for name, item in tensors.items() if name != "d2t"}
+            check_tensors(weights, self.state_dict())
+            self.load_state_dict(weights, assign=True)
         self.register_buffer(
             "token_ids", None if ids is None else ids.long() + torch.arange(len(ids)), persistent=False
         )
-        self._rotary: dict[torch.device, LlamaRotaryEmbedding] = {}  # no module, whose frequencies would lose digits
         self.check_fit(target)
 
-    def _build(self, spec: BlockConfig, tensors: Mapping[str, torch.Tensor]) -> None:
-        hidden, eps = spec.sizes.hidden_size, spec.sizes.rms_norm_eps
-        self.fc = nn.Linear(len(spec.hidden_layers) * spec.target_hidden, hidden, bias=False)
-        self.hidden_norm, self.norm = nn.RMSNorm(hidden, eps), nn.RMSNorm(hidden, eps)
-        self.layers = nn.ModuleList(BlockLayer(spec, number) for number in range(spec.sizes.num_hidden_layers))
-        self.embed_tokens = nn.Embedding(self.vocab_size, hidden) if "embed_tokens.weight" in tensors else None
-        has_head = "lm_head.weight" in tensors or spec.draft_vocab != self.vocab_size
-        self.lm_head = nn.Linear(hidden, spec.draft_vocab, bias=False) if has_head else None
-        self.mask_embedding = nn.Parameter(torch.empty(hidden)) if "mask_embedding" in tensors else None
-
-    def _is_targets(self, name: str, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is a copy of the target's embedding or head."""
-        parts: tuple[Any, Any] = self._target_parts
-        weight = {"embed_tokens.weight": parts[0].weight, "lm_head.weight": parts[1].weight}.get(name)
-        return weight is not None and tensor.shape == weight.shape and bool((tensor.to(weight) == weight).all())
+    def _build(self, spec: BlockConfig) -> None:
+        sizes, options, rank = spec.sizes, spec.options, spec.options.get("markov_rank", 0)
+        hidden, vocab = sizes.hidden_size, sizes.vocab_size
+        each = hidden if spec.has_adapter else spec.target_hidden
+        self.fc = nn.Linear(len(spec.hidden_layers) * each, hidden, bias=False)
+        adapter = {"proj": nn.Linear(spec.target_hidden, hidden, bias=False)} if spec.has_adapter else {}
+        self.hidden_dim_adapter = nn.ModuleDict(adapter)
+        self.hidden_norm, self.norm = (nn.RMSNorm(hidden, sizes.rms_norm_eps) for _ in range(2))
+        self.layers = nn.ModuleList(BlockLayer(spec, number) for number in range(sizes.num_hidden_layers))
+        self.embed_tokens = nn.Embedding(vocab, hidden) if spec.has_embedding else None
+        self.lm_head = nn.Linear(hidden, spec.draft_vocab, bias=False) if spec.has_head else None
+        self.mask_embedding = nn.Parameter(torch.zeros(hidden)) if spec.has_mask_embedding else None
+        self.candidate_selector = self.markov_head = self.confidence_head = None
+        if spec.kind == DFLASH2:
+            self.candidate_selector = Selector(vocab, hidden, options["selector_rank"], options["selector_top_k"])
+        elif spec.kind == DSPARK:
+            self.markov_head = MarkovHead(options["markov_head_type"], vocab, spec.draft_vocab, hidden, rank)
+        if options.get("enable_confidence_head"):
+            reads = rank if options["confidence_head_with_markov"] else 0
+            self.confidence_head = ConfidenceHead(hidden, reads, options["confidence_bias"])
 
     @classmethod
     def from_pretrained(cls, name: str | Path, target: PreTrainedModel) -> "BlockDrafter":
@@ -233,6 +289,8 @@ class BlockDrafter(LearnedDrafter):
         Return what keys and values of the context are made of, `[N, hidden_size]`, from the target's hidden states
         `[N, layers * target's hidden_size]`.
         """
+        if self.spec.has_adapter:
+            states = self.hidden_dim_adapter["proj"](states.unflatten(-1, (-1, self.spec.target_hidden))).flatten(-2)
         combined: torch.Tensor = self.hidden_norm(self.fc(states))
         return combined
 
@@ -286,8 +344,30 @@ class BlockDrafter(LearnedDrafter):
             anchors (`torch.Tensor` of shape `[R]`): The tokens in slot 0.
             width (`int`): Largest number of candidates at a depth.
         """
-        lattice = independent(self.logits(hidden[:, self.first_slot :]), width)
-        return lattice._replace(tokens=self._target_tokens(lattice.tokens))
+        slots = hidden[:, self.first_slot : self.first_slot + self.num_depths]
+        logits, to_target = self.logits(slots), self._target_tokens
+        if self.candidate_selector is not None:
+            return self.candidate_selector.lattice(logits, slots, anchors)
+        if self.markov_head is None:
+            lattice = independent(logits, width)
+            lattice = lattice._replace(tokens=to_target(lattice.tokens))
+        else:
+            step, output, states = self.markov_head.step, self.markov_head.markov_w2, None
+            if self.first_slot:  # slot 0 has the anchor before it, too
+                _, states = step(anchors[:, None], None, hidden[:, 0])
+            lattice = conditioned(logits, slots, anchors, width, step, states, output, to_target)
+        if self.confidence_head is None:
+            return lattice
+        return lattice._replace(confidence=self._confidence(slots, anchors, lattice.tokens))
+
+    def _confidence(self, slots: torch.Tensor, anchors: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """See `Lattice`."""
+        before = None
+        if self.markov_head is not None and self.spec.options["confidence_head_with_markov"]:
+            ahead = anchors[:, None, None].expand(-1, 1, tokens.shape[2])
+            before = self.markov_head.markov_w1(torch.cat([ahead, tokens[:, :-1]], dim=1))
+        confidence: torch.Tensor = self.confidence_head(slots, before)  # type: ignore[misc]
+        return confidence.expand(-1, -1, tokens.shape[2])
 
     def _target_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
         return tokens if self.token_ids is None else self.token_ids[tokens]

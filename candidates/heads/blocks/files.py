@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from ..files import CONFIG, check_numbers, config_of, folder_of, read_tensors
-from .config import OUTPUTS, BlockConfig, entries_of, is_block_config, read_config
+from .config import DFLASH, DFLASH2, DSPARK, JETSPEC, OUTPUTS, BlockConfig, entries_of, is_block_config, read_config
 
 MASK_EMBEDDING = "mask_embedding.pt"
 _PREFIX = re.compile(r"(model\.)*")
@@ -20,6 +20,12 @@ _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 # What belongs to the target, or follows from configs.
 _SKIPPED = re.compile(r"(.*\.)?rotary_emb\..*|verifier_.*")
 _IDS = ("d2t", "t2d")
+_ARCHITECTURES = {
+    DFLASH: "DFlashDraftModel",
+    JETSPEC: "DFlashDraftModel",
+    DFLASH2: "DFlash2DraftModel",
+    DSPARK: "Qwen3DSparkModel",
+}
 
 
 def is_block_checkpoint(name: str, config: Mapping[str, Any] | None = None) -> bool:
@@ -35,9 +41,13 @@ def read(name: str | Path, target: PreTrainedModel) -> tuple[BlockConfig, dict[s
         ValueError: for files that hold no such drafter; it names the folder and the reason.
     """
     folder, found = folder_of(name), config_of(str(name))
+    if any(key.startswith("dspark_") and key != "dspark_config" for key in found):
+        raise ValueError(
+            f"{name}: DSpark in DeepSeek V4's own layers is not known: take a drafter with layers as Qwen3's"
+        )
     tensors = read_tensors(folder)
     try:
-        tensors = _renamed(tensors, entries_of(found))
+        tensors = _without_copies(_renamed(tensors, entries_of(found)), target)
         check_numbers({key: item for key, item in tensors.items() if key not in _IDS})
         mask, token = _mask_embedding(folder / MASK_EMBEDDING)
         if mask is not None:
@@ -76,6 +86,16 @@ def _rows(name: str, num: int, config: Mapping[str, Any]) -> list[int]:
         raise ValueError(f"`{name}` has {num} rows, which are not those of {heads} queries and {keys} keys and values")
     size = num // (heads + 2 * keys)
     return [heads * size, keys * size, keys * size]
+
+
+def _without_copies(tensors: dict[str, torch.Tensor], target: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return the tensors without copies of the target's embedding and head."""
+    parts: tuple[Any, Any] = target.get_input_embeddings(), target.get_output_embeddings()
+    for name, weight in zip(("embed_tokens.weight", "lm_head.weight"), (part.weight for part in parts)):
+        own = tensors.get(name)
+        if own is not None and own.shape == weight.shape and bool((own.to(weight) == weight).all()):
+            del tensors[name]
+    return tensors
 
 
 def _mask_embedding(path: Path) -> tuple[torch.Tensor | None, int | None]:
@@ -131,7 +151,7 @@ def write(folder: str | Path, config: BlockConfig, tensors: Mapping[str, torch.T
         named["t2d"] = known
     save_file(named, folder / "model.safetensors")
     content = config.sizes.to_dict() | {
-        "architectures": ["DFlashDraftModel"],
+        "architectures": [_ARCHITECTURES[config.kind]],
         "layer_types": ["full_attention" if window is None else "sliding_attention" for window in config.windows],
         "sliding_window": next((window for window in config.windows if window is not None), None),
         "attention_bias": config.has_bias,
@@ -139,16 +159,21 @@ def write(folder: str | Path, config: BlockConfig, tensors: Mapping[str, torch.T
         "block_size": config.block_size,
         "is_neox_style": not config.is_interleaved,
     }
+    factors = {
+        "input_embedding_scale": config.embedding_scale,
+        "output_multiplier": config.logits_scale,
+        "final_logit_softcapping": config.softcap,
+    }
     own: dict[str, Any] = {
         OUTPUTS: [number - 1 for number in config.hidden_layers],
         "mask_token_id": config.mask_token,
         "target_hidden_size": config.target_hidden,
         "sample_from_anchor": config.first_slot == 0,
-        "input_embedding_scale": config.embedding_scale,
-        "output_multiplier": config.logits_scale,
-        "final_logit_softcapping": config.softcap,
+        **{name: value for name, value in factors.items() if value not in (None, 1.0)},
+        **config.options,
     }
     if len(set(config.causal)) == 1:
         content["is_causal"] = config.causal[0]
-    content = content | {"dflash_config": own} | dict(entries)
+    content |= own if config.kind == DSPARK else {"dflash_config": own}  # where the authors' code looks for them
+    content |= dict(entries)
     (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,8 +1,13 @@
 """What block drafters say of the tokens after an anchor: candidates of each depth, and their probabilities."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch import nn
+from torch.nn.functional import embedding, linear, log_softmax
+
+VANILLA, GATED, RNN = "vanilla", "gated", "rnn"  # kinds of Markov heads
 
 
 class Lattice(NamedTuple):
@@ -24,6 +29,11 @@ class Lattice(NamedTuple):
     confidence: torch.Tensor | None = None
 
 
+# From tokens [R, p] at one depth, the states [R, p, n] there and the hidden states [R, hidden_size] of the next slot
+# to what the logits of that slot gain, as vectors [R, p, rank] for the head's map, and to the states at the next depth.
+Step = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
+
+
 def independent(logits: torch.Tensor, width: int) -> Lattice:
     """
     Return the lattice of depths that do not depend on one another (DFlash, JetSpec).
@@ -35,3 +45,133 @@ def independent(logits: torch.Tensor, width: int) -> Lattice:
     scores, tokens = logits.topk(min(width, logits.shape[-1]), dim=-1)
     scores = scores - logits.logsumexp(dim=-1, keepdim=True)
     return Lattice(tokens, scores[:, 0], scores[:, 1:, None])
+
+
+def conditioned(
+    logits: torch.Tensor,
+    hidden: torch.Tensor,
+    anchors: torch.Tensor,
+    width: int,
+    step: Step,
+    states: torch.Tensor | None,
+    output: nn.Linear,
+    to_target: Callable[[torch.Tensor], torch.Tensor],
+) -> Lattice:
+    """
+    Return the lattice of a head that adds to the logits of a slot what follows from the token before it (DSpark,
+    Domino).
+
+    The candidates of a depth are the likeliest after candidate 0 of the depth before, by the logits of all tokens: so
+    candidates 0 are the authors' greedy draft. After other candidates the same k are weighed, with the same probability
+    for all k together: so a depth costs one product with the whole vocabulary. A state per path (rnn, Domino) is kept
+    for the likeliest path to each candidate, which for candidate 0 is the greedy one.
+
+    Args:
+        logits (`torch.Tensor` of shape `[R, L, own vocab]`, float32): Logits without what is added.
+        hidden (`torch.Tensor` of shape `[R, L, hidden_size]`): Hidden states of the slots that predict.
+        anchors (`torch.Tensor` of shape `[R]`): The tokens before the first of these slots.
+        width (`int`): Largest number of candidates.
+        step (`Callable`), states (`torch.Tensor`, *optional*): See `Step`; the states of the first depth.
+        output (`nn.Linear`): Maps what `step` returns to logits.
+        to_target (`Callable`): Returns the target's tokens for places in the logits.
+    """
+    num = min(width, logits.shape[-1])
+    parents, weights = anchors[:, None], logits.new_zeros(len(anchors), 1)
+    tokens, given = [], []
+    for depth in range(logits.shape[1]):
+        vectors, states = step(parents, states, hidden[:, depth])
+        likeliest = logits[:, depth] + output(vectors[:, 0]).float()
+        best, own = likeliest.topk(num, dim=-1)
+        added = vectors.float() @ embedding(own, output.weight).float().transpose(1, 2)
+        scores = log_softmax(logits[:, depth].gather(1, own)[:, None] + added, dim=-1)
+        scores = scores + (best.logsumexp(-1) - likeliest.logsumexp(-1))[:, None, None]
+        weights, origins = (weights[:, :, None] + scores).max(dim=1)
+        if states is not None:
+            origins[:, 0] = 0
+            states = states.gather(1, origins[:, :, None].expand(-1, -1, states.shape[-1]))
+        parents = to_target(own)
+        tokens.append(parents)
+        given.append(scores)
+    rest = torch.stack(given[1:], dim=1) if len(given) > 1 else logits.new_zeros(len(anchors), 0, num, num)
+    return Lattice(torch.stack(tokens, dim=1), given[0][:, 0], rest)
+
+
+class Selector(nn.Module):
+    """
+    DFlash2's selector: score_j(p → c) = unary_j[c] + Σ A[p] ∘ P h_j ∘ S[c], over the `num` likeliest tokens of each
+    depth, with codebooks A of tokens before and S of tokens after, and a projection P.
+    """
+
+    def __init__(self, vocab: int, hidden: int, rank: int, num: int):
+        super().__init__()
+        self.num = num
+        self.predecessor_codebook = nn.Parameter(torch.empty(vocab, rank))
+        self.successor_codebook = nn.Parameter(torch.empty(vocab, rank))
+        self.hidden_projection = nn.Linear(hidden, rank, bias=False)
+
+    def lattice(self, logits: torch.Tensor, hidden: torch.Tensor, anchors: torch.Tensor) -> Lattice:
+        """Return the lattice, of `num` candidates; for the arguments, see `conditioned`."""
+        unary, tokens = logits.topk(min(self.num, logits.shape[-1]), dim=-1)
+        after = embedding(tokens, self.successor_codebook).float() * self.hidden_projection(hidden).float()[:, :, None]
+        first = unary[:, 0] + (after[:, 0] @ embedding(anchors, self.predecessor_codebook).float()[:, :, None])[..., 0]
+        before = embedding(tokens[:, :-1], self.predecessor_codebook).float()
+        given = unary[:, 1:, None] + before @ after[:, 1:].transpose(2, 3)
+        return Lattice(tokens, log_softmax(first, dim=-1), log_softmax(given, dim=-1))
+
+
+class MarkovHead(nn.Module):
+    """
+    DSpark's head (arXiv 2607.05147): adds W2 v to the logits of a slot, where v comes from e = W1[token before] alone
+    (vanilla), from e and the slot's hidden state (gated), or from these and a state of the path (rnn).
+    """
+
+    def __init__(self, kind: str, vocab: int, draft_vocab: int, hidden: int, rank: int):
+        super().__init__()
+        self.markov_w1 = nn.Embedding(vocab, rank)
+        self.markov_w2 = nn.Linear(rank, draft_vocab, bias=False)
+        if kind == GATED:
+            self.gate_proj = nn.Linear(hidden + rank, rank)
+        elif kind == RNN:
+            self.joint_proj = nn.Linear(2 * rank + hidden, 3 * rank)
+        self.kind = kind
+
+    def step(
+        self, tokens: torch.Tensor, states: torch.Tensor | None, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `Step`."""
+        e = self.markov_w1(tokens)
+        if self.kind == VANILLA:
+            return e, None
+        rank = e.shape[-1]
+        if self.kind == GATED:
+            weight, num = self.gate_proj.weight, hidden.shape[-1]
+            gate = linear(hidden, weight[:, :num])[:, None] + linear(e, weight[:, num:], self.gate_proj.bias)
+            return gate.sigmoid() * e, None
+        states = torch.zeros_like(e) if states is None else states
+        weight = self.joint_proj.weight
+        joint = linear(torch.cat([states, e], dim=-1), weight[:, : 2 * rank], self.joint_proj.bias)
+        z, u, o = (joint + linear(hidden, weight[:, 2 * rank :])[:, None]).chunk(3, dim=-1)
+        z = z.sigmoid()
+        return o.tanh(), z * states + (1 - z) * u.tanh()
+
+
+class ConfidenceHead(nn.Module):
+    """DSpark's confidence: sigmoid(proj [h_j; e]), or of h_j alone: that the token drafted at slot j is accepted."""
+
+    def __init__(self, hidden: int, rank: int, has_bias: bool):
+        super().__init__()
+        self.proj = nn.Linear(hidden + rank, 1, has_bias)
+
+    def forward(self, hidden: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+        """
+        Return probabilities `[R, L, k]`, or `[R, L, 1]` without `before`, float32.
+
+        Args:
+            hidden (`torch.Tensor` of shape `[R, L, hidden_size]`): Of the slots that predict.
+            before (`torch.Tensor` of shape `[R, L, k, rank]`, *optional*): W1 of candidates before each slot.
+        """
+        weight, num = self.proj.weight.float(), hidden.shape[-1]
+        logits = linear(hidden.float(), weight[:, :num], None if self.proj.bias is None else self.proj.bias.float())
+        if before is not None:
+            logits = logits + linear(before.float(), weight[:, num:])[..., 0]
+        return logits.sigmoid()

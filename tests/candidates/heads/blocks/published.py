@@ -4,12 +4,14 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
 EPS, THETA = 1e-6, 10000.0
+_NESTED = ("output_multiplier", "final_logit_softcapping", "input_embedding_scale")  # at the top they are the target's
 
 
 @dataclass
@@ -64,7 +66,8 @@ class Published:
 
     def _layer(self, layer, x, context, positions, sees):
         name = f"layers.{layer}"
-        h = self._norm(f"{name}.input_layernorm", x)
+        h = u = self._norm(f"{name}.input_layernorm", x)
+        h = self._convolved(f"{name}.attention_conv", 0, u, h)
         both = torch.cat([context, h])
         query = self._heads(f"{name}.self_attn.q_proj", h, self.heads)
         key = self._heads(f"{name}.self_attn.k_proj", both, self.kv_heads)
@@ -76,12 +79,28 @@ class Published:
             group = head // (self.heads // self.kv_heads)
             scores = query[:, head] @ key[:, group].T / math.sqrt(self.head_dim)
             outputs.append(scores.masked_fill(~sees, -math.inf).softmax(-1) @ value[:, group])
-        x = x + self._linear(f"{name}.self_attn.o_proj", torch.cat(outputs, dim=-1))
-        z = self._norm(f"{name}.post_attention_layernorm", x)
+        output = self._linear(f"{name}.self_attn.o_proj", torch.cat(outputs, dim=-1))
+        x = x + self._convolved(f"{name}.attention_conv", 1, u, output)
+        z = u = self._norm(f"{name}.post_attention_layernorm", x)
+        z = self._convolved(f"{name}.mlp_conv", 0, u, z)
         gate = self._linear(f"{name}.mlp.gate_proj", z)
-        return x + self._linear(
-            f"{name}.mlp.down_proj", gate * torch.sigmoid(gate) * self._linear(f"{name}.mlp.up_proj", z)
-        )
+        inner = gate * torch.sigmoid(gate) * self._linear(f"{name}.mlp.up_proj", z)
+        return x + self._convolved(f"{name}.mlp_conv", 1, u, self._linear(f"{name}.mlp.down_proj", inner))
+
+    def _convolved(self, name: str, which: int, u: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """DFlash2's: before (0) or after (1) a part whose input is `u`."""
+        if f"{name}.base_kernel" not in self.tensors:
+            return x
+        base = self.tensors[f"{name}.base_kernel"]
+        _, size, hidden = base.shape
+        coefficients = (u @ self.tensors[f"{name}.kernel_projection.weight"].T).view(len(u), 2, size, -1)
+        groups = torch.arange(hidden) // (hidden // coefficients.shape[-1])
+        result = torch.zeros_like(x)
+        for slot in range(len(x)):
+            for back in range(min(size, slot + 1)):
+                factor = base[which, back] + coefficients[slot, which, back, groups]
+                result[slot] += factor * x[slot - back]
+        return result
 
     def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
         return x @ self.tensors[f"{name}.weight"].T + self.tensors.get(f"{name}.bias", 0)
@@ -124,6 +143,44 @@ def shapes(hidden: int, states: int, layers: int, heads: int, kv_heads: int, hea
     return found
 
 
+def convolution_shapes(hidden: int, layers: int, size: int, group: int) -> dict:
+    found: dict[str, tuple[int, ...]] = {}
+    for layer in range(layers):
+        for part in ("attention_conv", "mlp_conv"):
+            found[f"layers.{layer}.{part}.base_kernel"] = (2, size, hidden)
+            found[f"layers.{layer}.{part}.kernel_projection.weight"] = (2 * size * hidden // group, hidden)
+    return found
+
+
+def selector_shapes(vocab: int, hidden: int, rank: int) -> dict:
+    books = {f"candidate_selector.{kind}_codebook": (vocab, rank) for kind in ("predecessor", "successor")}
+    return books | {"candidate_selector.hidden_projection.weight": (rank, hidden)}
+
+
+def markov_shapes(kind: str, vocab: int, own_vocab: int, hidden: int, rank: int) -> dict:
+    found: dict[str, tuple[int, ...]] = {"markov_w1.weight": (vocab, rank), "markov_w2.weight": (own_vocab, rank)}
+    if kind == "gated":
+        found |= {"gate_proj.weight": (rank, hidden + rank), "gate_proj.bias": (rank,)}
+    if kind == "rnn":
+        found |= {"joint_proj.weight": (3 * rank, 2 * rank + hidden), "joint_proj.bias": (3 * rank,)}
+    return {f"markov_head.{name}": shape for name, shape in found.items()}
+
+
+def markov_step(
+    tensors: Mapping, token: int, state: torch.Tensor, h: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What DSpark's head adds to the logits of a slot after a token, and the state at the next slot."""
+    own = {name.removeprefix("markov_head."): item for name, item in tensors.items()}
+    e, added = own["markov_w1.weight"][token], own["markov_w1.weight"][token]
+    if "gate_proj.weight" in own:
+        added = torch.sigmoid(own["gate_proj.weight"] @ torch.cat([h, e]) + own["gate_proj.bias"]) * e
+    if "joint_proj.weight" in own:
+        z, u, o = (own["joint_proj.weight"] @ torch.cat([state, e, h]) + own["joint_proj.bias"]).chunk(3)
+        state = torch.sigmoid(z) * state + (1 - torch.sigmoid(z)) * torch.tanh(u)
+        added = torch.tanh(o)
+    return own["markov_w2.weight"] @ added, state
+
+
 def waves(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
     """The weights with which golden numbers were computed: a sine for each tensor, by its place among sorted names."""
     found = {}
@@ -150,12 +207,37 @@ def random_drafter(
     own_vocab: int | None = None,
     has_bias: bool = False,
     has_embedding: bool = False,
+    convolution: tuple[int, int] | None = None,
+    selector_rank: int | None = None,
+    markov: str | None = None,
+    markov_rank: int = 4,
+    confidence: str | None = None,
+    config: Mapping | None = None,
     seed: int = 0,
 ) -> Published:
-    """A drafter of plain DFlash. With `own_vocab`, an output of so many tokens, in no particular places."""
+    """
+    A drafter of plain DFlash, unless it has DFlash2's `convolution` (size, group) and selector, or DSpark's `markov`
+    head ("vanilla", "gated", "rnn") and `confidence` ("hidden": by hidden states; "markov": by the token before, too).
+    With `own_vocab`, an output of so many tokens, in no particular places.
+    """
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for name, shape in shapes(hidden, len(outputs) * hidden, layers, heads, kv_heads, head_dim, hidden + 8).items():
+    all_shapes = shapes(hidden, len(outputs) * hidden, layers, heads, kv_heads, head_dim, hidden + 8)
+    entries = {}
+    if convolution is not None:
+        all_shapes |= convolution_shapes(hidden, layers, *convolution)
+        entries |= {"conv_kernel_size": convolution[0], "conv_group_size": convolution[1]}
+    if selector_rank is not None:
+        all_shapes |= selector_shapes(vocab, hidden, selector_rank)
+        entries |= {"selector_rank": selector_rank, "selector_top_k": 5}
+    if markov is not None:
+        all_shapes |= markov_shapes(markov, vocab, own_vocab or vocab, hidden, markov_rank)
+        entries |= {"markov_rank": markov_rank, "markov_head_type": markov}
+    if confidence is not None:
+        reads = hidden + (markov_rank if confidence == "markov" else 0)
+        all_shapes |= {"confidence_head.proj.weight": (1, reads), "confidence_head.proj.bias": (1,)}
+        entries |= {"enable_confidence_head": True, "confidence_head_with_markov": confidence == "markov"}
+    for name, shape in all_shapes.items():
         tensors[name] = torch.randn(shape, generator=generator)
         tensors[name] = 1 + tensors[name] / 4 if "norm" in name else tensors[name] / shape[-1] ** 0.5
         if has_bias and "_proj" in name and "self_attn" in name:
@@ -168,9 +250,9 @@ def random_drafter(
         tensors["embed_tokens.weight"] = torch.randn(vocab, hidden, generator=generator)
     causal = [causal] * layers if isinstance(causal, bool) else causal
     windows = [None] * layers if windows is None else windows
-    config = {"attention_bias": True} if has_bias else {}
+    entries |= ({"attention_bias": True} if has_bias else {}) | dict(config or {})
     slots = block_size, vocab - 1, causal, windows, from_anchor
-    return Published(tensors, heads, kv_heads, head_dim, outputs, *slots, token_ids, config)
+    return Published(tensors, heads, kv_heads, head_dim, outputs, *slots, token_ids, entries)
 
 
 def layer_config(drafter: Published, vocab: int) -> dict:
@@ -222,6 +304,7 @@ def _save(folder: Path, tensors: Mapping[str, torch.Tensor], config: dict) -> No
 
 def z_lab(drafter: Published, vocab: int, folder: Path) -> None:
     own = {"target_layer_ids": list(drafter.outputs)} | _slots(drafter)
+    own |= {name: value for name, value in drafter.config.items() if name in _NESTED}
     config = layer_config(drafter, vocab) | {"architectures": ["DFlashDraftModel"], "dflash_config": own}
     config |= {"block_size": own.pop("block_size"), "num_target_layers": 2} | _causal(drafter) | drafter.config
     if drafter.token_ids is not None:
@@ -249,6 +332,14 @@ def prefixed(drafter: Published, vocab: int, folder: Path) -> None:
         "target_layer_ids": list(drafter.outputs),
     }
     _save(folder, tensors, config | _slots(drafter) | _causal(drafter) | drafter.config)
+
+
+def deepspec(drafter: Published, vocab: int, folder: Path) -> None:
+    """All at the top, with copies of the target's embedding and head."""
+    config = layer_config(drafter, vocab) | {"target_layer_ids": list(drafter.outputs)}
+    config |= {"architectures": ["Qwen3DSparkModel"], "markov_rank": 0} | _causal(drafter)
+    config |= {"block_size": drafter.block_size, "mask_token_id": drafter.mask_token}
+    _save(folder, drafter.tensors | vocabulary(drafter, vocab), config | drafter.config)
 
 
 def muse(drafter: Published, vocab: int, folder: Path) -> None:
@@ -284,4 +375,5 @@ def speculators(drafter: Published, vocab: int, folder: Path, kind: str = "dflas
     _save(folder, drafter.tensors | vocabulary(drafter, vocab) | others, config | drafter.config)
 
 
-LAYOUTS = {"z-lab": z_lab, "prefixed": prefixed, "muse": muse, "speculators": speculators}
+LAYOUTS = {"z-lab": z_lab, "prefixed": prefixed, "deepspec": deepspec, "muse": muse}
+LAYOUTS |= {f"speculators {kind}": partial(speculators, kind=kind) for kind in ("dflash", "dflash2", "dspark")}
