@@ -107,6 +107,8 @@ def read_config(
     block_size = _positive(entries, "block_size")
     first_slot = 0 if _is_from_anchor(entries, kind) else 1
     draft_vocab = int(entries.get("draft_vocab_size") or sizes.vocab_size)
+    if kind == DFLASH2 and draft_vocab != sizes.vocab_size:
+        raise ValueError(f"DFlash2 drafts all {sizes.vocab_size} tokens, and `draft_vocab_size` is {draft_vocab}")
     target_hidden = int(entries.get("target_hidden_size") or sizes.hidden_size)
     return BlockConfig(
         kind=kind,
