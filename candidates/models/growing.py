@@ -1,6 +1,5 @@
 """Drafts that grow level by level, for the whole batch at once, each level by a small forward."""
 
-from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from itertools import repeat
@@ -13,22 +12,20 @@ from ...device import fetch_together, waits_are_free
 from ...drafts.price import LevelPrice
 from ...drafts.tree import DraftTree
 from ...sampling.noise import NoiseKeys, add_noise, draft_seed, noise_keys
-from ...sampling.processors import ScoreProcessing, process_lines
+from ...sampling.processors import process_lines
 from ...sampling.top import likeliest_tokens
-from ...target_model.forward.chains import ChainForward
 from ...target_model.forward.ragged import ForwardSeries, PlannedForward, RaggedForward
-from ...target_model.layout.rows import CacheRow
 from ...validate import check_positive
-from ..base import TreeCandidateGenerator
 from ..request import SourceRequest
 from .draft_ahead import DraftLevel, plan_levels
-from .draft_growth import DraftState, Growth, Outlook, distribute_features
+from .draft_growth import Growth, Outlook, distribute_features
+from .rows import RowCandidates
 
 _CHAIN_NODES, _TREE_NODES = 5, 24  # of a draft; where prices end it
 _TREE_WIDTH = 4  # children of a node, and nodes of a level that are grown further, where prices rule
 
 
-class GrowingCandidates(TreeCandidateGenerator):
+class GrowingCandidates(RowCandidates):
     """
     Drafts that a small forward grows level by level, coupled with the target: where the target samples, the draft
     proposes the best tokens of its own scores *plus the target's noise*, so that both pick the same token whenever
@@ -65,6 +62,7 @@ class GrowingCandidates(TreeCandidateGenerator):
         num_positions: int | None = None,
         vocab_size: int | None = None,
     ):
+        super().__init__()
         for name, value in (("num_nodes", num_nodes), ("width", width)):
             if value is not None:
                 check_positive(name, value)
@@ -80,21 +78,7 @@ class GrowingCandidates(TreeCandidateGenerator):
         self._widest = width or (_TREE_WIDTH if draws_trees else 1)
         self.confidence_threshold, self.samples = confidence_threshold, samples
         self._num_positions, self._vocab_size = num_positions, vocab_size
-        self._forward: RaggedForward | ChainForward | None = None
-        self._states: dict[Hashable, DraftState] = {}
         self._outlook = Outlook()  # of all requests
-
-    @abstractmethod
-    def _new_forward(self) -> RaggedForward | ChainForward:
-        """Return the forward that runs the levels; it is dropped when no request is left."""
-
-    def _new_state(self, row: CacheRow, prompt: np.ndarray) -> DraftState:
-        return DraftState(row, prompt.tolist())
-
-    def _new_row(self, request: SourceRequest) -> CacheRow:
-        """Return an empty row for the request."""
-        assert self._forward is not None
-        return self._forward.add()
 
     @property
     def _token_ids(self) -> torch.Tensor | None:
@@ -109,31 +93,9 @@ class GrowingCandidates(TreeCandidateGenerator):
         return True
 
     def begin(self, request: SourceRequest) -> int | None:
-        self._forward = self._forward or self._new_forward()
-        state = self._new_state(self._new_row(request), request.prompt)
-        state.request, state.outlook, state.seed = request, self._outlook.for_new_request(), request.seed
-        if request.seed is not None:  # else the arg max of the draft's own scores
-            state.processing = ScoreProcessing(request.processors)
-        self._states[request.request_id] = state
-        return None
-
-    def stop(self, request_id: Hashable) -> None:
-        state = self._states.pop(request_id, None)
-        if state is not None and self._forward is not None:
-            self._forward.remove(state.row)
-        if not self._states:
-            self._give_up_forward()
-
-    def num_bytes(self) -> int | None:
-        """Return the bytes of keys and values in a slot cache; None for forwards without one."""
-        if self._forward is None:
-            return 0
-        cache = getattr(self._forward, "cache", None)
-        return None if cache is None else cache.num_lines * cache.bytes_per_line
-
-    def _give_up_forward(self) -> None:
-        """Drop the forward: no request is left."""
-        self._forward = None
+        num = super().begin(request)
+        self._states[request.request_id].outlook = self._outlook.for_new_request()
+        return num
 
     @torch.no_grad()
     def propose(

@@ -8,7 +8,6 @@ from transformers import PreTrainedConfig
 
 from ..cache.slot_cache import SlotCache
 from ..forward.ragged import PlannedForward, RaggedForward
-from ..layout.rows import CacheRow
 from ..layout.step_layout import StepLayout
 from ..written.program import Features
 
@@ -62,12 +61,6 @@ class FeatureForward(RaggedForward):
     @property
     def device(self) -> torch.device:
         return self.model.device
-
-    def reuse(self, row: CacheRow, other: CacheRow, length: int) -> None:
-        """Begin a row with the first `length` tokens of another."""
-        self.cache.reserve([row], [length])
-        self.cache.copy(other, row, length)
-        row.length, row.num_nodes = length, 0
 
     def _run(self, planned: PlannedForward) -> torch.Tensor:
         planned.hidden, logits = self._layers(self._features(planned), FeatureStep(planned.layout, self.cache))

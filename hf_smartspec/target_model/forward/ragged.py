@@ -136,6 +136,12 @@ class RaggedForward(ABC):
         assert length >= row.prefix_len, "shared tokens lie in another row"
         row.length, row.num_nodes = length, 0
 
+    def reuse(self, row: CacheRow, other: CacheRow, length: int) -> None:
+        """Begin a row with the first `length` tokens of another."""
+        self.cache.reserve([row], [length])
+        self.cache.copy(other, row, length)
+        row.length, row.num_nodes = length, 0
+
     def padded_context(self, rows: Sequence[CacheRow]) -> int:
         """Return the columns that attention reads in a step of one token per row; see `row_groups.padded_context`."""
         if self._takes_spans or self._uses_few_token_attention:  # both read only the rows' own columns, in one call
