@@ -9,6 +9,8 @@ from .combined.staged import StagedCandidates
 from .combined.wrapped import WrappedCandidates
 from .committed import Committed
 from .forwarding import ForwardingSource
+from .heads.blocks.drafter import BlockDrafter
+from .heads.blocks.source import BlockCandidates
 from .heads.eagle.heads import EagleHeads
 from .heads.eagle.parallel import ParallelCandidates
 from .heads.feature_source import FeatureCandidates
@@ -29,6 +31,8 @@ from .text.suffix.source import SuffixTreeCandidates
 from .text.token_recycling import TokenRecyclingCandidates
 
 __all__ = [
+    "BlockCandidates",
+    "BlockDrafter",
     "Committed",
     "Datastore",
     "DatastoreCandidates",

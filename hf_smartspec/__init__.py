@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the names of `_PLACES`, for type checkers and editors
     from .candidates import (
+        BlockCandidates as BlockCandidates,
+        BlockDrafter as BlockDrafter,
         Committed as Committed,
         DatastoreCandidates as DatastoreCandidates,
         DraftModelCandidates as DraftModelCandidates,
@@ -47,9 +49,9 @@ __version__ = "0.1.0"
 # neither.
 _PLACES = {
     "candidates": (
-        "Committed DatastoreCandidates DraftModelCandidates EagleHeads EarlyExitCandidates FeatureCandidates "
-        "MedusaCandidates MedusaHeads MLPSpeculator MLPSpeculatorCandidates MtpLayers PromptLookupCandidates "
-        "RoutedCandidates SuffixTreeCandidates TextClassifier TreeCandidateGenerator"
+        "BlockCandidates BlockDrafter Committed DatastoreCandidates DraftModelCandidates EagleHeads "
+        "EarlyExitCandidates FeatureCandidates MedusaCandidates MedusaHeads MLPSpeculator MLPSpeculatorCandidates "
+        "MtpLayers PromptLookupCandidates RoutedCandidates SuffixTreeCandidates TextClassifier TreeCandidateGenerator"
     ),
     "decoding.statistics": "GenerationStatistics",
     "decoding.trace": "TracedRequest TracedStep",

@@ -8,6 +8,9 @@ from transformers import PreTrainedModel
 
 from ...goodput.estimates.calibrator import Calibrator
 from ..base import TreeCandidateGenerator
+from .blocks.drafter import BlockDrafter
+from .blocks.files import is_block_checkpoint
+from .blocks.source import BlockCandidates
 from .eagle.files import is_eagle_checkpoint
 from .eagle.heads import EagleHeads
 from .eagle.parallel import ParallelCandidates
@@ -56,10 +59,16 @@ def _eagle(heads: EagleHeads, calibrator: Calibrator, width: int | None) -> Tree
     return ParallelCandidates(heads, width=width, calibrator=calibrator)
 
 
+def _blocks(heads: BlockDrafter, calibrator: Calibrator, width: int | None) -> TreeCandidateGenerator:
+    return BlockCandidates(heads, width=width)
+
+
+# The first that recognises a folder counts: configs of EAGLE-1 are like any model's, so that it comes last.
 KINDS = (
     Kind(MtpLayers, is_mtp, _features),
     Kind(MedusaHeads, is_medusa_checkpoint, _medusa),
     Kind(MLPSpeculator, is_speculator_checkpoint, _speculator),
+    Kind(BlockDrafter, is_block_checkpoint, _blocks),
     Kind(EagleHeads, is_eagle_checkpoint, _eagle),
 )
 

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_smartspec import (
+    BlockCandidates,
+    BlockDrafter,
     DraftModelCandidates,
     EarlyExitCandidates,
     MedusaCandidates,
@@ -31,7 +33,7 @@ from hf_smartspec.candidates.models.translated.source import TranslatedDraftCand
 from hf_smartspec.candidates.models.translated.translation import Translation
 from hf_smartspec.goodput import Calibrator
 
-from ..candidates.heads.fitted import fitted_eagle, fitted_heads, fitted_parallel, fitted_speculator
+from ..candidates.heads.fitted import fitted_blocks, fitted_eagle, fitted_heads, fitted_parallel, fitted_speculator
 from ..candidates.models.translated.pairs import with_tokens_of
 from ..models import VOCAB_SIZE
 from .targets import ARCHITECTURES, NUM_MTP_LAYERS, WRITTEN, known_mtp, known_texts, noisy_target, target
@@ -97,6 +99,11 @@ def peagle(architecture: str, rng: random.Random) -> TreeCandidateGenerator:
     return ParallelCandidates(heads, width=rng.choice((None, 1)), calibrator=rng.choice((None, Calibrator())))
 
 
+def blocks(architecture: str, rng: random.Random) -> TreeCandidateGenerator:
+    heads = copied(known_blocks(architecture, rng.random() < 0.5))
+    return BlockCandidates(heads, width=rng.choice((None, 1, 3)))
+
+
 def mtp(architecture: str, rng: random.Random) -> TreeCandidateGenerator:
     model = known_mtp(architecture).packed.model
     shared = [model.embed_tokens, model.shared_head, model.rotary_emb]
@@ -146,6 +153,7 @@ KINDS = {
     "medusa": Kind(medusa, swap_heads),
     "eagle": Kind(eagle, swap_heads),
     "peagle": Kind(peagle, swap_heads),
+    "blocks": Kind(blocks, swap_heads),
     "mtp": Kind(mtp, swap_heads, tuple(NUM_MTP_LAYERS)),
     "early exit": Kind(early_exit, architectures=WRITTEN),
     "mlp speculator": Kind(mlp_speculator, swap_heads),
@@ -190,3 +198,9 @@ def known_eagle(architecture: str) -> EagleHeads:
 @cache
 def known_peagle(architecture: str) -> EagleHeads:
     return fitted_parallel(target(architecture), known_texts(architecture)[:4])
+
+
+@cache
+def known_blocks(architecture: str, from_anchor: bool) -> BlockDrafter:
+    options = {"from_anchor": True, "block_size": 4} if from_anchor else {"windows": (6, None), "causal": (True, False)}
+    return fitted_blocks(target(architecture), known_texts(architecture), **options)

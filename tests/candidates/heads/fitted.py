@@ -1,16 +1,22 @@
 """Drafters that know some texts. But for MTP layers, without training: all but their outputs is zero or random."""
 
+import tempfile
+from pathlib import Path
+
 import torch
 from transformers import PreTrainedModel
 
-from hf_smartspec import MedusaHeads, MtpLayers
+from hf_smartspec import BlockDrafter, MedusaHeads, MtpLayers
 from hf_smartspec.candidates.heads.eagle.heads import EagleHeads
 from hf_smartspec.candidates.heads.mlp_speculator import MLPSpeculator
 from hf_smartspec.drafts.tree import DraftTree
+from hf_smartspec.target_model.drafters.blocks import BlockForward
 from hf_smartspec.target_model.drafters.features import FeatureForward
 from hf_smartspec.target_model.layout.rows import RowInput
 from hf_smartspec.training.eagle import EagleTraining, new_heads
 from hf_smartspec.training.target import target_states
+
+from .blocks.published import random_drafter, z_lab
 
 _SURE = 10.0  # the least-squares fit to 0 and 1 is no logit
 
@@ -91,6 +97,29 @@ def fitted_parallel(model: PreTrainedModel, texts: torch.Tensor, num_depths: int
             tokens.append(text[end : end + num_depths])
     output.weight = torch.nn.Parameter(_fit(torch.cat(x), torch.cat(tokens), model.config.vocab_size))
     return heads.requires_grad_(False)
+
+
+@torch.no_grad()
+def fitted_blocks(model: PreTrainedModel, texts: torch.Tensor, **options) -> BlockDrafter:
+    """A random block drafter, whose output is the least-squares fit to what comes in texts `[n, length]`."""
+    vocab, size = model.config.vocab_size, model.config.hidden_size
+    published = random_drafter(size, vocab, outputs=(-1, 0), **options)
+    published.tensors["lm_head.weight"] = torch.zeros(vocab, size)
+    with tempfile.TemporaryDirectory() as folder:
+        z_lab(published, vocab, Path(folder))
+        drafter = BlockDrafter.from_pretrained(folder, model)
+    known = model(texts, attention_mask=torch.ones_like(texts), output_hidden_states=True).hidden_states
+    states, forward = torch.cat([known[layer] for layer in drafter.hidden_layers], dim=-1), BlockForward(drafter)
+    rows, x, tokens = [forward.add() for _ in texts], [], []
+    for start in range(3, texts.shape[1] - drafter.block_size, 2):
+        first = rows[0].length
+        pieces = zip(rows, texts[:, first:start].numpy(), states[:, first:start])
+        forward.forward([RowInput(row, feed, features=own) for row, feed, own in pieces])
+        hidden = forward.blocks(rows, texts[:, start].tolist(), drafter.block_size)[:, drafter.first_slot :]
+        x.append(hidden.flatten(0, 1))
+        tokens.append(texts[:, start + 1 : start + 1 + drafter.num_depths].flatten())
+    drafter.lm_head.weight.data = _fit(torch.cat(x), torch.cat(tokens), vocab)
+    return drafter
 
 
 def fitted_mtp(target: PreTrainedModel, texts: torch.Tensor, padding: int = 0, num_steps: int = 60) -> MtpLayers:

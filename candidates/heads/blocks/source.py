@@ -1,0 +1,101 @@
+"""The source that drafts with a block drafter."""
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+import torch
+
+from ....device import fetch_together
+from ....drafts.price import LevelPrice
+from ....drafts.tree import DraftTree
+from ....target_model.drafters.blocks import BlockForward
+from ....validate import check_positive
+from ..hidden_states import HiddenStateCandidates, KnownStates
+from .drafter import BlockDrafter
+from .scores import Lattice
+from .trees import best_trees, with_confidence
+
+_NUM_NODES, _MOST_NODES = 16, 64  # of a draft; where prices end it
+_WIDTH = 8  # candidates of a depth
+
+
+class BlockCandidates(HiddenStateCandidates):
+    """
+    Drafts with a `BlockDrafter`: one forward for all rows computes candidates of all depths of a block, and the tree is
+    the nodes of highest path probability among them.
+
+    Only the target's hidden states of committed tokens go into a request's row of keys and values; of a block, none
+    stay. So a block costs the same however much of it is used: with an auction, rows get one or none, and then the
+    nodes that are worth verifying.
+
+    Args:
+        heads (`BlockDrafter`): On the device of the target's output.
+        num_nodes (`int`, *optional*): Nodes of a tree where the caller names no number, at most. Where not given, 16,
+            and where goodput decides, as many as are worth it, up to 64.
+        width (`int`, *optional*): Candidates of each depth; 1 drafts chains. Where not given, 8.
+
+    Raises:
+        ValueError: for numbers below 1.
+    """
+
+    heeds_prices = True
+    heads: BlockDrafter
+
+    def __init__(self, heads: BlockDrafter, num_nodes: int | None = None, width: int | None = None):
+        for name, value in (("num_nodes", num_nodes), ("width", width)):
+            if value is not None:
+                check_positive(name, value)
+        super().__init__(heads)
+        self.default_num_nodes, self.most_nodes = num_nodes or _NUM_NODES, num_nodes or _MOST_NODES
+        self._width = width or _WIDTH
+
+    def _new_forward(self) -> BlockForward:
+        return BlockForward(self.heads)
+
+    @torch.no_grad()
+    def propose(
+        self, request_ids: Sequence[Hashable], max_nodes: Sequence[int], price: LevelPrice | None = None
+    ) -> list[DraftTree]:
+        """
+        Draft the trees of highest path probability: of so many nodes, or, given a price, of those that are worth being
+        verified; or of the shape that a policy fixes.
+        """
+        trees = [DraftTree.empty()] * len(request_ids)
+        states = [self._state(name) for name in request_ids]
+        asked = [place for place, state in enumerate(states) if max_nodes[place] > 0 and _is_known(state)]
+        if not asked:
+            return trees
+        widths = () if price is None else price.widths
+        limits = [max_nodes[place] for place in asked]
+        lattice = self._lattice([states[place] for place in asked], max(limits), max(self._width, *widths, 0))
+        least = 0.0 if price is None or widths else price.least_probability
+        found = best_trees(*_probabilities(lattice), limits, least, widths)
+        for place, tree in zip(asked, found):
+            trees[place] = tree
+        return trees
+
+    def _lattice(self, states: Sequence[KnownStates], most_depths: int, width: int) -> Lattice:
+        """Return the lattices of the blocks after the texts of some requests, no deeper than trees can be."""
+        self._run_pending(states)
+        forward = self._ragged
+        assert isinstance(forward, BlockForward)
+        anchors = [state.tokens[-1] for state in states]
+        num_slots = self.heads.first_slot + min(self.heads.num_depths, most_depths)
+        hidden = forward.blocks([state.row for state in states], anchors, num_slots)
+        return self.heads.lattice(hidden, torch.tensor(anchors, device=hidden.device), width)
+
+
+def _is_known(state: KnownStates) -> bool:
+    """Return whether the target's hidden states of all tokens but the newest have been delivered."""
+    return state.num_known == len(state.tokens) > 0
+
+
+def _probabilities(lattice: Lattice) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the tokens of a lattice, and the probabilities of its first candidates and of those after others."""
+    tensors = [lattice.tokens, lattice.first.exp(), lattice.given.exp()]
+    if lattice.confidence is None:
+        tokens, first, given = fetch_together(tensors)
+        return tokens, first, given
+    tokens, first, given, confidence = fetch_together([*tensors, lattice.confidence])
+    after = confidence[:, 1:, : given.shape[2]]
+    return tokens, with_confidence(first, confidence[:, 0, 0]), with_confidence(given, after)

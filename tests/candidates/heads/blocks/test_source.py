@@ -1,0 +1,215 @@
+"""Block drafters that draft: the tokens of plain decoding, from folders, beside other sources, in engines."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from transformers import GenerationConfig, MuseGlimmerAssistantConfig
+from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant import MuseGlimmerAssistantModel
+
+import hf_smartspec
+from hf_smartspec import Committed, Engine, SmartSpecConfig
+from hf_smartspec.candidates.heads.blocks.drafter import BlockDrafter
+from hf_smartspec.candidates.heads.blocks.source import BlockCandidates
+from hf_smartspec.candidates.heads.kinds import source_of
+from hf_smartspec.drafts.price import LevelPrice
+from hf_smartspec.goodput import Calibrator, CostModel, TreeGoodput
+
+from ....covering import exhaustive
+from ....generate.helpers import prompts, tiny_llama
+from ....models import new_model, shared_model
+from ...combined.test_wrapped_outputs import PROMPTS, _DFlash, by_transformers, plain, spread
+from ..test_medusa_source import GREEDY, LENGTHS, NUM_TOKENS, SAMPLED, WAYS
+from .forwards import run_block
+from .published import random_drafter, z_lab
+
+
+def write(target, folder, **options) -> str:
+    vocab = target.config.vocab_size
+    z_lab(random_drafter(target.config.hidden_size, vocab, **options), vocab, folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def target():
+    model = tiny_llama(eos_token_id=None)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@pytest.fixture(scope="module")
+def folder(target, tmp_path_factory):
+    return write(target, tmp_path_factory.mktemp("blocks"))
+
+
+ASSISTANTS = {
+    "folder": lambda folder, target: folder,
+    "heads": lambda folder, target: BlockDrafter.from_pretrained(folder, target),
+    "chain": lambda folder, target: SmartSpecConfig(folder, num_nodes=5, width=1),
+    "with suffix trees": lambda folder, target: ["suffix", folder],
+    "full trees": lambda folder, target: SmartSpecConfig(folder, policy=TreeGoodput(CostModel(0.0, 1e-5, 1e-2))),
+}
+
+
+@pytest.mark.parametrize("name", ASSISTANTS)
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_are_those_of_plain_decoding(target, folder, name, way):
+    inputs = prompts(LENGTHS)
+    with hf_smartspec.enabled(target):
+        expected = target.generate(**inputs, **WAYS[way], assistant="none")
+        output = target.generate(
+            **inputs, **WAYS[way], assistant=ASSISTANTS[name](folder, target), return_dict_in_generate=True
+        )
+    assert torch.equal(output.sequences, expected)
+    assert output.statistics.drafted_tokens > NUM_TOKENS, "it was asked until the end"
+
+
+@pytest.mark.parametrize("architecture", ["mistral", "bloom", *exhaustive(["gemma2"], ["gpt2"], ["phi"])])
+def test_targets_that_are_packed_or_run_row_by_row(architecture, tmp_path):
+    model = new_model(architecture, eos_token_id=None)
+    model.generation_config.eos_token_id = None
+    write(model, tmp_path, from_anchor=True)
+    for options in (GREEDY, SAMPLED):
+        with hf_smartspec.enabled(model):
+            expected = model.generate(**prompts(LENGTHS), **options, assistant="none")
+            output = model.generate(
+                **prompts(LENGTHS), **options, assistant=str(tmp_path), return_dict_in_generate=True
+            )
+        assert torch.equal(output.sequences, expected)
+        assert output.statistics.drafted_tokens > NUM_TOKENS, "it was asked until the end"
+
+
+# --- What is drafted, and of what ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory):
+    target = shared_model("llama")
+    folder = write(target, tmp_path_factory.mktemp("heads"), outputs=(-1, 0))
+    return BlockDrafter.from_pretrained(folder, target)
+
+
+def begun(source, name, length, seed=0) -> torch.Tensor:
+    """A request of so many tokens, the last one generated; the hidden states `[length - 1, 2 * hidden]` of its text."""
+    states = torch.randn(length - 1, 2, 32, generator=torch.Generator().manual_seed(seed))
+    text = (np.arange(length) * 7 + seed) % 90
+    source.start(name, text[:-1])
+    source.observe(name, Committed(text[-1:], hidden_states={0: states[:, 0], 1: states[:, 1]}))
+    return states.flatten(1)
+
+
+def test_the_context_is_that_of_the_committed_text_whichever_branch_was_accepted(heads):
+    """Hidden states come by their place on the accepted path; nothing of a block stays."""
+    source, anew = BlockCandidates(heads), BlockCandidates(heads)
+    states = begun(source, "a", 9)
+    (tree,) = source.propose(["a"], [40])
+    leaf = max(range(len(tree)), key=lambda node: (tree.depths[node] == 2) * (node + 1))
+    path = [int(tree.parents[leaf]), leaf]
+    assert tree.path_probs[leaf] < tree.path_probs[:leaf].max()
+    tokens = np.append(tree.tokens[path], 5)
+    more = torch.randn(3, 2, 32, generator=torch.Generator().manual_seed(9))  # of the anchor, and the path
+    committed = Committed(tokens, np.array(path), {0: more[:, 0], 1: more[:, 1]}, tree=tree, start=8)
+    source.observe("a", committed)
+    (found,) = source.propose(["a"], [40])
+    assert source._states["a"].row.length == 11
+    text = np.concatenate([(np.arange(9) * 7) % 90, tokens])
+    anew.start("b", text[:-1])
+    whole = torch.cat([states, more.flatten(1)])
+    anew.observe("b", Committed(text[-1:], hidden_states={0: whole[:, :32], 1: whole[:, 32:]}))
+    (expected,) = anew.propose(["b"], [40])
+    assert found.tokens.tolist() == expected.tokens.tolist() and found.parents.tolist() == expected.parents.tolist()
+    np.testing.assert_allclose(found.probs, expected.probs, rtol=1e-4)
+    for layer in range(len(heads.layers)):
+        for own, other in zip(source._forward.cache.layers[layer].memories, anew._forward.cache.layers[layer].memories):
+            rows = source._states["a"].row, anew._states["b"].row
+            torch.testing.assert_close(*[memory[row.line : row.line + 11] for memory, row in zip((own, other), rows)])
+
+
+def test_depths_follow_the_slots_and_rows_are_asked_together(heads):
+    source = BlockCandidates(heads, width=1)
+    texts = {
+        name: begun(source, name, length, seed) for seed, (name, length) in enumerate((("a", 9), ("b", 4), ("c", 15)))
+    }
+    trees = dict(zip("abc", source.propose(["a", "b", "c"], [9, 9, 0])))
+    assert len(trees.pop("c")) == 0
+    for name, tree in trees.items():
+        anchor = torch.tensor([source._states[name].tokens[-1]])
+        hidden = run_block(heads, texts[name], heads.embed(anchor, heads.block_size)[0])
+        probs = heads.logits(hidden[1:]).softmax(-1)
+        assert tree.tokens.tolist() == probs.argmax(-1).tolist() and tree.is_chain
+        np.testing.assert_allclose(tree.probs, probs.max(-1).values, rtol=1e-4)
+
+
+def test_a_price_of_nodes_ends_trees_and_its_shape_is_followed(heads):
+    source = BlockCandidates(heads)
+    begun(source, "a", 9)
+    (every,) = source.propose(["a"], [60])
+    price = float(np.sort(every.path_probs)[-7]) * (1 - 1e-5)
+    (few,) = source.propose(["a"], [60], LevelPrice(0.0, 0.0, price))
+    assert few.tokens.tolist() == every.tokens[:7].tolist() and few.parents.tolist() == every.parents[:7].tolist()
+    (trusted,) = source.propose(["a"], [60], LevelPrice(0.0, 0.0, price, trust=0.5))
+    assert 0 < len(trusted) < len(few)
+    (one,) = source.propose(["a"], [60], LevelPrice(0.0, 0.0, 1.0))
+    assert len(one) == 1
+    (shaped,) = source.propose(["a"], [60], LevelPrice(0.0, 0.0, 0.0, widths=(3, 2, 1)))
+    assert np.bincount(shaped.depths).tolist() == [0, 3, 6, 6]
+
+
+def test_requests_without_all_hidden_states_get_no_draft(heads):
+    source = BlockCandidates(heads)
+    begun(source, "a", 9)
+    assert len(source.propose(["a"], [5])[0]) == 5
+    source.observe("a", Committed(np.array([5]), hidden_states={0: torch.randn(1, 32), 1: torch.randn(1, 32)}, start=9))
+    assert len(source.propose(["a"], [5])[0]) == 0
+
+
+@pytest.mark.adaptive
+def test_a_loaded_batch_is_asked_for_no_block(target, folder):
+    """Blocks that are never accepted: after some trials, hardly a step drafts."""
+    texts = [row.tolist() for row in prompts([8] * 6)["input_ids"]]
+    source = source_of(BlockDrafter.from_pretrained(folder, target), Calibrator(), None)
+    calls, propose = [], source.propose
+
+    def counted(names, max_nodes, price=None):
+        calls.append(len(names))
+        return propose(names, max_nodes, price)
+
+    source.propose = counted
+    with Engine(target, SmartSpecConfig(source), max_batch_size=6) as engine:
+        names = [engine.add_request(text, **GREEDY | {"max_new_tokens": 200}) for text in texts]
+        outputs = [engine.get_result(name, timeout=120) for name in names]
+    assert all(output.error is None for output in outputs)
+    assert 0 < len(calls) < 60
+
+
+def test_numbers_below_one_are_refused(heads):
+    for option in ("num_nodes", "width"):
+        with pytest.raises(ValueError, match=f"`{option}`"):
+            BlockCandidates(heads, **{option: 0})
+
+
+@torch.no_grad()
+def test_drafts_are_those_of_transformers_own_class(tmp_path):
+    """Which drafts chains for one sequence, from hidden states that its loop passes on."""
+    target = shared_model("llama")
+    config = MuseGlimmerAssistantConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, max_position_embeddings=512, sliding_window=64, block_size=4, mask_token_id=3,
+        target_layer_ids=[0], bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    assistant, known = spread(MuseGlimmerAssistantModel(config)), [plain(target, prompt) for prompt in PROMPTS]
+    assistant.save_pretrained(tmp_path)
+    parts = target.get_input_embeddings(), target.lm_head
+    source = BlockCandidates(BlockDrafter.from_pretrained(tmp_path, target), width=1)
+    count = 0
+    for prompt in PROMPTS:
+        build = partial(_DFlash, assistant, *parts, GenerationConfig(max_length=512))
+        for text, draft in by_transformers(target, build, prompt, known).items():
+            hidden = target(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states[1][0]
+            source.start(text, np.array(text[:-1]))
+            source.observe(text, Committed(np.array(text[-1:]), hidden_states={1: hidden}))
+            (tree,) = source.propose([text], [3])
+            assert tree.tokens.tolist() == draft
+            count += 1
+    assert count > 10
