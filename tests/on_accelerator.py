@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hf_smartspec
-from hf_smartspec import PromptLookupCandidates, SmartSpecConfig, device
+from hf_smartspec import BlockDrafter, PromptLookupCandidates, SmartSpecConfig, device
 from hf_smartspec.candidates.heads.eagle.heads import EagleHeads
 from hf_smartspec.candidates.heads.feature_source import FeatureCandidates
 from hf_smartspec.decoding import loop, verify
@@ -39,6 +39,7 @@ from .accelerator_cases import (
     generate,
     tokens_of,
 )
+from .candidates.heads.blocks.published import random_drafter, z_lab
 from .candidates.heads.by_heart import texts_of, trained_eagle
 from .candidates.models.translated.pairs import character_tokenizer, with_tokens_of
 from .covering import IS_EXHAUSTIVE, covering, exhaustive
@@ -302,6 +303,26 @@ def test_heads_draft_all_levels_at_once(on_cpu, on_device, expected, steps, eagl
     assert tokens_of(found[0]) == tokens_of(found[1]) == tokens_of(expected[name])
     statistics = [(item.statistics.drafted_tokens, item.statistics.accepted_tokens) for item in found]
     assert statistics[0] == statistics[1] and statistics[0][1] > 0
+    assert max(counts["waits"] for counts in steps) == 2, "for the draft, and for the picks"
+
+
+@pytest.mark.parametrize("name", ["sampled", *exhaustive(["greedy"])])
+def test_blocks_are_drafted_with_one_wait(on_cpu, on_device, expected, steps, tmp_path, name):
+    vocab = on_cpu[0].config.vocab_size
+    drafter = random_drafter(on_cpu[0].config.hidden_size, vocab, windows=(6, None), causal=(True, False), own_vocab=30)
+    z_lab(drafter, vocab, tmp_path)
+    inputs, found = prompts(LENGTHS), []
+    for target in (on_cpu[0], on_device[0]):
+        heads = BlockDrafter.from_pretrained(tmp_path, target)
+        assert heads.device == target.device
+        steps.clear()
+        with hf_smartspec.enabled(target):
+            ids = {key: item.to(target.device) for key, item in inputs.items()}
+            settings = {"max_new_tokens": NUM_TOKENS, "return_dict_in_generate": True} | OPTIONS[name]
+            found.append(target.generate(**ids, assistant=SmartSpecConfig(heads, num_nodes=9), **settings))
+    assert tokens_of(found[0]) == tokens_of(found[1]) == tokens_of(expected[name])
+    statistics = [(item.statistics.drafted_tokens, item.statistics.accepted_tokens) for item in found]
+    assert statistics[0] == statistics[1] and statistics[0][0] > NUM_TOKENS
     assert max(counts["waits"] for counts in steps) == 2, "for the draft, and for the picks"
 
 

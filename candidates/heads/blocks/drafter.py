@@ -334,7 +334,13 @@ class BlockDrafter(LearnedDrafter):
         cap = self.spec.softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
-    def lattice(self, hidden: torch.Tensor, anchors: torch.Tensor, width: int) -> Lattice:
+    def lattice(
+        self,
+        hidden: torch.Tensor,
+        anchors: torch.Tensor,
+        width: int,
+        adjust: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> Lattice:
         """
         Return the candidates of each depth and their probabilities.
 
@@ -343,9 +349,12 @@ class BlockDrafter(LearnedDrafter):
                 be shorter than `block_size`.
             anchors (`torch.Tensor` of shape `[R]`): The tokens in slot 0.
             width (`int`): Largest number of candidates at a depth.
+            adjust (`Callable`, *optional*): Changes logits `[R, L, own vocab]` before candidates are chosen by them.
         """
         slots = hidden[:, self.first_slot : self.first_slot + self.num_depths]
         logits, to_target = self.logits(slots), self._target_tokens
+        if adjust is not None:
+            logits = adjust(logits)
         if self.candidate_selector is not None:
             return self.candidate_selector.lattice(logits, slots, anchors)
         if self.markov_head is None:

@@ -1,13 +1,16 @@
 """The source that drafts with a block drafter."""
 
 from collections.abc import Hashable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
-from ....device import fetch_together
+from ....device import fetch_together, send_together
 from ....drafts.price import LevelPrice
 from ....drafts.tree import DraftTree
+from ....sampling.noise import NoiseKeys, add_noise, noise_keys
+from ....sampling.processors import process_lines
 from ....target_model.drafters.blocks import BlockForward
 from ....validate import check_positive
 from ..hidden_states import HiddenStateCandidates, KnownStates
@@ -23,6 +26,9 @@ class BlockCandidates(HiddenStateCandidates):
     """
     Drafts with a `BlockDrafter`: one forward for all rows computes candidates of all depths of a block, and the tree is
     the nodes of highest path probability among them.
+
+    Where the target samples, candidates are the best tokens of the drafter's scores *plus the target's noise*, as those
+    of `GrowingCandidates`.
 
     Only the target's hidden states of committed tokens go into a request's row of keys and values; of a block, none
     stay. So a block costs the same however much of it is used: with an auction, rows get one or none, and then the
@@ -82,7 +88,26 @@ class BlockCandidates(HiddenStateCandidates):
         anchors = [state.tokens[-1] for state in states]
         num_slots = self.heads.first_slot + min(self.heads.num_depths, most_depths)
         hidden = forward.blocks([state.row for state in states], anchors, num_slots)
-        return self.heads.lattice(hidden, torch.tensor(anchors, device=hidden.device), width)
+        anchor = torch.tensor(anchors, device=hidden.device)
+        return self.heads.lattice(hidden, anchor, width, partial(self._as_sampled, states))
+
+    def _as_sampled(self, states: Sequence[KnownStates], logits: torch.Tensor) -> torch.Tensor:
+        """
+        Return the logits `[R, L, own vocab]` of some requests' blocks with what the target's will get where it samples:
+        the processors that read scores alone, and the noise of each position. Both then pick the same token whenever
+        their distributions nearly agree.
+        """
+        num, ids = logits.shape[1], self.heads.token_ids
+        positions = [state.num_generated + depth for state in states for depth in range(num)]
+        noise = noise_keys([state.seed for state in states for _ in range(num)], positions)
+        if noise is None:
+            return logits
+        scores = logits.flatten(0, 1)
+        if ids is not None:
+            scores = scores.new_full((len(scores), self.heads.vocab_size), -torch.inf).index_copy_(1, ids, scores)
+        scores = process_lines(scores, [(state.processing, num) for state in states])
+        scores = add_noise(scores, NoiseKeys(*send_together(noise, scores.device)))
+        return (scores if ids is None else scores[:, ids]).view(logits.shape)
 
 
 def _is_known(state: KnownStates) -> bool:

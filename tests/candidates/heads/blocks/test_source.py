@@ -5,7 +5,13 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from transformers import GenerationConfig, MuseGlimmerAssistantConfig
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    MuseGlimmerAssistantConfig,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+)
 from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant import MuseGlimmerAssistantModel
 
 import hf_smartspec
@@ -13,12 +19,14 @@ from hf_smartspec import Committed, Engine, SmartSpecConfig
 from hf_smartspec.candidates.heads.blocks.drafter import BlockDrafter
 from hf_smartspec.candidates.heads.blocks.source import BlockCandidates
 from hf_smartspec.candidates.heads.kinds import source_of
+from hf_smartspec.candidates.request import SourceRequest
 from hf_smartspec.drafts.price import LevelPrice
 from hf_smartspec.goodput import Calibrator, CostModel, TreeGoodput
+from hf_smartspec.sampling.noise import gumbel_noise
 
 from ....covering import exhaustive
 from ....generate.helpers import prompts, tiny_llama
-from ....models import new_model, shared_model
+from ....models import VOCAB_SIZE, new_model, shared_model
 from ...combined.test_wrapped_outputs import PROMPTS, _DFlash, by_transformers, plain, spread
 from ..test_medusa_source import GREEDY, LENGTHS, NUM_TOKENS, SAMPLED, WAYS
 from .forwards import run_block
@@ -90,11 +98,12 @@ def heads(tmp_path_factory):
     return BlockDrafter.from_pretrained(folder, target)
 
 
-def begun(source, name, length, seed=0) -> torch.Tensor:
+def begun(source, name, length, number=0, seed=None) -> torch.Tensor:
     """A request of so many tokens, the last one generated; the hidden states `[length - 1, 2 * hidden]` of its text."""
-    states = torch.randn(length - 1, 2, 32, generator=torch.Generator().manual_seed(seed))
-    text = (np.arange(length) * 7 + seed) % 90
-    source.start(name, text[:-1])
+    states = torch.randn(length - 1, 2, 32, generator=torch.Generator().manual_seed(number))
+    text = (np.arange(length) * 7 + number) % 90
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(0.7), TopKLogitsWarper(20)])
+    source.begin(SourceRequest(name, text[:-1], processors=warpers, seed=seed))
     source.observe(name, Committed(text[-1:], hidden_states={0: states[:, 0], 1: states[:, 1]}))
     return states.flatten(1)
 
@@ -126,18 +135,28 @@ def test_the_context_is_that_of_the_committed_text_whichever_branch_was_accepted
             torch.testing.assert_close(*[memory[row.line : row.line + 11] for memory, row in zip((own, other), rows)])
 
 
-def test_depths_follow_the_slots_and_rows_are_asked_together(heads):
-    source = BlockCandidates(heads, width=1)
-    texts = {
-        name: begun(source, name, length, seed) for seed, (name, length) in enumerate((("a", 9), ("b", 4), ("c", 15)))
-    }
+@pytest.mark.parametrize("own_vocab", [None, 60])
+def test_depths_follow_the_slots_and_rows_are_asked_together(heads, own_vocab, tmp_path):
+    """Where the target samples, as "b" does, with its noise and the processors of its scores."""
+    if own_vocab is not None:
+        target = shared_model("llama")
+        heads = BlockDrafter.from_pretrained(write(target, tmp_path, outputs=(-1, 0), own_vocab=own_vocab), target)
+    source, texts = BlockCandidates(heads, width=1), {}
+    for number, (name, length, seed) in enumerate((("a", 9, None), ("b", 4, 5), ("c", 15, None))):
+        texts[name] = begun(source, name, length, number, seed)
     trees = dict(zip("abc", source.propose(["a", "b", "c"], [9, 9, 0])))
     assert len(trees.pop("c")) == 0
     for name, tree in trees.items():
         anchor = torch.tensor([source._states[name].tokens[-1]])
         hidden = run_block(heads, texts[name], heads.embed(anchor, heads.block_size)[0])
-        probs = heads.logits(hidden[1:]).softmax(-1)
-        assert tree.tokens.tolist() == probs.argmax(-1).tolist() and tree.is_chain
+        ids = torch.arange(VOCAB_SIZE) if own_vocab is None else heads.token_ids
+        scores = heads.logits(hidden[1:])
+        if name == "b":
+            scores /= 0.7
+            scores = scores.masked_fill(scores < scores.topk(20).values[:, -1:], -torch.inf)
+            scores += torch.stack([gumbel_noise(5, 1 + depth, ids) for depth in range(len(scores))])
+        probs = scores.softmax(-1)
+        assert tree.tokens.tolist() == ids[probs.argmax(-1)].tolist() and tree.is_chain
         np.testing.assert_allclose(tree.probs, probs.max(-1).values, rtol=1e-4)
 
 
