@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from ....device import fetch_together, send_together
+from ....device import fetch_together, send_together, to_device
 from ....drafts.price import LevelPrice
 from ....drafts.tree import DraftTree
 from ....sampling.noise import NoiseKeys, add_noise, noise_keys
@@ -58,6 +58,11 @@ class BlockCandidates(HiddenStateCandidates):
     def _new_forward(self) -> BlockForward:
         return BlockForward(self.heads)
 
+    def bytes_per_token(self) -> int:
+        sizes = self.heads.config
+        numbers = 2 * sizes.num_hidden_layers * sizes.num_key_value_heads * sizes.head_dim
+        return numbers * self.heads.dtype.itemsize
+
     @torch.no_grad()
     def propose(
         self, request_ids: Sequence[Hashable], max_nodes: Sequence[int], price: LevelPrice | None = None
@@ -88,8 +93,8 @@ class BlockCandidates(HiddenStateCandidates):
         anchors = [state.tokens[-1] for state in states]
         num_slots = self.heads.first_slot + min(self.heads.num_depths, most_depths)
         hidden = forward.blocks([state.row for state in states], anchors, num_slots)
-        anchor = torch.tensor(anchors, device=hidden.device)
-        return self.heads.lattice(hidden, anchor, width, partial(self._as_sampled, states))
+        sent = to_device(np.array(anchors, np.int64), hidden.device)
+        return self.heads.lattice(hidden, sent, width, partial(self._as_sampled, states))
 
     def _as_sampled(self, states: Sequence[KnownStates], logits: torch.Tensor) -> torch.Tensor:
         """

@@ -68,6 +68,8 @@ class BlockForward(RaggedForward):
     def __init__(self, model: BlockLayers):
         super().__init__(model.config, model.device, model.dtype)
         self.model = model
+        # Now rather than in a step: a GPU's host waits for frequencies that are copied to it.
+        model.rotation(torch.zeros(1, dtype=torch.long, device=model.device))
 
     @property
     def device(self) -> torch.device:

@@ -122,6 +122,7 @@ def test_the_context_is_that_of_the_committed_text_whichever_branch_was_accepted
     source.observe("a", committed)
     (found,) = source.propose(["a"], [40])
     assert source._states["a"].row.length == 11
+    assert source.bytes_per_token() == source._forward.cache.bytes_per_line
     text = np.concatenate([(np.arange(9) * 7) % 90, tokens])
     anew.start("b", text[:-1])
     whole = torch.cat([states, more.flatten(1)])
