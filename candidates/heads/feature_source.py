@@ -38,15 +38,6 @@ class FeatureCandidates(HiddenStateCandidates, GrowingCandidates):
     def _token_ids(self) -> torch.Tensor | None:
         return self.heads.token_ids
 
-    @torch.no_grad()
-    def bytes_per_token(self) -> int:
-        """Measure the keys and values by a forward of one token."""
-        forward, heads = FeatureForward(self.heads), self.heads
-        shape = 1, len(self.hidden_layers) * heads.target_size
-        states = torch.zeros(shape, dtype=heads.dtype, device=heads.device)
-        forward.forward([RowInput(forward.add(), np.zeros(1, np.int64), features=states)])
-        return forward.cache.bytes_per_line
-
     def _new_forward(self) -> FeatureForward:
         return FeatureForward(self.heads)
 

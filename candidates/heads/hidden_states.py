@@ -89,7 +89,7 @@ class HiddenStateCandidates(RowCandidates):
     as further requests may begin with their texts.
 
     Args:
-        heads (`LearnedDrafter`): On the device of the target's output; has `hidden_layers`.
+        heads (`LearnedDrafter`): On the device of the target's output; has `hidden_layers` and `target_size`.
         arguments, options: Of the class after this one.
     """
 
@@ -110,6 +110,16 @@ class HiddenStateCandidates(RowCandidates):
     def _new_state(self, row: CacheRow, prompt: np.ndarray) -> KnownStates:
         first, *rest = prompt.tolist()
         return KnownStates(row, rest, first_token=first)
+
+    @torch.no_grad()
+    def bytes_per_token(self) -> int:
+        """Measure the keys and values by a forward of one token."""
+        forward, heads = self._new_forward(), self.heads
+        assert isinstance(forward, RaggedForward)
+        shape = 1, len(self.hidden_layers) * heads.target_size
+        states = torch.zeros(shape, dtype=heads.dtype, device=heads.device)
+        forward.forward([RowInput(forward.add(), np.zeros(1, np.int64), features=states)])
+        return forward.cache.bytes_per_line
 
     @property
     def _ragged(self) -> RaggedForward:

@@ -183,7 +183,7 @@ class BlockDrafter(LearnedDrafter):
     Attributes:
         config (`LlamaConfig`): Sizes of its own layers.
         hidden_layers, block_size, first_slot, num_depths: See `BlockConfig`.
-        vocab_size (`int`): Size of the target's vocabulary.
+        target_size, vocab_size (`int`): Size of the target's hidden states and of its vocabulary.
         layers (`nn.ModuleList` of `BlockLayer`): Its layers.
 
     Raises:
@@ -195,7 +195,7 @@ class BlockDrafter(LearnedDrafter):
     def __init__(self, spec: BlockConfig, tensors: Mapping[str, torch.Tensor] | None, target: PreTrainedModel):
         super().__init__()
         self.spec, self.config, self.label, self.vocab_size = spec, spec.sizes, spec.kind, spec.sizes.vocab_size
-        self.hidden_layers, self.block_size = spec.hidden_layers, spec.block_size
+        self.hidden_layers, self.target_size, self.block_size = spec.hidden_layers, spec.target_hidden, spec.block_size
         self.first_slot, self.num_depths = spec.first_slot, spec.num_depths
         # The target's own are no part of this module: they move, and are saved, with the target.
         self._target_parts = target.get_input_embeddings(), target.get_output_embeddings()

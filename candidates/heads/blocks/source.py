@@ -58,11 +58,6 @@ class BlockCandidates(HiddenStateCandidates):
     def _new_forward(self) -> BlockForward:
         return BlockForward(self.heads)
 
-    def bytes_per_token(self) -> int:
-        sizes = self.heads.config
-        numbers = 2 * sizes.num_hidden_layers * sizes.num_key_value_heads * sizes.head_dim
-        return numbers * self.heads.dtype.itemsize
-
     @torch.no_grad()
     def propose(
         self, request_ids: Sequence[Hashable], max_nodes: Sequence[int], price: LevelPrice | None = None
