@@ -39,7 +39,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
 }
 # As few as have every way to be served: these are part of every run.
-REPRESENTATIVE = ("gemma4_text", "deepseek_v32", "minimax_m3_vl_text", "lfm2_moe", "whisper")
+REPRESENTATIVE = ("gemma4_text", "deepseek_v32", "minimax_m3_vl_text", "lfm2_moe", "qwen3_5_text", "whisper")
 
 
 @dataclass

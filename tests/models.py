@@ -126,6 +126,43 @@ PACKED = {
     ),
 }
 
+_LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
+_DELTA = _LINEAR | {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_SHARED_EXPERT = _EXPERTS | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 2}
+
+# Architectures with states in place of keys and values in some layers: these are packed, too.
+RECURRENT = {
+    "qwen3_5_text": ("Qwen3_5TextConfig", _LLAMA | _DELTA | {"head_dim": 16}),
+    "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", _LLAMA | _DELTA | _SHARED_EXPERT | {"head_dim": 16}),
+    "qwen3_next": ("Qwen3NextConfig", _LLAMA | _DELTA | _SHARED_EXPERT | {"head_dim": 8}),
+    "olmo_hybrid": ("OlmoHybridConfig", _LLAMA | _DELTA),
+    "kimi_linear": (
+        "KimiLinearConfig",
+        _LLAMA
+        | _LINEAR
+        | {"linear_num_heads": 4, "linear_head_dim": 8, "num_key_value_heads": 4, "kv_lora_rank": 16}
+        | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "moe_intermediate_size": 32}
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    ),
+    "bamba": ("BambaConfig", _LLAMA | _MAMBA | {"attn_layer_indices": [1]}),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        _LLAMA | _MAMBA | {"num_local_experts": 4, "layer_types": ["mamba", "attention"]},
+    ),
+    "falcon_h1": ("FalconH1Config", _LLAMA | _MAMBA | {"mamba_d_ssm": 64, "head_dim": 8}),
+    "lfm2": ("Lfm2Config", _LLAMA | {"layer_types": ["conv", "full_attention"], "block_multiple_of": 32}),
+    "mamba2": (
+        "Mamba2Config",
+        _TOKENS | {"hidden_size": 32, "num_heads": 8, "head_dim": 8, "state_size": 8, "num_hidden_layers": 2},
+    ),
+}
+
 # Architectures that do not follow the attention interface, or not all of it: these run row by row.
 ROWWISE = {
     "bloom": ("BloomConfig", _TOKENS | {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
@@ -197,13 +234,9 @@ ENCODER_DECODER_ROWWISE = {"m2m_100": ("M2M100Config", _BEHIND_ENCODER)}
 # Models that cannot take tokens back, or run several at once: these are decoded plainly.
 PLAIN = {
     "mamba": ("MambaConfig", _TOKENS | {"hidden_size": 32, "state_size": 8, "num_hidden_layers": 2}),
-    "qwen3_next": (  # linear attention in one layer, plain attention in the other
-        "Qwen3NextConfig",
-        _LLAMA
-        | _EXPERTS
-        | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "head_dim": 8}
-        | {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2}
-        | {"linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    "jamba": (  # a state space with a decay for every channel and state, beside attention
+        "JambaConfig",
+        _LLAMA | _EXPERTS | {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4},
     ),
     "minimax": (  # brings a cache of its own
         "MiniMaxConfig",
@@ -222,7 +255,7 @@ PLAIN = {
     ),
 }
 
-CONFIGS = PACKED | ROWWISE | ENCODER_DECODER | ENCODER_DECODER_ROWWISE | SPEECH | PLAIN
+CONFIGS = PACKED | RECURRENT | ROWWISE | ENCODER_DECODER | ENCODER_DECODER_ROWWISE | SPEECH | PLAIN
 
 
 def new_model(

@@ -24,7 +24,7 @@ def test_every_causal_language_model_generates_the_plain_tokens(name, monkeypatc
         assert served.drafted > 0 and served.accepted > 0
 
 
-@pytest.mark.parametrize("name", NAMES if IS_EXHAUSTIVE else ("deepseek_v32", "lfm2_moe"))
+@pytest.mark.parametrize("name", NAMES if IS_EXHAUSTIVE else ("deepseek_v32", "lfm2_moe", "qwen3_5_text"))
 def test_engines_serve_every_causal_language_model(name):
     """More requests than run at once, prompts in pieces: packed, row by row, or without speculation."""
     model, rng, requests = small_model(name), np.random.default_rng(0), []

@@ -7,7 +7,7 @@ import torch
 
 from .comparison import Tally, run_cases
 from .covering import IS_EXHAUSTIVE, exhaustive
-from .models import PACKED, ROWWISE
+from .models import PACKED, RECURRENT, ROWWISE
 
 # One test of the exhaustive run: ten greedy and ten sampled settings of one architecture, in six cases each.
 SETTINGS_PER_BLOCK, NUM_BLOCKS = 10, 4
@@ -16,7 +16,7 @@ BLOCKS = [
     for architecture, dtype, block in product(PACKED, ("float32", "float64"), range(NUM_BLOCKS))
     # Plain generate is wrong there: the mask of eager attention overflows in its float32 softmax, and padding is NaN.
     if (architecture, dtype) != ("gemma2", "float64")
-] + [(architecture, "float32", 0) for architecture in ROWWISE]
+] + [(architecture, "float32", 0) for architecture in (*RECURRENT, *ROWWISE)]
 SKIPPED = pytest.param("", "", 0, marks=pytest.mark.skip(reason="takes an hour: set HF_SMARTSPEC_EXHAUSTIVE=1"))
 
 
@@ -29,7 +29,7 @@ def check(tally: Tally) -> None:
 
 
 @pytest.mark.skipif(IS_EXHAUSTIVE, reason="the exhaustive run contains it")
-@pytest.mark.parametrize("architecture", PACKED)
+@pytest.mark.parametrize("architecture", [*PACKED, *RECURRENT])
 def test_every_architecture_generates_the_plain_tokens(architecture, record_property):
     tally = run_cases(architecture, count=1, in_turns=True)
     tally.report(record_property)

@@ -22,7 +22,7 @@ from ..goodput import CostModel, GoodputAuction, LengthPolicy
 from ..sampling.noise import row_seed
 from ..sampling.processors import TokenPicker
 from ..target_model.cache.kept_memory import borrow_memory
-from ..target_model.compat import CACHE, is_stateful, num_positions, renewal_length, run_encoder
+from ..target_model.compat import CACHE, cached_length, is_stateful, num_positions, renewal_length, run_encoder
 from ..target_model.cost.profiling import load_or_profile, mend_profile
 from ..target_model.encoded import EncodedForward, masks_encoder
 from ..target_model.forward.packed import PackedForward
@@ -129,7 +129,7 @@ def _is_empty(model: PreTrainedModel, cache: Any) -> bool:
         return True
     if is_stateful(model):  # some caches of states do not count tokens
         return not getattr(cache, "_is_user_defined", False)
-    return bool(cache.get_seq_length() == 0)
+    return bool(cached_length(cache) == 0)
 
 
 def decoding_call(prepared: PreparedCall, forward: ModelForward | None = None) -> DecodingCall:
@@ -223,7 +223,7 @@ def _forward(prepared: PreparedCall, requests: list[Request]) -> PackedForward |
         read_media(forward, requests, prepared)
         return forward
     cache: Any = model_kwargs.get(CACHE)
-    length = 0 if cache is None else cache.get_seq_length()
+    length = 0 if cache is None else cached_length(cache)
     renewal = renewal_length(model)
     is_due = renewal is not None and length <= renewal < input_ids.shape[1]  # then the model ignores the cache
     if length > 0 and not is_due:

@@ -28,7 +28,7 @@ from ..drafts.tree import DraftTree
 from ..goodput import GoodputAuction, LengthPolicy
 from ..log import get_logger
 from ..target_model.cache.kept_memory import release_memory
-from ..target_model.compat import CACHE, is_synchronized, splits_outputs
+from ..target_model.compat import CACHE, cached_length, is_synchronized, splits_outputs
 from ..target_model.encoded import EncodedForward
 from ..target_model.forward.packed import PackedForward
 from ..target_model.forward.ranks import ranks_of
@@ -192,6 +192,10 @@ def _complete_rows(call: DecodingCall) -> None:
         cached = len(request.prompt) + min(request.num_generated, end) - 1
         if request.cache_row.length > cached:
             call.forward.cut(request.cache_row, cached)
+        if request.cache_row.length < cached and request.num_generated >= end:  # a state was cut to nothing
+            feed = request.text()[request.cache_row.length : cached]
+            call.forward.forward([RowInput(request.cache_row, feed)])
+            call.forward.commit([request.cache_row], [[]])
     late = [request for request in batch.requests if request.num_generated < end]
     padding = [[batch.pad_token_id] * (end - request.num_generated - 1) for request in late]
     if late and batch.records:
@@ -232,7 +236,7 @@ def _export_cache(call: DecodingCall, total_length: int, prepared: Any) -> Any:
         own = prepared.self_attention_cache if isinstance(prepared, EncoderDecoderCache) else DynamicCache()
         return call.forward.export(rows, columns, total_length, own)
     assert isinstance(call.forward, PackedForward)
-    if prepared is None or prepared.get_seq_length() > 0:
+    if prepared is None or cached_length(prepared) > 0:
         prepared = DynamicCache(config=call.forward.model.config.get_text_config(decoder=True))
     return call.forward.cache.export(rows, columns, total_length, prepared)
 

@@ -1,12 +1,13 @@
 """Choice between three ways to serve a prepared `generate` call: packed, row by row, or without speculation."""
 
+import inspect
 from typing import Any, Literal, NamedTuple
 
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from ..target_model.compat import CACHE, WINDOWS, is_checkpointing, is_stateful, renewal_length
+from ..target_model.compat import CACHE, WINDOWS, cached_length, is_checkpointing, is_stateful, renewal_length
 from ..target_model.encoded import masks_encoder
 from ..target_model.forward.rotary import border, lengthwise_modules
 from ..target_model.support.capabilities import packing_obstacle, prepares_own_inputs, rowwise_obstacle
@@ -40,11 +41,11 @@ class Route(NamedTuple):
 
 def way_of(model: PreTrainedModel) -> tuple[Literal["packed", "rowwise", "plain"], str | None]:
     """Return the best way for text prompts on this model, before arguments of a call, and why it is not packed."""
-    if is_stateful(model):
-        return "plain", _stateful_reason(model)
     obstacle = packing_obstacle(model)
     if obstacle is None:
         return "packed", None
+    if is_stateful(model):
+        return "plain", obstacle
     reason = rowwise_obstacle(model)
     return ("rowwise", obstacle) if reason is None else ("plain", reason)
 
@@ -68,6 +69,8 @@ def route_of(
         return Route("plain", f"the given `{CACHE}` ({type(cache).__name__}) cannot be taken over")
     if obstacle is None:
         return Route("packed", reads_media=bool(media))
+    if is_stateful(model):
+        return Route("plain", obstacle)
     extra = _extra_kwargs(kwargs)
     if extra and len(input_ids) > 1 and not model.config.is_encoder_decoder:
         return Route("plain", f"{obstacle}, and the model arguments {sorted(extra)} cannot be split into rows")
@@ -79,8 +82,6 @@ def _plain_reason(
     model: PreTrainedModel, input_ids: torch.LongTensor, config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> str | None:
     """Return why this call must be decoded without speculation, whatever the model's attention; else None."""
-    if is_stateful(model):
-        return _stateful_reason(model)
     if input_ids.shape[1] == 0:  # there are no logits without a last token: transformers raises its own error
         return "the prompt is empty"
     if has_adapters_by_row(model):
@@ -113,10 +114,6 @@ def _plain_reason(
     if model_kwargs.get("inputs_embeds") is not None:
         return "`inputs_embeds` replaces the tokens of the prompt"
     return None
-
-
-def _stateful_reason(model: PreTrainedModel) -> str:
-    return f"{type(model).__name__} keeps a state that cannot be taken back to an earlier token"
 
 
 def _drops_attention(model: PreTrainedModel) -> bool:
@@ -165,7 +162,8 @@ def _packing_obstacle(
         return "the prompt ends in an image"
     if media and position_offsets(input_ids, model_kwargs) is None:
         return "the text after the prompt's images has positions of several dimensions"
-    if not media and not _has_default_positions(input_ids, model_kwargs):
+    counts_nothing = is_stateful(model) and "position_ids" not in inspect.signature(model.forward).parameters
+    if not media and not counts_nothing and not _has_default_positions(input_ids, model_kwargs):
         return "the given `position_ids` do not count the tokens"
     if _has_holes_in_windows(model, model_kwargs.get("attention_mask")):
         return "`attention_mask` has holes, which count in sliding windows"
@@ -192,7 +190,7 @@ def _encoded_obstacle(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> s
 
 def _is_given(cache: Any) -> bool:
     """Return whether the caller has passed this cache; `generate` itself passes an empty one."""
-    return cache is not None and (cache.get_seq_length() > 0 or getattr(cache, "_is_user_defined", False))
+    return cache is not None and (cached_length(cache) > 0 or getattr(cache, "_is_user_defined", False))
 
 
 def _can_load(cache: Any, input_ids: torch.LongTensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> bool:
@@ -200,14 +198,14 @@ def _can_load(cache: Any, input_ids: torch.LongTensor, config: GenerationConfig,
     Return whether the packed cache can take over a given one: an empty cache of any kind, or one of simple layers that
     holds the beginning of exactly these prompts.
     """
-    if cache.get_seq_length() == 0:
+    if cached_length(cache) == 0:
         return True
     layers = (DynamicLayer, DynamicSlidingWindowLayer)
     if type(cache) is not DynamicCache or not all(type(layer) in layers for layer in cache.layers):
         return False
     mask = model_kwargs.get("attention_mask")
     length = getattr(config, "_mask_length", input_ids.shape[1]) if mask is None else mask.shape[1]
-    return length == input_ids.shape[1] > cache.get_seq_length()
+    return length == input_ids.shape[1] > cached_length(cache)
 
 
 def _extra_kwargs(model_kwargs: dict[str, Any]) -> set[str]:

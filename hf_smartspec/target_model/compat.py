@@ -84,6 +84,14 @@ def is_stateful(model: PreTrainedModel) -> bool:
     return bool(model._is_stateful) or not model._supports_default_dynamic_cache()  # type: ignore[operator]
 
 
+def cached_length(cache: Any) -> int:
+    """Return the number of tokens in transformers' cache; 1 where it has states only, of any number of tokens."""
+    try:
+        return cache.get_seq_length()
+    except ValueError:  # only layers of attention count tokens
+        return int(cache.has_previous_state())
+
+
 def shared_value(config: PreTrainedConfig, name: str) -> Any:
     """
     Return an entry of a config that all layers share; None where each layer has its own (Gemma 4) or the config lacks

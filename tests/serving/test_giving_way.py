@@ -78,7 +78,7 @@ def test_whoever_gives_way_gets_its_own_tokens(model, short_turns, name, max_tok
 
 
 @pytest.mark.parametrize(
-    "architecture", ["bloom", "mamba", "qwen3_next", "t5", *exhaustive(["openai-gpt"], ["bart"], ["m2m_100"])]
+    "architecture", ["bloom", "mamba", "jamba", "t5", *exhaustive(["openai-gpt"], ["bart"], ["m2m_100"])]
 )
 def test_other_ways_to_run_models(short_turns, architecture):
     model = set_special_tokens(new_model(architecture), EOS)

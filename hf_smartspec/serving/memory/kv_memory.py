@@ -14,6 +14,7 @@ from ...decoding.source_guard import release
 from ...prepare.call import PreparedCall, decoding_call
 from ...target_model.cache.slot_cache import SlotCache
 from ...target_model.layout.rows import CacheRow, RowInput
+from ...target_model.recurrent.cache import StateCache
 from ...target_model.written import packed_forward
 from ..outputs import PendingRequest
 from ..scheduler import Admission, Scheduler
@@ -42,19 +43,35 @@ class EngineMemory(RequestMemory):
 
     def __init__(self, model: PreTrainedModel, max_batch_size: int, budget: Budget):
         self.forward = packed_forward(model, 1, _FIRST_LINES)
-        self.bytes_per_token = self._measure()
+        self.bytes_per_token, self._bytes_per_row = self._measure()
         self.max_bytes = budget.bytes_for(model, max_batch_size, self.bytes_per_token)
-        self.scheduler = Scheduler(max_batch_size, self.max_bytes // (self.bytes_per_token + budget.drafting))
+        max_batch_size, states = self._states_of(max_batch_size, budget)
+        max_tokens = (self.max_bytes - states) // (self.bytes_per_token + budget.drafting)
+        self.scheduler = Scheduler(max_batch_size, max_tokens)
         self._clear()
         self.prefixes = PrefixRows()
         self.watch(model)
 
     @torch.no_grad()
-    def _measure(self) -> int:
-        """Return the bytes of keys and values per token, from a forward of one token."""
+    def _measure(self) -> tuple[int, int]:
+        """Return the bytes of keys and values per token, and of states per row, from a forward of one token."""
         row = self.forward.add()
         self.forward.forward([RowInput(row, np.zeros(1, np.int64))])
-        return self.cache.bytes_per_line
+        per_row = self.cache.bytes_per_row if isinstance(self.cache, StateCache) else 0
+        return max(self.cache.bytes_per_line, 1), per_row
+
+    def _states_of(self, max_batch_size: int, budget: Budget) -> tuple[int, int]:
+        """
+        Return the rows that may run or be kept at once, and the bytes of their states: at most half of the bound. A
+        bound in tokens is raised by the states.
+        """
+        if not self._bytes_per_row:
+            return max_batch_size, 0
+        if budget.max_tokens is None:
+            max_batch_size = min(max_batch_size, max(self.max_bytes // (2 * self._bytes_per_row), 1))
+        else:
+            self.max_bytes += max_batch_size * self._bytes_per_row
+        return max_batch_size, max_batch_size * self._bytes_per_row
 
     @property
     def max_tokens(self) -> int:
@@ -62,7 +79,8 @@ class EngineMemory(RequestMemory):
 
     @property
     def num_bytes(self) -> int:
-        return self.cache.num_lines * self.bytes_per_token
+        states = self.cache.num_state_bytes if isinstance(self.cache, StateCache) else 0
+        return self.cache.num_lines * self.bytes_per_token + states
 
     @property
     def cache(self) -> SlotCache:
@@ -117,10 +135,13 @@ class EngineMemory(RequestMemory):
 
     def place(self, request: Request, running: list[Request]) -> None:
         """Give a request its row, with the longest beginning of its text that another row holds."""
-        self._remove(self.prefixes.covered())
+        if not self._bytes_per_row:  # a state of a shorter text is not part of another
+            self._remove(self.prefixes.covered())
         self._shrink()
         texts = [(other.cache_row, _cached(other)) for other in running]
-        shared = self.prefixes.longest(request.text(), texts, _stateful_source(request), request.call.namespace)
+        shared = self.prefixes.longest(
+            request.text(), texts, _stateful_source(request), request.call.namespace, bool(self._bytes_per_row)
+        )
         if shared is not None and not self._same_rotary(shared, request):
             shared = None
         if request.is_resumed and _stateful_source(request) is not None:  # it needs all states anew
@@ -192,8 +213,11 @@ class EngineMemory(RequestMemory):
         """Return the kept row to drop next; None if there is room. Full memory drops rows rather than move them."""
         if not len(self.prefixes):
             return None
-        # States kept by sources are not counted as memory: no more of them are kept than a full batch would have.
+        # States kept by sources are not counted as memory, and the target's are counted for a full batch: no more of
+        # them are kept than that would have.
         with_states, num_running = self.prefixes.with_source_states(), len(self.cache.rows) - len(self.prefixes)
+        if self._bytes_per_row and num_running + len(self.prefixes) >= self.scheduler.max_batch_size:
+            return self.prefixes.oldest()
         if with_states and num_running + len(with_states) >= self.scheduler.max_batch_size:
             return with_states[0]
         fits = len(self.prefixes) < _MOST_KEPT and self.cache.has_room(capacity)
@@ -235,7 +259,7 @@ class EngineMemory(RequestMemory):
         for row in sorted(self.prefixes.clear(), key=lambda row: row.num_sharers > 0):  # bases last
             if row not in bases:
                 self.cache.remove(row)
-        self.cache.layers.clear()  # all lines are invalid, and dtype or device may have changed
+        self.cache.forget()  # all lines are invalid, and dtype or device may have changed
         for request in running:
             self.forward.cut(request.cache_row, request.cache_row.prefix_len)
         self._renew_bases(running)
@@ -260,7 +284,9 @@ class EngineMemory(RequestMemory):
 
     def _clear(self) -> None:
         most_lines = self.scheduler.max_tokens
-        self.forward.cache = SlotCache(1, min(_FIRST_LINES, most_lines), most_lines)
+        self.forward.cache = self.forward.new_cache(1, min(_FIRST_LINES, most_lines), most_lines)
+        if isinstance(self.cache, StateCache):
+            self.cache.most_rows = self.scheduler.max_batch_size
 
 
 def _cached(request: Request) -> CachedText:

@@ -114,6 +114,7 @@ class PrefixRows:
         running: Iterable[tuple[CacheRow, CachedText]],
         source: TreeCandidateGenerator | None = None,
         namespace: Hashable = "",
+        is_whole: bool = False,
     ) -> SharedPrefix | None:
         """
         Return the kept or running row with the longest beginning in common with a prompt; None if all are too short.
@@ -122,6 +123,7 @@ class PrefixRows:
 
         Args:
             running (iterable): Rows of running requests with their texts.
+            is_whole (`bool`): Whether rows are shared whole or not at all, since they end in a state.
         """
         best, best_rank = None, (False, 0)
         beginning = prompt[:_MIN_SHARED].tobytes()
@@ -131,6 +133,8 @@ class PrefixRows:
             if source is None and best is not None and tokens[: best.length + 1][-1] != prompt[best.length]:
                 continue  # shares no more than the best row does
             length = min(num_shared(tokens, prompt), len(prompt) - 1)
+            if is_whole and not length == len(tokens) == row.length:
+                continue
             rank = source is None or owner is source, length
             if length >= _MIN_SHARED and rank > best_rank:
                 best, best_rank = SharedPrefix(row, length, request_id), rank

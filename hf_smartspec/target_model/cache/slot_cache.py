@@ -185,6 +185,10 @@ class SlotCache(Cache):
         self.layers.clear()
         return memories
 
+    def forget(self) -> None:
+        """Delete all memory; forwards allocate it anew."""
+        self.layers.clear()
+
     # Rows
 
     def add(self, num_tokens: int | None = None, prefix_row: CacheRow | None = None, prefix_len: int = 0) -> CacheRow:
@@ -382,15 +386,16 @@ class SlotCache(Cache):
                     sources.append(end + node)
                     targets.append(end + target)
             row.length, row.num_nodes = row.length + len(path), 0
-        if not sources:
+        memories = self._memories()
+        if not sources or not memories:
             return
         moves = np.array([sources, targets])
-        if self.layers[0].keys.is_cpu:
+        if memories[0].is_cpu:
             addresses = np.array([address for layer in self.layers for address in layer.addresses])
             move_lines(addresses, np.array([size for layer in self.layers for size in layer.line_bytes]), moves)
         else:
-            index = to_device(moves, self.layers[0].keys.device)
-            for memory in self._memories():
+            index = to_device(moves, memories[0].device)
+            for memory in memories:
                 memory.index_copy_(0, index[1], memory.index_select(0, index[0]))
 
     def export(
@@ -402,6 +407,8 @@ class SlotCache(Cache):
         `generate` without speculation.
         """
         for index, layer in enumerate(self.layers):
+            if not layer.is_initialized:
+                continue
             states = []
             for memory in layer.memories:
                 padded = memory.new_zeros(len(rows), memory.shape[1], total_length, memory.shape[2])

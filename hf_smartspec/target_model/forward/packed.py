@@ -11,12 +11,15 @@ from transformers import PreTrainedModel
 
 from ...sampling.top import Top, argmax, best_of
 from ..attention.tree_attention import attention_configs, tree_attention_step
+from ..cache.slot_cache import SlotCache
 from ..compat import cache_name
 from ..graphs import recordings_for
 from ..graphs.padding import MOST_TOKENS, ROUNDING, pad
-from ..layout.rows import RowInput
+from ..layout.rows import CacheRow, RowInput
 from ..layout.shared_prefix import may_share
 from ..layout.step_layout import StepLayout
+from ..recurrent.cache import StateCache
+from ..recurrent.functions import recurrent_layers
 from .hidden_states import HiddenStateTaps
 from .ragged import ForwardSeries, PlannedForward, RaggedForward
 from .rotary import LengthwiseRotary, seen_lengths
@@ -48,6 +51,10 @@ class PackedForward(RaggedForward):
     ):
         config = model.config.get_text_config(decoder=True)
         super().__init__(config, model.device, model.dtype, num_rows, capacity, prefill_chunk)
+        self.recurrent = recurrent_layers(model)
+        if self.recurrent is not None:
+            choose = None
+            self.cache = self.new_cache(num_rows, capacity)
         self.model, self._choose = model, choose
         self.trees = True
         self.taps = HiddenStateTaps(model)
@@ -62,13 +69,20 @@ class PackedForward(RaggedForward):
     def device(self) -> torch.device:
         return self.model.get_input_embeddings().weight.device  # type: ignore[return-value]
 
+    def new_cache(self, num_slots: int, capacity: int, most_lines: int | None = None) -> SlotCache:
+        """Return an empty cache of the kind that the model needs; see `SlotCache`."""
+        if self.recurrent is None:
+            return SlotCache(num_slots, capacity, most_lines)
+        return StateCache(num_slots, capacity, most_lines, self.recurrent.chunk)
+
     @property
     def shares_prefixes(self) -> bool:
         """
         True if rows may share prefixes. On GPUs they may not: forwards are recorded there, and attend in other ways.
         """
         config = self.model.config.get_text_config(decoder=True)
-        return self.device.type == "cpu" and not self.rotary and may_share(config)
+        is_sharing = self.device.type == "cpu" and not self.rotary and self.recurrent is None
+        return is_sharing and may_share(config)
 
     def argmax(self, logits: torch.Tensor) -> list[int]:
         return argmax(logits)
@@ -107,7 +121,19 @@ class PackedForward(RaggedForward):
         if decoder is not None:
             return self._run_written(decoder, planned)
         with tree_attention_step(self._configs, layout), self._lengths_step(planned), self.taps.installed():
-            return self._compute(layout)
+            if self.recurrent is None:
+                return self._compute(layout)
+            assert isinstance(self.cache, StateCache), "the cache that the model needs"
+            self.cache.begin(planned.rows, self.device)
+            with self.recurrent.step(self.cache):
+                return self._compute(layout)
+
+    def cut(self, row: CacheRow, length: int) -> None:
+        """Cut a row, to nothing if it has states, which cannot be taken back."""
+        if isinstance(self.cache, StateCache) and length < row.length:
+            length = 0
+            self.cache.clear(row)
+        super().cut(row, length)
 
     def _compute(self, layout: StepLayout) -> torch.Tensor:
         """Run the model's own forward."""

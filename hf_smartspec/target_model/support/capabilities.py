@@ -14,6 +14,7 @@ from ..compat import (
     TESTED_MODEL_TYPES,
     TESTED_ROWWISE_TYPES,
     drops_soft_caps,
+    is_stateful,
     modules_of,
     shared_value,
 )
@@ -21,6 +22,7 @@ from ..forward.packed import PackedForward
 from ..forward.rowwise import RowwiseForward
 from ..model_state import state_of
 from ..private import TRANSFORMERS, is_newer
+from ..recurrent.functions import recurrent_layers
 from .probe import Probe, agrees_with_encoder
 from .twin import TWIN_REACH, borders, float32_copy, small_twin
 
@@ -60,6 +62,8 @@ def packing_obstacle(model: PreTrainedModel, is_padded: bool = False) -> str | N
     Args:
         is_padded (`bool`): Whether rows of different lengths would be padded without speculation.
     """
+    if is_stateful(model) and recurrent_layers(model) is None:
+        return f"{type(model).__name__} keeps a state that cannot be taken back to an earlier token"
     if prepares_own_inputs(model):
         return f"the attention of {type(model).__name__} cannot be packed"
     parameters = chain.from_iterable(module._parameters.values() for module in modules_of(model))

@@ -25,7 +25,7 @@ from ..helpers import (
 )
 
 DRAFTED = ["bloom", "gpt_neo"]  # with attention of its own, and with windows
-PLAIN = ["mamba", "qwen3_next", "openai-gpt"]  # a state, a state beside attention, no cache at all
+PLAIN = ["mamba", "jamba", "openai-gpt"]  # a state, a state beside attention, no cache at all
 LONG = {"max_new_tokens": 30, "eos_token_id": None}
 
 
@@ -203,7 +203,7 @@ def test_models_without_an_end_of_positions():
         check_all(engine, model, random_requests(2, longest=8, max_new_tokens=6))
 
 
-@pytest.mark.parametrize("architecture", ["bloom", "mamba", "qwen3_next"])
+@pytest.mark.parametrize("architecture", ["bloom", "mamba", "jamba"])
 def test_caches_stay_within_their_bound(architecture):
     model, requests, taken = model_of(architecture), random_requests(8, longest=20, max_new_tokens=12), []
     footprint = Engine(model)._memory.footprint

@@ -63,3 +63,21 @@ def lay_out(
                     seen[1 + (ancestor >> 6), token + node] |= 1 << (ancestor & 63)
                     ancestors[start + node] = parents[start + ancestor]
             start += sizes[tree]
+
+
+@compiled
+def ancestor_bits(sizes, parents, bits):
+    """
+    Set the bits of the ancestors of every node of some trees, and of the node itself, 64 in each word.
+
+    Args:
+        sizes (int64 `[trees]`): Nodes of each tree.
+        parents (int64 `[trees, nodes]`): Numbered within each tree; -1 for roots. Parents come before their children.
+        bits (int64 `[trees, nodes, words]`): Filled; 0 before.
+    """
+    for tree in range(len(sizes)):
+        for node in range(sizes[tree]):
+            parent = parents[tree, node]
+            if parent >= 0:
+                bits[tree, node] = bits[tree, parent]
+            bits[tree, node, node >> 6] |= 1 << (node & 63)

@@ -1,0 +1,1 @@
+"""Layers that keep a state in place of keys and values (linear attention, state spaces, short convolutions)."""

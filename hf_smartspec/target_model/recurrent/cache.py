@@ -1,0 +1,267 @@
+"""The slot cache of models with recurrent layers: states of rows beside keys and values."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.cache_utils import Cache
+
+from ...device import to_device
+from ..cache.slot_cache import SlotCache
+from ..layout.rows import CacheRow, RowInput
+from .scan import scan, state_after
+from .step import RecurrentStep, path_ends
+
+Key = tuple[int, int]  # layer, and number of the state in it
+
+
+class StateCache(SlotCache):
+    """
+    A `SlotCache` whose rows have states, too: the last inputs of causal convolutions, `[width - 1, channels]`, and the
+    matrices of linear recurrences, `[heads, dk, dv]` in float32. A state is that of the row's committed tokens. It
+    cannot be taken back, so that rows are cut to nothing, if they are cut.
+
+    Args:
+        num_slots, capacity, most_lines (`int`): See `SlotCache`.
+        chunk (`int`): Fed tokens that a recurrence runs at once.
+
+    Attributes:
+        most_rows (`int`, *optional*): Bound on the rows that states are allocated for.
+    """
+
+    most_rows: int | None = None
+
+    def __init__(self, num_slots: int = 1, capacity: int = 256, most_lines: int | None = None, chunk: int = 64):
+        super().__init__(num_slots, capacity, most_lines)
+        self.chunk = chunk
+        self._places: dict[CacheRow, int] = {}
+        self._num_places = num_slots
+        self._windows: dict[Key, torch.Tensor] = {}  # `[places, width - 1, channels]`
+        self._states: dict[Key, torch.Tensor] = {}  # `[places, heads, dk, dv]`
+        self._transposed: set[Key] = set()  # of states that transformers keeps as `[heads, dv, dk]`
+        self._open: dict[CacheRow, RecurrentStep] = {}  # steps whose tokens are not in the row's state yet
+        self._step: RecurrentStep | None = None
+        self._key: Key = 0, 0  # of the state that the model asked for last
+
+    # Rows
+
+    def add(self, *args: Any, **kwargs: Any) -> CacheRow:
+        row = super().add(*args, **kwargs)
+        assert row.prefix_row is None, "a state is not shared"
+        taken = set(self._places.values())
+        self._places[row] = next(place for place in range(len(taken) + 1) if place not in taken)
+        while len(taken) >= self._num_places:
+            self._grow()
+        self.clear(row)
+        return row
+
+    def remove(self, row: CacheRow) -> None:
+        super().remove(row)
+        del self._places[row]
+        self._open.pop(row, None)
+
+    def clear(self, row: CacheRow) -> None:
+        """Set a row's states to those before any token."""
+        self._open.pop(row, None)
+        for memory in (*self._windows.values(), *self._states.values()):
+            memory[self._places[row]].zero_()
+
+    def copy(self, source: CacheRow, target: CacheRow, length: int) -> None:
+        """Copy a whole row."""
+        assert length == source.length, "a state is that of the whole row"
+        self._settle([source])
+        super().copy(source, target, length)
+        for memory in (*self._windows.values(), *self._states.values()):
+            memory[self._places[target]] = memory[self._places[source]]
+
+    def release(self) -> list[torch.Tensor]:
+        self._windows, self._states, self._open, self._step, self._places = {}, {}, {}, None, {}
+        return super().release()
+
+    def forget(self) -> None:
+        super().forget()
+        self._windows, self._states, self._open = {}, {}, {}
+
+    def _grow(self) -> None:
+        self._num_places *= 2
+        if self.most_rows is not None:
+            self._num_places = max(min(self._num_places, self.most_rows), len(self._places))
+        for memories in (self._windows, self._states):
+            for key, memory in memories.items():
+                memories[key] = memory.new_zeros(self._num_places, *memory.shape[1:])
+                memories[key][: len(memory)] = memory
+
+    @property
+    def num_state_bytes(self) -> int:
+        """Bytes of the memory of states."""
+        return self._num_places * self.bytes_per_row
+
+    @property
+    def bytes_per_row(self) -> int:
+        """Bytes of one row's states in all layers that have been run."""
+        memories = (*self._windows.values(), *self._states.values())
+        return sum(memory.element_size() * memory[0].numel() for memory in memories)
+
+    def export(
+        self, rows: Sequence[CacheRow], columns: Sequence[torch.Tensor], total_length: int, cache: Cache
+    ) -> Cache:
+        self._settle(rows)
+        places = [self._places[row] for row in rows]
+        for (layer, number), memory in self._windows.items():
+            inputs = torch.nn.functional.pad(
+                memory[places].mT, (1, 0)
+            )  # transformers keeps one more, which is not read
+            cache.update_conv_state(inputs, layer, state_idx=number, conv_kernel_size=inputs.shape[2])
+        for (layer, number), memory in self._states.items():
+            states = memory[places]
+            cache.update_recurrent_state(
+                states.mT if (layer, number) in self._transposed else states, layer, state_idx=number
+            )
+        return super().export(rows, columns, total_length, cache)
+
+    # One step
+
+    def begin(self, rows: Sequence[RowInput], device: torch.device) -> None:
+        """Plan a forward of these rows. Tokens fed before, of which no draft was verified, enter the states first."""
+        self._settle([item.row for item in rows])
+        self._step = RecurrentStep(rows, [self._places[item.row] for item in rows], self.chunk, device)
+        self._open |= dict.fromkeys(self._step.rows, self._step)
+
+    def commit(self, rows: Sequence[CacheRow], paths: Sequence[Sequence[int]]) -> None:
+        self._fold(rows, paths)
+        super().commit(rows, paths)
+
+    def _settle(self, rows: Sequence[CacheRow]) -> None:
+        left = [row for row in rows if row in self._open]
+        self._fold(left, [()] * len(left))
+
+    def _fold(self, rows: Sequence[CacheRow], paths: Sequence[Sequence[int]]) -> None:
+        """Bring the states of rows to the end of their paths."""
+        by_step: dict[RecurrentStep, list[tuple[CacheRow, Sequence[int]]]] = {}
+        for row, path in zip(rows, paths):
+            if (step := self._open.pop(row, None)) is not None:
+                by_step.setdefault(step, []).append((row, path))
+        for step, items in by_step.items():
+            numbers, ends = path_ends(step, [row for row, _ in items], [path for _, path in items])
+            is_moved = ends >= 0
+            if is_moved.any():
+                self._advance(step, numbers[is_moved], ends[is_moved])
+
+    def _advance(self, step: RecurrentStep, numbers: np.ndarray, ends: np.ndarray) -> None:
+        """Compute the states of some rows of a step after the tokens `ends` of their tails."""
+        is_whole = len(numbers) == len(step.rows) and bool((numbers == np.arange(len(numbers))).all())
+        sent = to_device(np.stack([numbers, ends, step.tails_begin[numbers] + ends, step.places[numbers]]), step.device)
+        own, last, tokens, places = sent
+        at = step.at if is_whole else places
+        for key, (inputs, width) in step.inputs.items():
+            self._windows[key][at] = inputs[step.windows(width)[tokens, 1:]]
+        path = step.sees[own, 0, last]
+        for key, scanned in step.scanned.items():
+            if not is_whole:
+                scanned = scanned.of(own)
+            self._states[key][at] = state_after(self._states[key][at], scanned, last, path)
+
+    # What transformers' layers call
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """Return None, so that layers run their form for several tokens; `convolve` reads the state."""
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """Return None, so that layers run their form for several tokens; `scan` reads the state."""
+        self._key = layer_idx, state_idx
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return False
+
+    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Any:
+        """Return the inputs of a convolution, which is run next."""
+        self._key = layer_idx, state_idx
+        return conv_states
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        """Ignore the state: that of the accepted path is computed in `commit`."""
+        return recurrent_states
+
+    # What the replaced functions call
+
+    def convolve(self, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """
+        Compute a causal convolution along every token's ancestors.
+
+        Args:
+            inputs (`torch.Tensor` of shape `[N, channels]`), weight (`torch.Tensor` of shape `[channels, width]`).
+
+        Returns:
+            `torch.Tensor` of shape `[N, channels]` in the weight's dtype, computed in float32.
+        """
+        step, width = self._step, weight.shape[1]
+        assert step is not None, "states are read by a packed forward only"
+        memory = self._windows.get(self._key)
+        if memory is None:
+            memory = self._windows[self._key] = inputs.new_zeros(self._num_places, width - 1, inputs.shape[1])
+        inputs = torch.cat([inputs, memory[step.at].flatten(0, 1)])
+        step.inputs[self._key] = inputs, width
+        output = (inputs[step.windows(width)].float() * weight.T.float()).sum(1)
+        if bias is not None:
+            output = output + bias.float()
+        return output.to(weight.dtype)
+
+    def scan(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        decay: torch.Tensor,
+        beta: torch.Tensor | None,
+        is_transposed: bool = False,
+    ) -> torch.Tensor:
+        """
+        Compute a recurrence along every token's ancestors: `scan.scan`, for all rows.
+
+        Args:
+            query, key (`torch.Tensor` of shape `[N, heads, dk]`), value (`torch.Tensor` of shape `[N, heads, dv]`),
+            decay (`torch.Tensor` of shape `[N, heads]` or `[N, heads, dk]`), beta (`torch.Tensor` of shape `[N,
+            heads]`, *optional*): Inputs in float32.
+            is_transposed (`bool`): Whether transformers' caches have these states as `[heads, dv, dk]`.
+
+        Returns:
+            `torch.Tensor` of shape `[N, heads, dv]`.
+        """
+        step, own = self._step, self._key
+        assert step is not None, "states are read by a packed forward only"
+        memory = self._states.get(own)
+        if memory is None:
+            shape = self._num_places, *key.shape[1:], value.shape[2]
+            if is_transposed:
+                self._transposed.add(own)
+            memory = self._states[own] = key.new_zeros(shape)
+        given = query, key, value, decay, beta
+        output = None
+        if step.rounds:
+            output = torch.empty_like(value)
+        for places, tokens in step.rounds:
+            parts = [None if item is None else item[tokens].transpose(1, 2) for item in given]
+            found, scanned = scan(*parts, state=memory[places], sees=step.causal)  # type: ignore[arg-type,misc]
+            ends = torch.full_like(places, tokens.shape[1] - 1)
+            every = torch.ones_like(tokens, dtype=torch.bool)
+            memory[places] = state_after(memory[places], scanned, ends, every)
+            output[tokens] = found.transpose(1, 2)  # type: ignore[index]
+        parts = [None if item is None else self._tails(item) for item in given]
+        found, step.scanned[own] = scan(*parts, state=memory[step.at], sees=step.sees)  # type: ignore[arg-type,misc]
+        tails = found.transpose(1, 2).flatten(0, 1)
+        if step.unpadded is not None:
+            tails = tails[step.unpadded]
+        if output is None:
+            return tails
+        output[step.tokens] = tails
+        return output
+
+    def _tails(self, item: torch.Tensor) -> torch.Tensor:
+        """Return the tails' values, `[R, heads, T, ...]`, of the values of all tokens, `[N, heads, ...]`."""
+        step = self._step
+        assert step is not None
+        item = item.unflatten(0, step.shape) if step.tail is None else item[step.tail]
+        return item.transpose(1, 2)

@@ -1,0 +1,91 @@
+"""Engines of models with recurrent layers: one forward for all requests, whose states are counted as memory."""
+
+import numpy as np
+import pytest
+
+from hf_smartspec import Engine, SmartSpecConfig
+from hf_smartspec.goodput import FixedLength
+from hf_smartspec.target_model.recurrent.cache import StateCache
+
+from ...covering import part_of
+from ...generate.helpers import EOS, set_special_tokens
+from ...models import RECURRENT, new_model
+from ..helpers import TIMEOUT, Asked, change_weights_while_running, check_all, random_requests, suffix
+from ..test_giving_way import check_turns, of, short_turns  # noqa: F401 (a fixture)
+
+LONG = {"max_new_tokens": 30, "eos_token_id": None}
+
+
+def model_of(architecture: str, **changes):
+    return set_special_tokens(new_model(architecture, **changes), EOS)
+
+
+def drafting():
+    return SmartSpecConfig(suffix(), policy=FixedLength(4))
+
+
+@pytest.mark.parametrize("architecture", part_of(list(RECURRENT), "qwen3_5_text", "kimi_linear", "bamba", "mamba2"))
+def test_many_requests_with_their_own_settings(architecture):
+    """More than run at once, prompts in pieces, greedy and seeded: packed, with drafts."""
+    model = model_of(architecture)
+    with Engine(model, drafting(), max_batch_size=4, max_prefill_tokens=9) as engine:
+        assert isinstance(engine._memory.cache, StateCache)
+        check_all(engine, model, random_requests(16))
+        statistics = engine.statistics
+        assert statistics.accepted_tokens > 0
+        assert statistics.forwards < statistics.generated_tokens, "requests share forwards"
+
+
+def test_requests_that_give_way(short_turns):  # noqa: F811
+    model, source = model_of("qwen3_next"), suffix()
+    with Engine(model, source, max_batch_size=2, max_prefill_tokens=4) as engine:
+        requests = random_requests(9, longest=20, max_new_tokens=12)
+        check_turns(engine, model, requests, [of(whose, source) for whose in "abc"])
+
+
+def test_cancelled_requests_leave_others_alone():
+    model = model_of("qwen3_next")
+    with Engine(model, drafting(), max_batch_size=2) as engine:
+        kept = engine.add_request([3, 4, 5], **LONG)
+        gone = [engine.add_request([8, 9, number], max_new_tokens=1000, streaming=True) for number in (3, 4, 5)]
+        for name in gone:
+            next(engine.request_id_iter(name))
+            engine.cancel_request(name)
+        assert engine.get_result(kept, TIMEOUT).generated_tokens == Asked([3, 4, 5], LONG).alone(model)
+        check_all(engine, model, random_requests(3))
+
+
+def test_weights_that_change_while_a_request_runs():
+    model, other = model_of("qwen3_next"), model_of("qwen3_next", seed=7)
+    with Engine(model, suffix(), max_prefill_tokens=4) as engine:
+        change_weights_while_running(engine, [3, 4, 5, 6, 7, 8], 60, other)
+
+
+def test_conversations_go_on_from_their_states_and_prefixes_are_not_cut():
+    """A row is reused whole: its text is the beginning of the next prompt, or it is no use."""
+    model, prompt = model_of("qwen3_next"), np.random.default_rng(0).integers(3, 40, 40).tolist()
+    with Engine(model, drafting(), max_batch_size=3) as engine:
+        answer = engine.get_result(engine.add_request(prompt, **LONG), TIMEOUT).generated_tokens
+        longer, other = [*prompt, *answer, 5, 6, 7], [*prompt, 5, 6, 7]
+        for text, num_reused in ((other, 0), (longer, len(prompt) + len(answer) - 1)):
+            found = engine.get_result(engine.add_request(text, **LONG), TIMEOUT)
+            assert found.generated_tokens == Asked(text, LONG).alone(model)
+            assert engine._memory.num_reused == num_reused
+
+
+def test_states_are_counted_as_memory():
+    """With room for the states of three rows only, no more run or are kept at once."""
+    model, taken = model_of("qwen3_next", linear_key_head_dim=32, linear_value_head_dim=32), []
+    size = Engine(model)._memory._bytes_per_row
+    assert size > 0
+    most = 7 * size
+    with Engine(model, suffix(), max_batch_size=8, max_kv_bytes=most) as engine:
+        memory, step = engine._memory, engine._runner.loop.step
+
+        def watched():
+            taken.append((memory.num_bytes, len(memory.cache.rows)))
+            return step()
+
+        engine._runner.loop.step = watched
+        check_all(engine, model, random_requests(8, longest=12, max_new_tokens=6))
+    assert max(rows for _, rows in taken) == 3 and max(num_bytes for num_bytes, _ in taken) <= most

@@ -1,0 +1,107 @@
+"""States of rows: after commits along trees they are those of plain forwards over the same texts."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache
+
+from hf_smartspec.drafts.tree import DraftTree
+from hf_smartspec.target_model.forward.packed import PackedForward
+from hf_smartspec.target_model.layout.rows import RowInput
+from hf_smartspec.target_model.recurrent.cache import StateCache
+from hf_smartspec.target_model.recurrent.functions import recurrent_layers
+
+from ...models import RECURRENT, VOCAB_SIZE, shared_model
+
+
+def random_tree(rng, size):
+    parents = [int(rng.integers(max(node - 4, -1), node)) for node in range(size)]
+    return DraftTree(rng.integers(3, VOCAB_SIZE, size), np.array(parents, np.int64), np.ones(size, np.float32))
+
+
+def path_to(tree, node):
+    path = []
+    while node >= 0:
+        path.append(node)
+        node = int(tree.parents[node])
+    return path[::-1]
+
+
+def check_states(model, forward, row, text):
+    """The row's states, exported to transformers' cache, are those of a forward over the text."""
+    config = model.config.get_text_config(decoder=True)
+    expected, found = DynamicCache(config=config), DynamicCache(config=config)
+    model(torch.from_numpy(text)[None], cache=expected)
+    forward.cache.export([row], [torch.arange(len(text))], len(text), found)
+    for theirs, ours in zip(expected.layers, found.layers):
+        for number, state in getattr(theirs, "conv_states", {}).items():
+            if state is not None:
+                torch.testing.assert_close(ours.conv_states[number][..., 1:], state[..., 1:], atol=1e-5, rtol=1e-5)
+        for number, state in getattr(theirs, "recurrent_states", {}).items():
+            if state is not None:
+                torch.testing.assert_close(ours.recurrent_states[number], state, atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("architecture", RECURRENT)
+def test_logits_of_trees_and_states_after_commits(architecture):
+    """Rows that come and go, prompts in pieces over several chunks, branches that win, and drafts that fail."""
+    model, rng = shared_model(architecture), np.random.default_rng(0)
+    forward = PackedForward(model, prefill_chunk=48)
+    forward.cache.chunk = 7
+    texts = {forward.add(): rng.integers(3, VOCAB_SIZE, length) for length in (61, 1, 8)}
+    for round_ in range(5):
+        if round_ == 2:
+            gone = next(iter(texts))
+            forward.remove(gone)
+            del texts[gone]
+        if round_ == 3:
+            texts[forward.add()] = rng.integers(3, VOCAB_SIZE, 20)
+        trees = [random_tree(rng, int(size)) for size in rng.integers(0, 12, len(texts))]
+        inputs = [RowInput(row, text[row.length :], tree) for (row, text), tree in zip(texts.items(), trees)]
+        logits, offsets = forward.forward(inputs)
+        paths = []
+        for item, tree, offset in zip(inputs, trees, offsets):
+            size = len(tree.tokens)
+            node = int(rng.integers(-1, size)) if round_ else size - 1
+            path = path_to(tree, node)
+            text = np.concatenate([texts[item.row], tree.tokens[path]])
+            expected = model(torch.from_numpy(text)[None]).logits[0, -1]
+            torch.testing.assert_close(logits[offset + 1 + node], expected, atol=2e-4, rtol=1e-4)
+            texts[item.row] = np.append(text, rng.integers(3, VOCAB_SIZE))
+            paths.append(path)
+        forward.commit([item.row for item in inputs], paths)
+        for row, text in texts.items():
+            if row.length:
+                check_states(model, forward, row, text[:-1])
+
+
+@torch.no_grad()
+def test_whole_rows_are_copied_and_cut_rows_begin_anew():
+    model, text = shared_model("qwen3_next"), np.arange(5, 25)
+    forward = PackedForward(model)
+    row = forward.add()
+    forward.forward([RowInput(row, text)])
+    other = forward.add()
+    forward.cache.copy(row, other, len(text))
+    other.length = len(text)
+    check_states(model, forward, other, text)
+    forward.cut(row, 3)
+    assert row.length == 0, "a state cannot be taken back"
+    forward.forward([RowInput(row, text[:9])])
+    check_states(model, forward, row, text[:9])
+    check_states(model, forward, other, text)
+
+
+@torch.no_grad()
+def test_other_forwards_of_the_model_run_meanwhile():
+    """A plain forward within a packed step's context, as of another thread, computes as always."""
+    model, ids = shared_model("qwen3_next"), torch.arange(5, 25)[None]
+    expected = model(ids).logits
+    layers, cache = recurrent_layers(model), StateCache()
+    functions = {name: own[name] for own, names in layers._modules for name in names}
+    with layers.step(cache), layers.step(cache):
+        token = recurrent_layers.__globals__["_running"].set(None)
+        assert torch.equal(model(ids).logits, expected)
+        recurrent_layers.__globals__["_running"].reset(token)
+    assert functions == {name: own[name] for own, names in layers._modules for name in names}, "restored"

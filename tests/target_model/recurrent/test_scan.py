@@ -1,0 +1,86 @@
+"""The chunked form with a mask of ancestors, against transformers' recurrent forms along every path."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.models.bamba.modeling_bamba import mamba2_selective_state_update
+from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_delta_attention
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
+
+from hf_smartspec.target_model.recurrent.scan import scan, state_after
+
+from ...covering import examples
+
+HEADS, DK, DV = 2, 4, 3
+
+
+@st.composite
+def trees(draw):
+    """Parents of a tree of up to 70 nodes, each before its child; long chains and bushes."""
+    reach = draw(st.sampled_from([1, 2, 5, 70]))
+    size = draw(st.integers(1, 70))
+    return [-1, *[draw(st.integers(max(node - reach, -1), node - 1)) for node in range(1, size)]]
+
+
+def path_to(parents, node):
+    path = []
+    while node >= 0:
+        path.append(node)
+        node = parents[node]
+    return path[::-1]
+
+
+def ancestors(parents):
+    sees = torch.zeros(len(parents), len(parents), dtype=torch.bool)
+    for node in range(len(parents)):
+        sees[node, path_to(parents, node)] = True
+    return sees
+
+
+def gated_delta(query, key, value, decay, beta, state):
+    return torch_recurrent_gated_delta_rule(query, key, value, decay, beta, state, True)
+
+
+def by_channel(query, key, value, decay, beta, state):
+    return recurrent_kimi_delta_attention(query, key, value, decay, beta, state, True)
+
+
+def state_space(query, key, value, decay, beta, state):
+    """With time steps of 1, so that A is the decay; transformers keeps its states the other way round."""
+    state, outputs = state.mT.clone(), []
+    for token in range(key.shape[1]):
+        rate = decay[:, token, :, None, None][0].expand(-1, DV, DK)
+        one = torch.ones(1, HEADS, DV)
+        outputs.append(mamba2_selective_state_update(state, value[:, token], one, rate, key[:, token], query[:, token]))
+    return torch.stack(outputs, dim=1), state.mT
+
+
+@pytest.mark.parametrize("rule", [gated_delta, by_channel, state_space])
+@given(parents=trees(), seed=st.integers(0, 2**31))
+@settings(max_examples=examples(12), deadline=None)
+def test_every_node_has_the_output_and_the_state_of_its_path(rule, parents, seed):
+    size, generator = len(parents), torch.Generator().manual_seed(seed)
+
+    def random(*shape):
+        return torch.randn(1, size, HEADS, *shape, generator=generator)
+
+    query, key, value = random(DK), random(DK), random(DV)
+    key = key / key.norm(dim=-1, keepdim=True)
+    decay = -random(DK).exp() / 4 if rule is by_channel else -random().exp() / 4
+    beta = None if rule is state_space else random().sigmoid()
+    state = torch.randn(1, HEADS, DK, DV, generator=generator)
+    scale = 1 if rule is state_space else DK**-0.5
+    given_ = [None if item is None else item.transpose(1, 2) for item in (query * scale, key, value, decay, beta)]
+    sees = ancestors(parents)
+    output, scanned = scan(*given_, state, sees[None, None])
+    for node in np.random.default_rng(seed).choice(size, min(size, 3), replace=False).tolist():
+        path = path_to(parents, node)
+        own = [None if item is None else item[:, path] for item in (query, key, value, decay, beta)]
+        expected, final = rule(*own, state)
+        torch.testing.assert_close(output[:, :, node], expected[:, -1], atol=1e-5, rtol=1e-5)
+        found = state_after(state, scanned, torch.tensor([node]), sees[None, node])
+        torch.testing.assert_close(found, final, atol=1e-5, rtol=1e-5)
+    nothing = state_after(state, scanned, torch.tensor([0]), torch.zeros(1, size, dtype=torch.bool))
+    assert torch.equal(nothing, state), "an empty path leaves the state as it is"
