@@ -100,7 +100,7 @@ def peagle(architecture: str, rng: random.Random) -> TreeCandidateGenerator:
 
 
 def blocks(architecture: str, rng: random.Random) -> TreeCandidateGenerator:
-    heads = copied(known_blocks(architecture, rng.random() < 0.5))
+    heads = copied(known_blocks(architecture, rng.choice(list(_BLOCKS))))
     return BlockCandidates(heads, width=rng.choice((None, 1, 3)))
 
 
@@ -200,7 +200,13 @@ def known_peagle(architecture: str) -> EagleHeads:
     return fitted_parallel(target(architecture), known_texts(architecture)[:4])
 
 
+_BLOCKS = {
+    "dflash": {"windows": (6, None), "causal": (True, False)},
+    "dflash2": {"convolution": (2, 8), "selector_rank": 3},
+    "dspark": {"from_anchor": True, "block_size": 4, "markov": "rnn", "confidence": "markov"},
+}
+
+
 @cache
-def known_blocks(architecture: str, from_anchor: bool) -> BlockDrafter:
-    options = {"from_anchor": True, "block_size": 4} if from_anchor else {"windows": (6, None), "causal": (True, False)}
-    return fitted_blocks(target(architecture), known_texts(architecture), **options)
+def known_blocks(architecture: str, kind: str) -> BlockDrafter:
+    return fitted_blocks(target(architecture), known_texts(architecture), **_BLOCKS[kind])

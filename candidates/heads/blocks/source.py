@@ -75,7 +75,8 @@ class BlockCandidates(HiddenStateCandidates):
         limits = [max_nodes[place] for place in asked]
         lattice = self._lattice([states[place] for place in asked], max(limits), max(self._width, *widths, 0))
         least = 0.0 if price is None or widths else price.least_probability
-        found = best_trees(*_probabilities(lattice), limits, least, widths)
+        shape = widths or (self._width,) * self.heads.num_depths
+        found = best_trees(*_probabilities(lattice), limits, least, shape)
         for place, tree in zip(asked, found):
             trees[place] = tree
         return trees

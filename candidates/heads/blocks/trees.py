@@ -14,7 +14,7 @@ def best_trees(
     given: np.ndarray,
     limits: Sequence[int],
     least: float = 0.0,
-    widths: Sequence[int] = (),
+    widths: Sequence[int] | None = None,
 ) -> list[DraftTree]:
     """
     Return the trees of at most `limits[i]` nodes whose paths are the likeliest, in order of their probability (DDTree,
@@ -31,7 +31,10 @@ def best_trees(
     if not most:
         return [DraftTree.empty()] * num_rows
     shape = np.zeros(num_depths, np.int64)
-    shape[: len(widths) or None] = widths[:num_depths] or width
+    if widths is None:
+        shape[:] = width
+    else:
+        shape[: len(widths)] = widths[:num_depths]
     nodes, probs = np.empty((num_rows, most, 4), np.int64), np.empty((num_rows, most), np.float32)
     counts, num_entries = np.empty(num_rows, np.int64), 2 * most + 1
     entries, weights = np.empty((num_entries, 4), np.int64), np.empty(num_entries)

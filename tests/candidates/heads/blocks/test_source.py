@@ -24,7 +24,7 @@ from hf_smartspec.drafts.price import LevelPrice
 from hf_smartspec.goodput import Calibrator, CostModel, TreeGoodput
 from hf_smartspec.sampling.noise import gumbel_noise
 
-from ....covering import exhaustive
+from ....covering import exhaustive, part_of
 from ....generate.helpers import prompts, tiny_llama
 from ....models import VOCAB_SIZE, new_model, shared_model
 from ...combined.test_wrapped_outputs import PROMPTS, _DFlash, by_transformers, plain, spread
@@ -86,6 +86,29 @@ def test_targets_that_are_packed_or_run_row_by_row(architecture, tmp_path):
             )
         assert torch.equal(output.sequences, expected)
         assert output.statistics.drafted_tokens > NUM_TOKENS, "it was asked until the end"
+
+
+KINDS = {
+    "dflash2": {"convolution": (2, 8), "selector_rank": 3},
+    "dspark": {"markov": "vanilla", "confidence": "markov", "from_anchor": True},
+    "dspark, gated": {"markov": "gated", "own_vocab": 30},
+    "dspark, rnn": {"markov": "rnn", "confidence": "hidden", "from_anchor": True},
+    "jetspec": {"config": {"causal_head": True}},
+}
+
+
+@pytest.mark.parametrize("way", part_of(WAYS, "sampled"))
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_drafts_trees_of_which_nothing_but_the_right_tokens_stay(target, tmp_path, kind, way):
+    folder = write(target, tmp_path, **KINDS[kind])
+    assert BlockDrafter.from_pretrained(folder, target).label == kind.partition(",")[0]
+    with hf_smartspec.enabled(target):
+        expected = target.generate(**prompts(LENGTHS), **WAYS[way], assistant="none")
+        for width in (None, 1):
+            config = SmartSpecConfig(folder, num_nodes=9, width=width)
+            output = target.generate(**prompts(LENGTHS), **WAYS[way], assistant=config, return_dict_in_generate=True)
+            assert torch.equal(output.sequences, expected)
+            assert output.statistics.drafted_tokens > NUM_TOKENS, "it was asked until the end"
 
 
 # --- What is drafted, and of what ------------------------------------------------------------------------------------
@@ -159,6 +182,31 @@ def test_depths_follow_the_slots_and_rows_are_asked_together(heads, own_vocab, t
         probs = scores.softmax(-1)
         assert tree.tokens.tolist() == ids[probs.argmax(-1)].tolist() and tree.is_chain
         np.testing.assert_allclose(tree.probs, probs.max(-1).values, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["dflash2", "dspark", "dspark, rnn"])
+def test_children_are_those_of_their_parent(kind, tmp_path):
+    """Each with its probability given that; the likeliest with the drafter's confidence, where it has one."""
+    target = shared_model("llama")
+    heads = BlockDrafter.from_pretrained(write(target, tmp_path, outputs=(-1, 0), **KINDS[kind]), target)
+    source = BlockCandidates(heads, width=4)
+    states = begun(source, "a", 9)
+    (tree,) = source.propose(["a"], [40])
+    anchors = torch.tensor([source._states["a"].tokens[-1]])
+    hidden = run_block(heads, states, heads.embed(anchors, heads.block_size)[0])
+    lattice = heads.lattice(hidden[None], anchors, 4)
+    assert len(tree) == 40 and int(tree.depths.max()) > 2
+    for node, (token, parent, depth) in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist(), tree.depths)):
+        place = lattice.tokens[0, depth - 1].tolist().index(token)
+        line, before = lattice.first[0].exp(), 0
+        if parent >= 0:
+            before = lattice.tokens[0, depth - 2].tolist().index(int(tree.tokens[parent]))
+            line = lattice.given[0, depth - 2, before].exp()
+        prob = line[place]
+        if lattice.confidence is not None:
+            sure = lattice.confidence[0, depth - 1, before]
+            prob = sure if place == int(line.argmax()) else (1 - sure) * prob / (1 - line.max())
+        assert tree.probs[node] == pytest.approx(float(prob), rel=1e-3)
 
 
 def test_a_price_of_nodes_ends_trees_and_its_shape_is_followed(heads):
