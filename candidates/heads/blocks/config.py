@@ -12,9 +12,10 @@ from ..eagle.config import flat_config, rope_of
 from .scores import GATED, RNN, VANILLA
 
 DFLASH, DFLASH2, DSPARK, JETSPEC = "dflash", "dflash2", "dspark", "jetspec"
-_SPECULATORS = (DFLASH, DFLASH2, DSPARK)
+DOMINO, XPRESS = "domino", "xpress"
+_SPECULATORS = (DFLASH, DFLASH2, DSPARK, XPRESS)
 # Tensors that tell a kind, whatever the config says.
-_SIGNS = {"candidate_selector.": DFLASH2, "markov_head.": DSPARK}
+_SIGNS = {"candidate_selector.": DFLASH2, "markov_head.": DSPARK, "prefix_gru.": DOMINO, "refiner_head.": XPRESS}
 _DFLASH2 = ("DFlash2DraftModel", "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel")
 _DSPARK = ("DSparkModel", "DSparkDraftModel")  # ends of names
 # Where writers put what is not of the layers' sizes.
@@ -34,7 +35,7 @@ class BlockConfig:
     What the files of a block drafter say of it.
 
     Args:
-        kind (`str`): "dflash", "dflash2", "dspark" or "jetspec".
+        kind (`str`): "dflash", "dflash2", "dspark", "jetspec", "domino" or "xpress".
         sizes (`LlamaConfig`): Sizes of its own layers, and their rotary embeddings.
         target_hidden (`int`): Hidden size of the target.
         hidden_layers (tuple of `int`): See `TreeCandidateGenerator.hidden_layers`.
@@ -56,7 +57,7 @@ class BlockConfig:
     """
 
     kind: str
-    sizes: LlamaConfig
+    sizes: Any  # LlamaConfig, whose sizes are all filled in
     target_hidden: int
     hidden_layers: tuple[int, ...]
     block_size: int
@@ -117,7 +118,7 @@ def read_config(
         hidden_layers=_hidden_layers(entries, shapes, target_hidden, target),
         block_size=block_size,
         first_slot=first_slot,
-        num_depths=block_size - first_slot,
+        num_depths=block_size - (1 if kind == DOMINO else first_slot),
         causal=_causal(entries, types),
         windows=windows,
         mask_token=_mask_token(entries, target) if mask_token is None else mask_token,
@@ -146,6 +147,8 @@ def _kind(entries: Mapping[str, Any], names: Collection[str]) -> str:
     rank = entries.get("markov_rank")
     if rank or (said == DSPARK and rank is None):
         return DSPARK
+    if said == XPRESS or entries.get("projector_type") == DOMINO:
+        return XPRESS if said == XPRESS else DOMINO
     return JETSPEC if entries.get("causal_head") else DFLASH
 
 
@@ -155,7 +158,7 @@ def _architecture(entries: Mapping[str, Any]) -> str:
 
 def _is_from_anchor(entries: Mapping[str, Any], kind: str) -> bool:
     """Return whether slot j predicts the position after its own: DSpark's layout, and that of DeepSpec's DFlash."""
-    value = entries.get("sample_from_anchor")
+    value = entries.get("shift_label" if kind == DOMINO else "sample_from_anchor")
     is_default = kind == DSPARK or _architecture(entries).endswith(_DSPARK)
     return is_default if value is None else bool(value)
 
@@ -165,9 +168,18 @@ def _options(entries: Mapping[str, Any], kind: str, shapes: Mapping[str, Sequenc
     options: dict[str, Any] = {"causal_head": True} if kind == JETSPEC else {}
     if kind == DFLASH2:
         defaults = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
-        options = {name: _positive({name: default} | _given(entries, name), name) for name, default in defaults.items()}
+        options = _sizes_of(entries, defaults)
         if hidden % options["conv_group_size"]:
             raise ValueError(f"`conv_group_size` {options['conv_group_size']} does not divide {hidden} channels")
+    if kind == DOMINO:
+        if entries.get("pure_draft_prefix_len", 1) != 1:
+            raise ValueError(f"`pure_draft_prefix_len` is {entries['pure_draft_prefix_len']!r}, and known is 1")
+        inner, state = (shapes.get(name, (1,)) for name in ("embed_proj.0.weight", "prefix_gru.weight_hh_l0"))
+        options = _sizes_of(entries, {"emb_dim": inner[0], "gru_hidden_dim": state[-1]})
+        options |= {"projector_type": DOMINO, "shift_label": bool(entries.get("shift_label"))}
+    if kind == XPRESS:
+        defaults = {"xpress_rank": 256, "xpress_mlp_ratio": 2, "num_jacobi_passes": 6}
+        options = _sizes_of(entries, defaults)
     if kind == DSPARK:
         # Without an entry, by the tensors; without these, which are then missing, as speculators does.
         rank = entries.get("markov_rank") or shapes.get("markov_head.markov_w1.weight", (0, 256))[-1]
@@ -187,8 +199,10 @@ def _options(entries: Mapping[str, Any], kind: str, shapes: Mapping[str, Sequenc
     return options
 
 
-def _given(entries: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return {} if entries.get(name) is None else {name: entries[name]}
+def _sizes_of(entries: Mapping[str, Any], defaults: Mapping[str, int]) -> dict[str, Any]:
+    """Return positive integers of the entries, by these names, or their defaults."""
+    given = {name: entries[name] for name in defaults if entries.get(name) is not None}
+    return {name: _positive({**defaults, **given}, name) for name in defaults}
 
 
 def _positive(entries: Mapping[str, Any], name: str) -> int:

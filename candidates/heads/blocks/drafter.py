@@ -9,158 +9,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import embedding, pad
-from transformers import LlamaConfig, PreTrainedModel
-from transformers.activations import ACT2FN
+from torch.nn.functional import embedding
+from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ..learned import LearnedDrafter
-from .config import DFLASH2, DSPARK, BlockConfig
+from .config import DFLASH2, DOMINO, DSPARK, XPRESS, BlockConfig
 from .files import check_tensors, read, write
-from .scores import ConfidenceHead, Lattice, MarkovHead, Selector, conditioned, independent
-
-Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, [..., 1, head_dim]
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-class SlotConvolution(nn.Module):
-    """
-    DFlash2's convolutions before and after a part of a layer, over the slots of a block, causal: with T coefficients
-    of each channel, base kernels plus what is projected from the part's input u, alike for `group` neighbours.
-    """
-
-    def __init__(self, hidden: int, size: int, group: int):
-        super().__init__()
-        self.group = group
-        self.base_kernel = nn.Parameter(torch.empty(2, size, hidden))
-        self.kernel_projection = nn.Linear(hidden, 2 * size * hidden // group, bias=False)
-
-    def kernels(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the kernels `[R, S, T, hidden_size]` before and after the part for inputs `[R, S, hidden_size]`."""
-        _, size, channels = self.base_kernel.shape
-        projected = self.kernel_projection(hidden).unflatten(-1, (2, size, channels // self.group))
-        return (self.base_kernel + projected.repeat_interleave(self.group, dim=-1)).unbind(2)
-
-    @staticmethod
-    def convolve(hidden: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
-        """Return Σ_t kernel_t ∘ hidden of the slot t earlier, `[R, S, hidden_size]`, with zeros before slot 0."""
-        num = hidden.shape[1]
-        shifted = [pad(hidden, (0, 0, back, 0))[:, :num] for back in range(kernel.shape[2])]
-        return (kernel * torch.stack(shifted, dim=2)).sum(2)
-
-
-class BlockLayer(nn.Module):
-    """
-    One layer. It reads the text before a block by keys and values of the target's hidden states, which a cache holds;
-    those of the block's own slots are of no use after it.
-
-    Attributes:
-        causal (`bool`): Whether a slot sees only the slots up to itself.
-        window (`int`, *optional*): The last positions that a query sees, its own included; None for all.
-    """
-
-    def __init__(self, config: BlockConfig, number: int):
-        super().__init__()
-        sizes, eps = config.sizes, config.sizes.rms_norm_eps
-        hidden, inner, self.head_dim = sizes.hidden_size, sizes.intermediate_size, _head_dim(sizes)
-        queries = sizes.num_attention_heads * self.head_dim
-        keys = _kv_heads(sizes) * self.head_dim
-        self.causal, self.window = config.causal[number], config.windows[number]
-        self.is_interleaved = config.is_interleaved
-        self.activation = ACT2FN[sizes.hidden_act]
-        self.input_layernorm = nn.RMSNorm(hidden, eps)
-        self.post_attention_layernorm = nn.RMSNorm(hidden, eps)
-        self.self_attn = nn.ModuleDict(
-            {
-                "q_proj": nn.Linear(hidden, queries, config.has_bias),
-                "k_proj": nn.Linear(hidden, keys, config.has_bias),
-                "v_proj": nn.Linear(hidden, keys, config.has_bias),
-                "o_proj": nn.Linear(queries, hidden, config.has_bias),
-                "q_norm": nn.RMSNorm(self.head_dim, eps),
-                "k_norm": nn.RMSNorm(self.head_dim, eps),
-            }
-        )
-        self.mlp = nn.ModuleDict(
-            {
-                "gate_proj": nn.Linear(hidden, inner, bias=False),
-                "up_proj": nn.Linear(hidden, inner, bias=False),
-                "down_proj": nn.Linear(inner, hidden, bias=False),
-            }
-        )
-        self.attention_conv = self.mlp_conv = None
-        if config.kind == DFLASH2:
-            shape = config.options["conv_kernel_size"], config.options["conv_group_size"]
-            self.attention_conv, self.mlp_conv = SlotConvolution(hidden, *shape), SlotConvolution(hidden, *shape)
-
-    def context(self, combined: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
-        """
-        Return keys and values `[N, kv_heads, head_dim]` of committed positions.
-
-        Args:
-            combined (`torch.Tensor` of shape `[N, hidden_size]`): Results of `BlockDrafter.combine`.
-            rotation (tuple): Result of `BlockDrafter.rotation` for their positions `[N]`.
-        """
-        return self._rotated("k", combined, rotation), self._heads("v_proj", combined)
-
-    def forward(self, hidden: torch.Tensor, rotation: Rotation, attend: Attend) -> torch.Tensor:
-        """
-        Return the layer's output for hidden states `[R, S, hidden_size]` of S slots.
-
-        Args:
-            rotation (tuple): Result of `BlockDrafter.rotation` for the positions `[R, S]` of the slots.
-            attend (`Callable`): Attention over the context and the block, see `sees`: from queries `[R, S, heads,
-                head_dim]` and the block's own keys and values `[R, S, kv_heads, head_dim]` to `[R, S, heads,
-                head_dim]`. Scores are divided by the square root of `head_dim`.
-        """
-        hidden = hidden + self._within(
-            self.attention_conv, self.input_layernorm(hidden), lambda normed: self._attended(normed, rotation, attend)
-        )
-        return hidden + self._within(self.mlp_conv, self.post_attention_layernorm(hidden), self._mlp)
-
-    @staticmethod
-    def _within(
-        conv: SlotConvolution | None, normed: torch.Tensor, part: Callable[[torch.Tensor], torch.Tensor]
-    ) -> torch.Tensor:
-        """Return the output of a part of the layer, between its convolutions where there are any."""
-        if conv is None:
-            return part(normed)
-        before, after = conv.kernels(normed)
-        return conv.convolve(part(conv.convolve(normed, before)), after)
-
-    def _attended(self, normed: torch.Tensor, rotation: Rotation, attend: Attend) -> torch.Tensor:
-        queries, keys = self._rotated("q", normed, rotation), self._rotated("k", normed, rotation)
-        output: torch.Tensor = self.self_attn["o_proj"](
-            attend(queries, keys, self._heads("v_proj", normed)).flatten(-2)
-        )
-        return output
-
-    def _mlp(self, normed: torch.Tensor) -> torch.Tensor:
-        gate, up = self.mlp["gate_proj"](normed), self.mlp["up_proj"](normed)
-        output: torch.Tensor = self.mlp["down_proj"](self.activation(gate) * up)
-        return output
-
-    def sees(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """
-        Return which positions `[..., T]` queries at positions `[..., S]` see, `[..., S, T]`, given that the keys are
-        those of the text before the block and of the block's slots.
-        """
-        after = keys[..., None, :] - queries[..., :, None]
-        seen = after <= 0 if self.causal else torch.ones_like(after, dtype=torch.bool)
-        return seen if self.window is None else seen & (after > -self.window)
-
-    def _heads(self, name: str, hidden: torch.Tensor) -> torch.Tensor:
-        heads: torch.Tensor = self.self_attn[name](hidden)
-        return heads.unflatten(-1, (-1, self.head_dim))
-
-    def _rotated(self, kind: str, hidden: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        heads = self.self_attn[f"{kind}_norm"](self._heads(f"{kind}_proj", hidden))
-        cos, sin = rotation
-        if self.is_interleaved:
-            half = self.head_dim // 2
-            pairs = torch.stack([-heads[..., 1::2], heads[..., ::2]], dim=-1).flatten(-2)
-            return heads * cos[..., :half].repeat_interleave(2, -1) + pairs * sin[..., :half].repeat_interleave(2, -1)
-        first, second = heads.chunk(2, dim=-1)
-        return heads * cos + torch.cat([-second, first], dim=-1) * sin
+from .layers import BlockLayer, Rotation
+from .scores import ConfidenceHead, Lattice, MarkovHead, RefinerHead, Selector, conditioned, independent
 
 
 class BlockDrafter(LearnedDrafter):
@@ -230,6 +87,13 @@ class BlockDrafter(LearnedDrafter):
             self.candidate_selector = Selector(vocab, hidden, options["selector_rank"], options["selector_top_k"])
         elif spec.kind == DSPARK:
             self.markov_head = MarkovHead(options["markov_head_type"], vocab, spec.draft_vocab, hidden, rank)
+        elif spec.kind == XPRESS:
+            self.refiner_head = RefinerHead(options, vocab, spec.draft_vocab, hidden, spec.block_size)
+        elif spec.kind == DOMINO:
+            state, inner = options["gru_hidden_dim"], options["emb_dim"]
+            self.prefix_gru = nn.GRU(hidden, state, bias=False)
+            maps = nn.Linear(hidden + state, inner, bias=False), nn.Linear(inner, spec.draft_vocab, bias=False)
+            self.embed_proj = nn.Sequential(maps[0], nn.SiLU(), maps[1])
         if options.get("enable_confidence_head"):
             reads = rank if options["confidence_head_with_markov"] else 0
             self.confidence_head = ConfidenceHead(hidden, reads, options["confidence_bias"])
@@ -301,7 +165,7 @@ class BlockDrafter(LearnedDrafter):
             self._rotary[device] = LlamaRotaryEmbedding(self.config).to(device)
         like = torch.empty(0, dtype=self.dtype, device=device)
         cos, sin = self._rotary[device](like, positions.reshape(1, -1))
-        shape = *positions.shape, 1, _head_dim(self.config)
+        shape = *positions.shape, 1, cos.shape[-1]
         return cos.view(shape), sin.view(shape)
 
     def embed(self, anchors: torch.Tensor, num_slots: int) -> torch.Tensor:
@@ -340,6 +204,7 @@ class BlockDrafter(LearnedDrafter):
         anchors: torch.Tensor,
         width: int,
         adjust: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        before: torch.Tensor | None = None,
     ) -> Lattice:
         """
         Return the candidates of each depth and their probabilities.
@@ -348,26 +213,47 @@ class BlockDrafter(LearnedDrafter):
             hidden (`torch.Tensor` of shape `[R, S, hidden_size]`): Outputs of S slots after the final norm; a block may
                 be shorter than `block_size`.
             anchors (`torch.Tensor` of shape `[R]`): The tokens in slot 0.
-            width (`int`): Largest number of candidates at a depth.
+            width (`int`): Largest number of candidates at a depth, unless the drafter has been trained for another one
+                (DFlash2).
             adjust (`Callable`, *optional*): Changes logits `[R, L, own vocab]` before candidates are chosen by them.
+            before (`torch.Tensor` of shape `[R]`, *optional*): The tokens before the anchors, which xPress reads; by
+                default, the anchors.
         """
         slots = hidden[:, self.first_slot : self.first_slot + self.num_depths]
-        logits, to_target = self.logits(slots), self._target_tokens
+        logits, to_target, states = self.logits(slots), self._target_tokens, None
         if adjust is not None:
             logits = adjust(logits)
         if self.candidate_selector is not None:
             return self.candidate_selector.lattice(logits, slots, anchors)
-        if self.markov_head is None:
-            lattice = independent(logits, width)
-            lattice = lattice._replace(tokens=to_target(lattice.tokens))
-        else:
-            step, output, states = self.markov_head.step, self.markov_head.markov_w2, None
+        if self.spec.kind == DOMINO:
+            output: Any = self.embed_proj[2]
+            return conditioned(logits, slots, anchors, width, self._domino_step, None, output, to_target)
+        if self.markov_head is not None:
+            step = self.markov_head.step
             if self.first_slot:  # slot 0 has the anchor before it, too
                 _, states = step(anchors[:, None], None, hidden[:, 0])
-            lattice = conditioned(logits, slots, anchors, width, step, states, output, to_target)
+            lattice = conditioned(logits, slots, anchors, width, step, states, self.markov_head.markov_w2, to_target)
+        else:
+            if self.spec.kind == XPRESS:
+                ahead = [anchors if before is None else before, anchors][1 - self.first_slot :]
+                logits = self.refiner_head(logits, hidden, torch.stack(ahead, dim=1), to_target)
+            lattice = independent(logits, width)
+            lattice = lattice._replace(tokens=to_target(lattice.tokens))
         if self.confidence_head is None:
             return lattice
         return lattice._replace(confidence=self._confidence(slots, anchors, lattice.tokens))
+
+    def _domino_step(
+        self, tokens: torch.Tensor, states: torch.Tensor | None, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return, as `Step`, what Domino adds after all tokens but the anchor, and the states of its GRU."""
+        gru: Any = self.prefix_gru
+        embedded = self._embedded(tokens.flatten())
+        before = embedded.new_zeros(len(embedded), gru.hidden_size) if states is None else states.flatten(0, 1)
+        after = torch.gru_cell(embedded, before, gru.weight_ih_l0, gru.weight_hh_l0).unflatten(0, tokens.shape)
+        both = torch.cat([hidden[:, None].expand(-1, tokens.shape[1], -1), after], dim=-1)
+        vectors = self.embed_proj[:2](both)
+        return torch.zeros_like(vectors) if states is None else vectors, after
 
     def _confidence(self, slots: torch.Tensor, anchors: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """See `Lattice`."""
@@ -380,11 +266,3 @@ class BlockDrafter(LearnedDrafter):
 
     def _target_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
         return tokens if self.token_ids is None else self.token_ids[tokens]
-
-
-def _kv_heads(sizes: LlamaConfig) -> int:
-    return sizes.num_key_value_heads or sizes.num_attention_heads
-
-
-def _head_dim(sizes: LlamaConfig) -> int:
-    return sizes.head_dim or sizes.hidden_size // sizes.num_attention_heads

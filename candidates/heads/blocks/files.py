@@ -11,7 +11,19 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from ..files import CONFIG, check_numbers, config_of, folder_of, read_tensors
-from .config import DFLASH, DFLASH2, DSPARK, JETSPEC, OUTPUTS, BlockConfig, entries_of, is_block_config, read_config
+from .config import (
+    DFLASH,
+    DFLASH2,
+    DOMINO,
+    DSPARK,
+    JETSPEC,
+    OUTPUTS,
+    XPRESS,
+    BlockConfig,
+    entries_of,
+    is_block_config,
+    read_config,
+)
 
 MASK_EMBEDDING = "mask_embedding.pt"
 _PREFIX = re.compile(r"(model\.)*")
@@ -25,6 +37,8 @@ _ARCHITECTURES = {
     JETSPEC: "DFlashDraftModel",
     DFLASH2: "DFlash2DraftModel",
     DSPARK: "Qwen3DSparkModel",
+    DOMINO: "DFlashDraftModel",
+    XPRESS: "XPressDraftModel",
 }
 
 

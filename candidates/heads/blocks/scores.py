@@ -1,11 +1,11 @@
 """What block drafters say of the tokens after an anchor: candidates of each depth, and their probabilities."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.functional import embedding, linear, log_softmax
+from torch.nn.functional import embedding, linear, log_softmax, silu
 
 VANILLA, GATED, RNN = "vanilla", "gated", "rnn"  # kinds of Markov heads
 
@@ -153,6 +153,56 @@ class MarkovHead(nn.Module):
         z, u, o = (joint + linear(hidden, weight[:, 2 * rank :])[:, None]).chunk(3, dim=-1)
         z = z.sigmoid()
         return o.tanh(), z * states + (1 - z) * u.tanh()
+
+
+class RefinerHead(nn.Module):
+    """
+    xPress's head: adds to the logits of all slots at once what follows from their hidden states and the tokens before
+    them, mixed over the slots, in passes of which each takes the tokens that the one before found likeliest.
+
+    Args:
+        sizes (mapping of `str` to `int`): Entries of files.
+        block_size (`int`): Slots of a whole block.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], vocab: int, draft_vocab: int, hidden: int, block_size: int):
+        super().__init__()
+        rank, inner, self.num_passes = sizes["xpress_rank"], sizes["xpress_mlp_ratio"], sizes["num_jacobi_passes"]
+        self.token_embed = nn.Embedding(vocab, rank)
+        self.down_h, self.down_g = (nn.Linear(hidden, rank, bias=False) for _ in range(2))
+        self.in_proj = nn.Linear(3 * rank, rank, bias=False)
+        self.mix_l = nn.Parameter(torch.zeros(rank, block_size, block_size))
+        self.mlp_gate, self.mlp_up = (nn.Linear(rank, inner * rank, bias=False) for _ in range(2))
+        self.mlp_down = nn.Linear(inner * rank, rank, bias=False)
+        self.readout = nn.Linear(rank, draft_vocab, bias=False)
+
+    def forward(
+        self,
+        logits: torch.Tensor,
+        hidden: torch.Tensor,
+        ahead: torch.Tensor,
+        to_target: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """
+        Return refined logits `[R, L, own vocab]` of the last L of S slots.
+
+        Args:
+            logits (`torch.Tensor` of shape `[R, L, own vocab]`, float32): Those of these slots alone.
+            hidden (`torch.Tensor` of shape `[R, S, hidden_size]`): Hidden states of all slots.
+            ahead (`torch.Tensor` of shape `[R, S - L + 1]`): The tokens before the first slots.
+            to_target (`Callable`): Returns the target's tokens for places in the logits.
+        """
+        num = hidden.shape[1]
+        mean = self.down_g(hidden.mean(dim=1, keepdim=True)).expand(-1, num, -1)
+        states, mix = torch.cat([self.down_h(hidden), mean], dim=-1), self.mix_l[:, :num, :num].tril()
+        refined = logits
+        for _ in range(self.num_passes):
+            before = torch.cat([ahead, to_target(refined[:, :-1].argmax(-1))], dim=1)
+            y = self.in_proj(torch.cat([states, self.token_embed(before)], dim=-1))
+            y = y + torch.einsum("rji,nir->njr", mix, y)
+            y = y + self.mlp_down(silu(self.mlp_gate(y)) * self.mlp_up(y))
+            refined = logits + self.readout(y[:, num - logits.shape[1] :]).float()
+        return refined
 
 
 class ConfidenceHead(nn.Module):

@@ -181,6 +181,21 @@ def markov_step(
     return own["markov_w2.weight"] @ added, state
 
 
+def domino_shapes(vocab: int, hidden: int, inner: int, state: int) -> dict:
+    found: dict[str, tuple[int, ...]] = {"prefix_gru.weight_ih_l0": (3 * state, hidden)}
+    found |= {"prefix_gru.weight_hh_l0": (3 * state, state), "embed_proj.0.weight": (inner, hidden + state)}
+    return found | {"embed_proj.2.weight": (vocab, inner)}
+
+
+def xpress_shapes(vocab: int, own_vocab: int, hidden: int, rank: int, inner: int, block_size: int) -> dict:
+    found: dict[str, tuple[int, ...]] = {"token_embed.weight": (vocab, rank), "in_proj.weight": (rank, 3 * rank)}
+    found |= {"down_h.weight": (rank, hidden), "down_g.weight": (rank, hidden), "mix_l": (rank, block_size, block_size)}
+    found |= {"mlp_gate.weight": (inner, rank), "mlp_up.weight": (inner, rank), "mlp_down.weight": (rank, inner)}
+    return {f"refiner_head.{name}": shape for name, shape in found.items()} | {
+        "refiner_head.readout.weight": (own_vocab, rank)
+    }
+
+
 def waves(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
     """The weights with which golden numbers were computed: a sine for each tensor, by its place among sorted names."""
     found = {}
@@ -212,6 +227,8 @@ def random_drafter(
     markov: str | None = None,
     markov_rank: int = 4,
     confidence: str | None = None,
+    is_domino: bool = False,
+    is_xpress: bool = False,
     config: Mapping | None = None,
     seed: int = 0,
 ) -> Published:
@@ -233,6 +250,12 @@ def random_drafter(
     if markov is not None:
         all_shapes |= markov_shapes(markov, vocab, own_vocab or vocab, hidden, markov_rank)
         entries |= {"markov_rank": markov_rank, "markov_head_type": markov}
+    if is_domino:
+        all_shapes |= domino_shapes(own_vocab or vocab, hidden, 5, 3)
+        entries |= {"projector_type": "domino", "shift_label": from_anchor}
+    if is_xpress:
+        all_shapes |= xpress_shapes(vocab, own_vocab or vocab, hidden, 4, 8, block_size)
+        entries |= {"xpress_rank": 4, "num_jacobi_passes": 3}
     if confidence is not None:
         reads = hidden + (markov_rank if confidence == "markov" else 0)
         all_shapes |= {"confidence_head.proj.weight": (1, reads), "confidence_head.proj.bias": (1,)}
@@ -376,4 +399,6 @@ def speculators(drafter: Published, vocab: int, folder: Path, kind: str = "dflas
 
 
 LAYOUTS = {"z-lab": z_lab, "prefixed": prefixed, "deepspec": deepspec, "muse": muse}
-LAYOUTS |= {f"speculators {kind}": partial(speculators, kind=kind) for kind in ("dflash", "dflash2", "dspark")}
+LAYOUTS |= {
+    f"speculators {kind}": partial(speculators, kind=kind) for kind in ("dflash", "dflash2", "dspark", "xpress")
+}

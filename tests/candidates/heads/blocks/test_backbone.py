@@ -57,10 +57,11 @@ KINDS = {
     "vanilla": ("deepspec", DSPARK | {"markov": "vanilla", "has_embedding": True}),
     "gated": ("z-lab", DSPARK | {"markov": "gated"}),
     "rnn, fill-in": ("speculators dspark", DSPARK | {"markov": "rnn", "own_vocab": 60, "from_anchor": False}),
+    "Domino": ("z-lab", {"is_domino": True}),
+    "xPress": ("speculators xpress", {"is_xpress": True, "own_vocab": 60}),
 }
-LABELS = {"DFlash2": "dflash2", "DFlash2, speculators": "dflash2"} | dict.fromkeys(
-    ["vanilla", "gated", "rnn, fill-in"], "dspark"
-)
+LABELS = dict.fromkeys(["DFlash2", "DFlash2, speculators"], "dflash2") | {"Domino": "domino", "xPress": "xpress"}
+LABELS |= dict.fromkeys(["vanilla", "gated", "rnn, fill-in"], "dspark")
 
 
 def write(kind: str, target, folder) -> Published:

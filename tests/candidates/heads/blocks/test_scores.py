@@ -139,6 +139,59 @@ def test_dsparks_scores_are_those_of_a_loop_along_each_path(target, tmp_path, ki
                     paths = [before[origin] + [int(ids[order[c]])] for c, origin in enumerate(origins.tolist())]
 
 
+@pytest.mark.parametrize("shifted", [True, False])
+def test_dominos_greedy_draft_is_that_of_a_loop(target, tmp_path, shifted):
+    """The first proposal is the plain one; after it, a GRU has read the anchor and the proposals so far."""
+    published, drafter = load(tmp_path, target, is_domino=True, from_anchor=shifted)
+    assert (drafter.first_slot, drafter.num_depths) == (0 if shifted else 1, 5)
+    hidden, anchors = slots(published)
+    lattice, table = drafter.lattice(hidden, anchors, 4), target.get_input_embeddings().weight
+    own = published.tensors
+    gru = torch.nn.GRU(32, 3, bias=False)
+    gru.load_state_dict({name.removeprefix("prefix_gru."): item for name, item in own.items() if "gru" in name})
+    for row in range(3):
+        tokens = [int(anchors[row])]
+        for depth in range(5):
+            h = hidden[row, depth + drafter.first_slot]
+            logits = h @ target.get_output_embeddings().weight.T
+            if depth:
+                state = gru(table[tokens][:, None])[0][-1, 0]
+                inner = torch.nn.functional.silu(own["embed_proj.0.weight"] @ torch.cat([h, state]))
+                logits = logits + own["embed_proj.2.weight"] @ inner
+            best = logits.log_softmax(-1).topk(4)
+            assert lattice.tokens[row, depth].tolist() == best.indices.tolist()
+            found = lattice.given[row, depth - 1, 0] if depth else lattice.first[row]
+            torch.testing.assert_close(found, best.values)
+            tokens.append(int(best.indices[0]))
+
+
+@pytest.mark.parametrize("own_vocab", [None, 60])
+def test_xpress_refines_all_slots_in_passes(target, tmp_path, own_vocab):
+    published, drafter = load(tmp_path, target, "speculators xpress", is_xpress=True, own_vocab=own_vocab)
+    ids = torch.arange(97) if own_vocab is None else published.token_ids
+    hidden, anchors = slots(published)
+    ahead = torch.tensor([5, 6, 7])
+    own = {name.removeprefix("refiner_head.").removesuffix(".weight"): x for name, x in published.tensors.items()}
+    base = base_logits(published, target, hidden)
+    for row in range(3):
+        logits, shared = base[row], own["down_g"] @ hidden[row].mean(0)
+        for _ in range(3):
+            before = [int(ahead[row]), int(anchors[row]), *ids[logits.argmax(-1)][:-1].tolist()]
+            y = []
+            for slot in range(6):
+                inputs = [own["down_h"] @ hidden[row, slot], shared, own["token_embed"][before[slot]]]
+                y.append(own["in_proj"] @ torch.cat(inputs))
+            mixed = [y[j] + sum(own["mix_l"][:, j, i] * y[i] for i in range(j + 1)) for j in range(6)]
+            for slot, item in enumerate(mixed):
+                inner = torch.nn.functional.silu(own["mlp_gate"] @ item) * (own["mlp_up"] @ item)
+                mixed[slot] = own["readout"] @ (item + own["mlp_down"] @ inner)
+            logits = base[row] + torch.stack(mixed[1:])
+        lattice = drafter.lattice(hidden, anchors, 4, ahead)
+        best = logits.log_softmax(-1).topk(4)
+        assert torch.equal(lattice.tokens[row], ids[best.indices])
+        torch.testing.assert_close(torch.cat([lattice.first[row][None], lattice.given[row, :, 0]]), best.values)
+
+
 def test_dspark_without_a_bias_of_tokens_is_deepspecs_dflash(target, tmp_path):
     published = random_drafter(32, 97, markov="vanilla", from_anchor=True)
     published.tensors["markov_head.markov_w2.weight"].zero_()
