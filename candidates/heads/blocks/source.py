@@ -89,8 +89,9 @@ class BlockCandidates(HiddenStateCandidates):
         anchors = [state.tokens[-1] for state in states]
         num_slots = self.heads.first_slot + min(self.heads.num_depths, most_depths)
         hidden = forward.blocks([state.row for state in states], anchors, num_slots)
-        sent = to_device(np.array(anchors, np.int64), hidden.device)
-        return self.heads.lattice(hidden, sent, width, partial(self._as_sampled, states))
+        before = [state.tokens[-2:][0] for state in states]  # the token before, or the anchor where there is none
+        sent = to_device(np.array([anchors, before], np.int64), hidden.device)
+        return self.heads.lattice(hidden, sent[0], width, partial(self._as_sampled, states), sent[1])
 
     def _as_sampled(self, states: Sequence[KnownStates], logits: torch.Tensor) -> torch.Tensor:
         """

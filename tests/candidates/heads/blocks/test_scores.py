@@ -186,7 +186,7 @@ def test_xpress_refines_all_slots_in_passes(target, tmp_path, own_vocab):
                 inner = torch.nn.functional.silu(own["mlp_gate"] @ item) * (own["mlp_up"] @ item)
                 mixed[slot] = own["readout"] @ (item + own["mlp_down"] @ inner)
             logits = base[row] + torch.stack(mixed[1:])
-        lattice = drafter.lattice(hidden, anchors, 4, ahead)
+        lattice = drafter.lattice(hidden, anchors, 4, before=ahead)
         best = logits.log_softmax(-1).topk(4)
         assert torch.equal(lattice.tokens[row], ids[best.indices])
         torch.testing.assert_close(torch.cat([lattice.first[row][None], lattice.given[row, :, 0]]), best.values)
