@@ -69,10 +69,9 @@ def words_of(play: Play, args: argparse.Namespace, name: str) -> list[str]:
         words[at - 1 : at + 1] = ["--model", model] if model else []
     elif args.model and "--model" in options:
         words += ["--model", args.model]
+    words = [_in_checkout(word) for word in (_without_texts(words) if args.prompts else words)]
     if args.prompts:
-        words = [*_without_files(words), "--prompts", *map(str, args.prompts)]
-    else:
-        words = [_in_checkout(word) for word in words]
+        words += ["--prompts", *map(str, args.prompts)]
     if args.json:
         words += ["--json", str(args.json.with_stem(f"{args.json.stem}-{name}"))]
     if args.plots and "--plots" in options:
@@ -86,8 +85,8 @@ def _is_file(word: str) -> bool:
     return word.startswith("demos/")
 
 
-def _without_files(words: list[str]) -> list[str]:
-    return [word for word in words if not _is_file(word) and word != "--prompts"]
+def _without_texts(words: list[str]) -> list[str]:
+    return [word for word in words if not (_is_file(word) and ".jsonl" in word) and word != "--prompts"]
 
 
 def _in_checkout(word: str) -> str:

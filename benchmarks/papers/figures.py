@@ -4,10 +4,12 @@ from typing import NamedTuple
 
 SQL, SWE, EDITS = (f"demos/agentic/{name}.jsonl.gz" for name in ("sql", "swe", "edit"))
 AGENTIC, PROMPTS = f"{SQL} {SWE} {EDITS}", "demos/prompts.jsonl"
+EMBEDDED = "demos/models/target"
 REAL = "the real engine and model, on this machine"
 MATCHED = "the real engine on this machine, with the embedded models at the cost of larger ones"
 CONFIGS = "calculated from the configs of models, without running them"
 SIMULATED = "simulated: a 7 B model on an A100, by its data sheet"
+SIMULATED_8B = "simulated: Llama 3 8 B on the device of SSSD's example, by its data sheet; sources on recorded text"
 BY_DATA_SHEET = "computed: the model's config, on the paper's device by its data sheet"
 REPLAYED = "recorded answers, replayed without a model"
 
@@ -51,6 +53,11 @@ FIGURES: dict[str, dict[str, Figure]] = {
             "7 B, acceptance 0.7: long drafts win in small batches, and lose in large ones",
             (Play(SIMULATED, "simulate --figures 1"),),
         ),
+        "3": Figure(
+            "tokens in a batch, and steps of a request, behind Figure 1",
+            "the more tokens are proposed, the larger is the batch, and the fewer are the steps",
+            (Play(SIMULATED, "simulate --figures 3"),),
+        ),
         "5": Figure(
             "goodput over the proposed length, by batch size",
             "7 B on an A100, acceptance 0.7: the best length is above 4 for one request, 0 for the largest batches",
@@ -60,6 +67,11 @@ FIGURES: dict[str, dict[str, Figure]] = {
             "predicted and profiled seconds of a forward",
             "points along the diagonal for 7 B to 70 B",
             (Play(REAL, "smartspec profile MODEL"),),
+        ),
+        "10": Figure(
+            "lengths of prompts and outputs by data set",
+            "chats: medium prompts, longer outputs of higher variance; summaries: long prompts, short outputs",
+            (Play("the repository's data sets", f"smartspec replay {AGENTIC} {PROMPTS} --entropy --max-prompt 65536"),),
         ),
         "11": Figure(
             "latency over the request rate with a draft model",
@@ -94,6 +106,11 @@ FIGURES: dict[str, dict[str, Figure]] = {
             "fewer tokens as the rate rises: down to 4 per request, latency below every fixed choice",
             (Play(SIMULATED, "simulate --figures 15"),),
         ),
+        "17": Figure(
+            "confidence of the draft model in accepted and in rejected tokens",
+            "the distributions differ clearly: sure tokens are mostly accepted",
+            (Play("the embedded models' own answers and drafts", f"sources --only confidence --prompts {PROMPTS}"),),
+        ),
     },
     "sssd": {
         "2": Figure(
@@ -116,6 +133,20 @@ FIGURES: dict[str, dict[str, Figure]] = {
             "1 to 2 % fewer at temperature 1 than at 0, 20 % fewer at 2",
             (Play("the embedded target's own answers, replayed", f"sources --only temperature --prompts {PROMPTS}"),),
         ),
+        "5": Figure(
+            "accepted tokens with a vocabulary of 32,000 (Llama 2) and of 128,256 (Llama 3)",
+            "fewer with the larger one, but enough for a speed-up",
+            (
+                Play(
+                    "recorded answers, replayed, in the embedded target's vocabulary of 8,192",
+                    f"sources --only datastore --model {EMBEDDED} --prompts {AGENTIC} {PROMPTS}",
+                ),
+                Play(
+                    "the same in the real model's, of 49,152",
+                    f"sources --only datastore --model MODEL --prompts {AGENTIC} {PROMPTS}",
+                ),
+            ),
+        ),
         "6": Figure(
             "latency and throughput over the batch size",
             "1.37 to 1.80 times at batch size 64, 2.05 to 2.61 times at 1",
@@ -123,6 +154,11 @@ FIGURES: dict[str, dict[str, Figure]] = {
                 Play(REAL, "queue --model MODEL --assistant none sssd auto"),
                 Play(REAL, "load --model MODEL --sources sssd --policies none roofline auction --shares 0.4 0.8"),
             ),
+        ),
+        "7": Figure(
+            "latency over cost by batch size with Llama 3 8 B: SSSD, PIA, no drafts",
+            "gains as with Llama 2 at every size; PIA's are lost in large batches",
+            (Play(SIMULATED_8B, f"simulate --figures sssd --prompts {PROMPTS} {EDITS}"),),
         ),
     },
     "osd": {

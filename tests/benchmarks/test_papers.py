@@ -66,7 +66,7 @@ def test_a_figure_is_played_below_what_its_paper_found(capsys, monkeypatch):
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["smartspec", "--figure", "99"], "smartspec has no '99' here, but 1, 5, 7,"),
+        (["smartspec", "--figure", "99"], "smartspec has no '99' here, but 1, 3, 5,"),
         (["nobody"], "invalid choice: 'nobody'"),
         ([], "required: paper"),
     ],

@@ -7,13 +7,13 @@ from hf_smartspec.commands.common.arguments import not_negative, positive, posit
 
 from ...kit.arguments import add_options, add_session_arguments, add_tokenizer_argument
 
-FIGURES = ("1", "5", "11", "12", "14", "15", "cv")
+FIGURES = ("1", "3", "5", "11", "12", "14", "15", "cv", "sssd")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "files", nargs="*", type=Path, metavar="FILE",
-        help=".jsonl or .jsonl.gz with responses, for Figure 12 (default: the demo's)",
+        help=".jsonl or .jsonl.gz with responses, for Figure 12 and SSSD (default: the demo's)",
     )  # fmt: skip
     parser.add_argument("--figures", nargs="*", choices=FIGURES, default=list(FIGURES), help="default: all")
     parser.add_argument(

@@ -60,7 +60,7 @@ def _claims(rows: Rows) -> list[Claim]:
 
 
 def _recordings(args: argparse.Namespace) -> dict[str, list[Recording]]:
-    if "12" not in args.figures:
+    if not {"12", "sssd"} & {*args.figures}:
         return {}
     tokenizer = tokenizer_of(args)
     return {

@@ -1,19 +1,34 @@
 """The papers' figures about load, as loads of the simulated engine."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import numpy as np
 
-from hf_smartspec.candidates import PromptLookupCandidates
+from hf_smartspec.candidates import Datastore, PromptLookupCandidates, SSSDCandidates, TreeCandidateGenerator
+from hf_smartspec.commands.common.baselines import PIACandidates
 from hf_smartspec.commands.common.recordings import Recording
+from hf_smartspec.commands.load.policies import Policies
 from hf_smartspec.goodput.papers.length import expected_length
 from hf_smartspec.goodput.papers.policies import BatchLookupTable
-from hf_smartspec.simulator import LoadRequest, LoadResult, TableCandidates, gamma, poisson, tree_size, with_acceptance
+from hf_smartspec.simulator import (
+    LoadRequest,
+    LoadResult,
+    SimulatedEngine,
+    TableCandidates,
+    gamma,
+    poisson,
+    tree_size,
+    with_acceptance,
+)
 
-from .world import ALPHA, CLOSE, HEADS, LENGTH, Figure, World, lookup_table
+from .world import ALPHA, CLOSE, HEADS, LENGTH, Figure, World, llama_3_cost, lookup_table
 
 _RATES = (2.0, 6.0, 14.0)  # requests per second
+_VANILLA_RATES = (2.0, 8.0, 14.0, 22.0)
+_BATCH_SIZES, _MOST_NODES = (1, 4, 16, 64), 30  # of SSSD, whose system allows no more
 
 
 def _speedups(
@@ -40,23 +55,46 @@ def figure_1(world: World) -> Figure:
     figure = Figure("SmartSpec, Figure 1", f"fixed lengths, alpha {ALPHA}, {LENGTH} tokens in and out",
                     "requests/s", "latency speed-up")  # fmt: skip
     names = ("k=1", "k=3", "k=5")
-
-    def load(rate: float) -> Callable[[str], LoadResult]:
-        requests = with_acceptance(
-            world.same_lengths(poisson(rate, world.num_requests, world.rng(3))), ALPHA, world.rng(4)
-        )
-        return lambda name: world.run_draft(requests, world.policy(name))
-
     series = figure.panels["vanilla speculative decoding"] = _speedups(
-        names, {rate: load(rate) for rate in (2.0, 8.0, 14.0, 22.0)}
+        names, {rate: partial(_vanilla, world, rate) for rate in _VANILLA_RATES}
     )
-    first, last = 2.0, 22.0
+    first, last = _VANILLA_RATES[0], _VANILLA_RATES[-1]
     figure.claim("at the lowest rate, 3 or 5 tokens speed up most", series["k=1"][first] < series["k=3"][first])
     figure.claim(
         "the longer the drafts, the more is lost as the rate rises",
         series["k=5"][last] / series["k=5"][first] < series["k=1"][last] / series["k=1"][first],
     )
     figure.claim("at the highest rate, 5 tokens are slower than none", series["k=5"][last] < 1)
+    return figure
+
+
+def _vanilla(world: World, rate: float, name: str) -> LoadResult:
+    """Play the load of Figures 1 and 3 with one length for all steps."""
+    times = poisson(rate, world.num_requests, world.rng(3))
+    return world.run_draft(with_acceptance(world.same_lengths(times), ALPHA, world.rng(4)), world.policy(name))
+
+
+def figure_3(world: World) -> Figure:
+    figure = Figure("SmartSpec, Figure 3", "the loads of Figure 1", "requests/s", "batch size and steps")
+    size = figure.panels["a, tokens in a forward"] = {}
+    steps = figure.panels["b, steps of a request"] = {}
+    names = ("none", "k=1", "k=3", "k=5")
+    for name in names:
+        for rate in _VANILLA_RATES:
+            result = _vanilla(world, rate, name)
+            size.setdefault(name, {})[rate] = result.batched_tokens / result.statistics.forwards
+            steps.setdefault(name, {})[rate] = result.statistics.steps / len(result.served)
+    last = _VANILLA_RATES[-1]
+    are_larger = all(size[one][rate] < size[other][rate] for one, other in pairwise(names) for rate in _VANILLA_RATES)
+    are_fewer = all(steps[one][rate] > steps[other][rate] for one, other in pairwise(names) for rate in _VANILLA_RATES)
+    growth, saving = size["k=5"][last] / size["none"][last], steps["none"][last] / steps["k=5"][last]
+    figure.claim("the more tokens are proposed, the larger is the batch, at every rate", are_larger)
+    figure.claim("and the fewer steps a request takes", are_fewer)
+    figure.claim(
+        f"at the highest rate, 5 tokens enlarge the batch ({growth:.1f} times) more than they save steps "
+        f"({saving:.1f} times)",
+        growth > saving,
+    )
     return figure
 
 
@@ -209,7 +247,47 @@ def figure_cv(world: World) -> Figure:
     return figure
 
 
+# SSSD
+
+
+def figure_sssd(world: World) -> Figure:
+    """Return Figure 7: all requests at once, for each number that run together."""
+    figure = Figure("SSSD, Figure 7", "Llama 3 8 B by data sheet, recorded text, prompts included",
+                    "requests that run", "milliseconds")  # fmt: skip
+    groups = zip_longest(*world.recordings.values())
+    mixed = [item for group in groups for item in group if item is not None]
+    earlier, served = np.split(np.arange(len(mixed)), [len(mixed) - min(world.num_requests, len(mixed) // 2)])
+    outputs = [mixed[place].response for place in earlier]
+    requests = [LoadRequest(0.0, mixed[i].prompt, len(mixed[i].response), mixed[i].response) for i in served]
+
+    def pia() -> PIACandidates:
+        source = PIACandidates(_MOST_NODES)
+        source.add_outputs(outputs)
+        return source
+
+    store, cost = Datastore.from_documents(outputs), llama_3_cost()
+    sources: dict[str, Callable[[], TreeCandidateGenerator]] = {
+        "none": PromptLookupCandidates, "PIA": pia, "SSSD": partial(SSSDCandidates, store, _MOST_NODES)
+    }  # fmt: skip
+    latency = figure.panels["latency, per token of a request"] = {}
+    spent = figure.panels["cost, of the device per token"] = {}
+    for name, new_source in sources.items():
+        for size in _BATCH_SIZES:
+            engine = SimulatedEngine(cost, new_source(), world.lookup, max_batch_size=size)
+            result = engine.run(requests, Policies(cost).new("none" if name == "none" else "roofline"))
+            world.tick()
+            spent.setdefault(name, {})[size] = 1e3 / result.goodput
+            latency.setdefault(name, {})[size] = 1e3 * size / result.goodput
+    gains = [spent["none"][size] / spent["SSSD"][size] for size in _BATCH_SIZES]
+    among = ", ".join(f"{gain:.2f} at {size}" for gain, size in zip(gains, _BATCH_SIZES))
+    figure.claim(f"SSSD costs less than no drafts at every size ({among} times)", min(gains) > 1)
+    figure.claim(
+        "and less than PIA at every size", all(spent["SSSD"][size] < spent["PIA"][size] for size in _BATCH_SIZES)
+    )
+    return figure
+
+
 FIGURES: dict[str, Callable[[World], Any]] = {
-    "1": figure_1, "5": figure_5, "11": figure_11, "12": figure_12, "14": figure_14, "15": figures_15_16,
-    "cv": figure_cv,
+    "1": figure_1, "3": figure_3, "5": figure_5, "11": figure_11, "12": figure_12, "14": figure_14, "15": figures_15_16,
+    "cv": figure_cv, "sssd": figure_sssd,
 }  # fmt: skip

@@ -121,6 +121,17 @@ class World:
         return partial(Policies(self.target, max_length=DRAFT_LENGTH, seed=self.seed).new, name)
 
 
+def llama_3_cost() -> CostModel:
+    """
+    Return the cost of Llama 3 8 B on a device of 280 TFLOP/s and 0.8 TB/s, as in SSSD's example (section 3.2.1), that
+    multiplies while it reads: a forward takes the longer of both, and reads 128 KiB of keys and values per token.
+    """
+    flops, bandwidth, parameters = 280e12, 0.8e12, 8.03e9
+    read, per_token = 2 * parameters / bandwidth, 2 * parameters / flops
+    knots = [1.0, read / per_token, 2**16]
+    return CostModel(2**17 / bandwidth, 0.0, 0.0, knots=knots, curve=[read, read, 2**16 * per_token])
+
+
 def lookup_table(world: World) -> BatchLookupTable:
     """Return the grid search of every batch size, by the cost model (Su et al., section 4)."""
 

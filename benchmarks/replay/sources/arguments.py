@@ -7,7 +7,7 @@ from hf_smartspec.commands.common.arguments import positive
 
 from ...kit.arguments import add_options, add_session_arguments, add_tokenizer_argument
 
-ABLATIONS = ("trees", "length", "size", "shift", "datastore", "hybrid", "temperature")
+ABLATIONS = ("trees", "length", "size", "shift", "datastore", "hybrid", "temperature", "confidence")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             Path,
             None,
             "FOLDER",
-            "with a target and a draft in it, for hybrid and temperature (default: the demo's)",
+            "with a target and a draft in it, for hybrid, temperature and confidence (default: the demo's)",
         ),
         ("--plots", Path, None, "FOLDER", "also draw them, one .png file each"),
     )

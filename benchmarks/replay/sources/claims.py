@@ -19,6 +19,7 @@ _STABLE = 1.25
 _AS_FAST = 1.5
 _AS_SAMPLED = 0.95
 _ADDS_UP = 0.9
+_SURE = 0.5  # confidence
 _PARTS = ("suffix", "draft")  # of the hybrid
 
 
@@ -190,4 +191,20 @@ def temperature_claims(figures: Figures) -> list[Claim]:
         ratio_claim(f"SSSD, section 4.2: at temperature 1, drafts yield as much as at 0 (at least {_AS_SAMPLED} of it)",
                     _by_data_set(figures, kept), least=_AS_SAMPLED),
         count_claim("SSSD, section 4.2: least is accepted at temperature 2", _by_data_set(figures, is_least)),
+    ]  # fmt: skip
+
+
+def confidence_claims(figures: Figures) -> list[Claim]:
+    def accepted(series: Series, is_sure: bool) -> float:
+        right, wrong = (
+            sum(numbers["count"] for first, numbers in series[name].items() if (float(first) >= _SURE) == is_sure)
+            for name in ("accepted", "rejected")
+        )
+        return right / (right + wrong) if right + wrong else np.nan
+
+    return [
+        ratio_claim(
+            f"SmartSpec, figure 17: tokens with a confidence of {_SURE} or more are accepted more often than others",
+            _by_data_set(figures, lambda series: accepted(series, True) / accepted(series, False)),
+        )
     ]  # fmt: skip

@@ -96,6 +96,15 @@ ABLATIONS = {
         "Answers that the target of --models gave itself, with top k 50 and top p 0.7; a draft is accepted as far as "
         "it holds the sampled tokens. 16 nodes at most.",
     ),
+    "confidence": Ablation(
+        "Confidence of the draft model in tokens that are accepted, and in those that are rejected",
+        runs.confidences,
+        {"share of all accepted, or of all rejected tokens": "{share:.0%}"},
+        claims.confidence_claims,
+        plots.plot_confidences,
+        "Answers that the target of --models gave itself, drafted 5 tokens at a time by the draft model; tokens after "
+        "the first rejected one do not count.",
+    ),
 }
 
 
@@ -147,7 +156,7 @@ def _names(args: argparse.Namespace, models: Path | None) -> list[str]:
     if len(args.files) < 2:
         missing["shift"] = "a shift needs two files: from one to the next"
     if models is None:
-        for name in ("hybrid", "temperature"):
+        for name in ("hybrid", "temperature", "confidence"):
             missing[name] = f"{name} needs --models FOLDER: the demo's are not here"
     for name in args.only or ():
         if name in missing:

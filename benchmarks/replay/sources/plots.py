@@ -48,6 +48,18 @@ def plot_temperatures(figures: Figures, path: Path) -> None:
     plot_bars(figures, path, "SSSD", {"accepted_per_step": "accepted tokens per step"}, legend="temperature")
 
 
+def plot_confidences(figures: Figures, path: Path) -> None:
+    """Draw shares of tokens over confidence, a panel per data set."""
+    panels = [
+        Panel(name, "confidence", "share of tokens", {
+            series: {float(first) + 0.05: numbers["share"] for first, numbers in bins.items()}
+            for series, bins in groups.items()
+        })
+        for name, groups in figures.items()
+    ]  # fmt: skip
+    plot_lines(path, panels)
+
+
 def plot_hybrids(figures: Figures, path: Path) -> None:
     keys = {"tokens_per_step": "tokens per step", "speed_up": "speed-up, verification\nas one forward"}
     plot_bars(figures, path, "tau", keys, legend=r"threshold $\tau$")

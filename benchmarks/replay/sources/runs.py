@@ -34,6 +34,7 @@ _HYBRID_PROMPT_LEN, _HYBRID_NEW_TOKENS = 256, 96
 _HYBRID_LETTERS = 8 * _HYBRID_PROMPT_LEN  # of a prompt, its end: more than are needed
 _TEMPERATURES, _NUCLEUS = (0.0, 0.5, 1.0, 2.0), {"top_k": 50, "top_p": 0.7}  # as in SSSD, section 4.2
 _TAUS = (0.0, 0.5, 1.0, 2.0, 4.0)
+_CHAIN_NODES, _NUM_BINS = 5, 10  # of drafts whose confidences are counted
 
 
 class Workload(NamedTuple):
@@ -240,3 +241,45 @@ def _sampled(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, split:
         for name, settings in replayed.items():
             series.setdefault(name, {}).update(settings)
     return series
+
+
+# --- Confidence of a draft model (SmartSpec, Figure 17) ---------------------------------------------------------------
+
+
+def confidences(workload: Workload) -> Iterator[Case]:
+    """Yield how the probabilities that the draft model gives its tokens are distributed, by whether these are right."""
+    if workload.models is None:
+        return
+    target, draft, tokenizer = load_pair(workload.models)
+    for split in workload.splits:
+        yield _case(split.name, partial(_of_answers, target, draft, tokenizer, split))
+
+
+def _of_answers(
+    target: PreTrainedModel, draft: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, split: Split
+) -> Series:
+    return _confidences(draft, _answers(target, tokenizer, split, 0.0))
+
+
+def _confidences(draft: PreTrainedModel, recordings: Sequence[Recording]) -> Series:
+    counts, source = np.zeros((2, _NUM_BINS)), DraftModelCandidates(draft, _CHAIN_NODES, width=1)
+    for prompt, rest in recordings:
+        source.start("", prompt)
+        while len(rest):
+            (tree,) = source.propose([""], [_CHAIN_NODES])
+            num_right = len(tree.path_along(rest))
+            for node in range(min(num_right + 1, len(tree), len(rest))):
+                counts[int(node < num_right), min(int(tree.probs[node] * _NUM_BINS), _NUM_BINS - 1)] += 1
+            source.observe("", rest[: num_right + 1])
+            rest = rest[num_right + 1 :]
+        source.stop("")
+    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    return {
+        name: {
+            f"{first / _NUM_BINS:.1f}": {"share": share, "count": count} for first, (share, count) in enumerate(line)
+        }
+        for name, line in (
+            ("rejected", zip(shares[0].tolist(), counts[0].tolist())),
+            ("accepted", zip(shares[1].tolist(), counts[1].tolist())),
+        )
+    }

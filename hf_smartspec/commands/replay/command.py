@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.markup import escape
@@ -21,6 +22,7 @@ from .loop import Results, Tally, replay
 from .sources import SourceSpec, parse_specs
 
 _ENTROPY_DEPTH = 16
+_LENGTHS, _STATISTICS = ("prompt", "response"), {"mean": np.mean, "std": np.std}  # as in SmartSpec, Figure 10
 
 
 def run(args: argparse.Namespace) -> int:
@@ -31,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     report: dict[str, Any] = {"command": command_of(args)}
     report["environment"] = environment(torch.device("cpu"), torch.float32)
     if args.entropy:
-        report["entropy_bits"] = _print_entropy(data, args.entropy, console)
+        report |= _print_entropy(data, args.entropy, console)
     results: Results = {}
     try:
         if specs:
@@ -151,18 +153,26 @@ def _print_comparison(rows: Sequence[dict[str, Any]], console: Console) -> dict[
     return means
 
 
-def _print_entropy(data: Mapping[str, Sequence[Recording]], num_responses: int, console: Console) -> dict[str, float]:
+def _print_entropy(data: Mapping[str, Sequence[Recording]], num_responses: int, console: Console) -> dict[str, Any]:
     lines = table(
-        f"Empirical entropy, suffix trees of {_ENTROPY_DEPTH} levels", "data set", "responses", "tokens", "bits"
-    )
-    entropies = {}
+        f"Empirical entropy, suffix trees of {_ENTROPY_DEPTH} levels; lengths in tokens",
+        "data set", "responses", "tokens", "bits", *(f"{part}, {text}" for text in _LENGTHS for part in _STATISTICS),
+    )  # fmt: skip
+    entropies, lengths = {}, {}
     for name, recordings in data.items():
         responses = [recording.response for recording in recordings[:num_responses]]
         entropies[name] = empirical_entropy(responses, _ENTROPY_DEPTH)
-        num_tokens = sum(map(len, responses))
-        lines.add_row(escape(Path(name).name), str(len(responses)), str(num_tokens), f"{entropies[name]:.3f}")
+        sizes = [[len(getattr(recording, text)) for recording in recordings[:num_responses]] for text in _LENGTHS]
+        lengths[name] = {
+            text: {part: float(measure(size)) for part, measure in _STATISTICS.items()}
+            for text, size in zip(_LENGTHS, sizes)
+        }
+        lines.add_row(
+            escape(Path(name).name), str(len(responses)), str(sum(sizes[1])), f"{entropies[name]:.3f}",
+            *(f"{number:.0f}" for numbers in lengths[name].values() for number in numbers.values()),
+        )  # fmt: skip
     console.print(lines)
-    return entropies
+    return {"entropy_bits": entropies, "lengths": lengths}
 
 
 def _shown(value: float | int | None, form: str) -> str:

@@ -6,8 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.load.simulate.figures import figure_5
-from benchmarks.load.simulate.world import World
+from benchmarks.load.simulate.figures import figure_3, figure_5, figure_sssd
+from benchmarks.load.simulate.world import LENGTH, World, llama_3_cost
+from hf_smartspec.commands.common.recordings import Recording
 from hf_smartspec.commands.common.setup import Setup, merged
 from hf_smartspec.commands.load import runs as load_runs
 from hf_smartspec.commands.load.costs import Calibration
@@ -173,3 +174,27 @@ def test_the_oracle_of_figure_14_drafts_only_what_comes_true():
 def test_figure_5_needs_no_load():
     figure = figure_5(World(1, {}))
     assert all(claim.holds for claim in figure.claims)
+
+
+def test_figure_3_counts_tokens_and_steps():
+    """One request at a time at the lowest rate: a token of each, and k drafted ones, in a step."""
+    world = World(12, {})
+    sizes, steps = figure_3(world).panels.values()
+    for rate in (2.0, 22.0):
+        assert sorted(sizes, key=lambda name: sizes[name][rate]) == ["none", "k=1", "k=3", "k=5"]
+    assert steps["none"][2.0] == LENGTH and steps["k=5"][2.0] < steps["k=3"][2.0] < steps["k=1"][2.0] < LENGTH
+
+
+def test_sssd_s_figure_7_plays_mixed_text_in_batches():
+    """Its device is idle up to some hundred tokens: without drafts, time per token is that of reading the weights."""
+    rng, world = np.random.default_rng(0), World(6, {})
+    passages = [rng.integers(0, 50, 30) for _ in range(2)]
+    world.recordings = {
+        name: [Recording(np.append(passage[:10], number), passage) for number in range(8)]
+        for name, passage in zip("ab", passages)
+    }
+    figure = figure_sssd(world)
+    assert figure.claims[0].holds
+    latency, spent = figure.panels.values()
+    assert spent["none"][1] == latency["none"][1] == pytest.approx(1e3 * llama_3_cost().seconds(0, 1), rel=0.1)
+    assert latency["SSSD"][64] == pytest.approx(64 * spent["SSSD"][64])

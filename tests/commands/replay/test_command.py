@@ -232,6 +232,10 @@ def test_the_command_prints_and_writes_everything(smartspec, tmp_path):
         assert 0 <= numbers["steps"] + numbers["accepted_tokens"] - numbers["generated_tokens"] <= numbers["requests"]
     assert report["against_mean"]["prompt_lookup"] > 0 and report["command"]["batch_size"] == 1
     assert next(iter(report["entropy_bits"].values())) > 0
+    (lengths,) = report["lengths"].values()
+    for part, more in (("prompt", 1), ("response", 0)):  # a line break after the prompt
+        sizes = [len(row[part]) + more for row in PAIRS if row["response"]]
+        assert lengths[part] == pytest.approx({"mean": np.mean(sizes), "std": np.std(sizes)})
 
 
 def test_entropy_alone_replays_nothing(smartspec):

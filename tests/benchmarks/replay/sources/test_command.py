@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from tokenizers import normalizers
 
 from benchmarks.replay.sources import claims as ablation_claims
@@ -29,6 +30,7 @@ from .... import sources
 from ....commands.replay.test_command import write
 from ....covering import IS_EXHAUSTIVE
 from ....folders import byte_tokenizer, save_tiny_models
+from ....generate.helpers import tiny_llama
 from ... import helpers
 
 # --- A request without a tree of its own ------------------------------------------------------------------------------
@@ -169,6 +171,10 @@ def curve(*points):
     }
 
 
+def counts(unsure, sure):
+    return {"0.2": {"count": unsure}, "0.9": {"count": sure}}
+
+
 # Figures of one data set in which every claim of an ablation holds, and such in which none does.
 FIGURES = {
     "tree": (
@@ -197,6 +203,10 @@ FIGURES = {
     "temperature": (
         {"SSSD": {"0": numbers(2.0), "0.5": numbers(2.0), "1": numbers(1.99), "2": numbers(1.8)}},
         {"SSSD": {"0": numbers(2.0), "0.5": numbers(2.0), "1": numbers(1.8), "2": numbers(1.9)}},
+    ),
+    "confidence": (
+        {"accepted": counts(1, 8), "rejected": counts(3, 1)},
+        {"accepted": counts(2, 2), "rejected": counts(3, 4)},
     ),
     "hybrid": (
         {"tau": {"suffix": numbers(2.0, speed_up=2.0), "learned": numbers(3.0, speed_up=2.5),
@@ -273,6 +283,26 @@ def test_accepted_tokens_over_the_temperature(bench, tmp_path):
     for settings in row["figures"].values():
         assert list(settings) == ["0", "0.5", "1", "2"]
         assert all(numbers["generated_tokens"] > 0 for numbers in settings.values())
+
+
+def test_confidences_of_accepted_and_rejected_tokens(bench, tmp_path):
+    """SmartSpec, figure 17: all judged tokens of the draft model's chains, by the probability that it gave them."""
+    path = tmp_path / "report.json"
+    _, out, _ = bench("--only", "confidence", "--models", tmp_path, "--json", path)
+    assert "accepted: share of all accepted" in out
+    (row, _) = json.loads(path.read_text())["results"]["confidence"].values()
+    for bins in row["figures"].values():
+        assert list(bins) == [f"0.{first}" for first in range(10)]
+        assert sum(numbers["share"] for numbers in bins.values()) == pytest.approx(1.0)
+
+
+def test_a_draft_model_that_is_the_target_is_accepted_for_certain():
+    model = tiny_llama(eos_token_id=None)
+    prompt = torch.tensor([[5, 9, 5, 9]])
+    answer = model.generate(prompt, max_new_tokens=13, do_sample=False, eos_token_id=None)[0, 4:].numpy()
+    bins = ablation_runs._confidences(model, [Recording(prompt[0].numpy(), answer)])
+    counts = {name: sum(numbers["count"] for numbers in line.values()) for name, line in bins.items()}
+    assert counts == {"rejected": 0, "accepted": 5 + 5 + 1}, "the target's own token comes after each draft"
 
 
 def test_one_file_has_no_shift(bench, tmp_path):
