@@ -26,6 +26,9 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 _NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _SIZES = (*_NEEDED, "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rope_theta")
 _ADAPTER = "hidden_dim_adapter.proj.weight"  # of JetSpec
+# Tensors of the layers of Gemma 4 and Laguna.
+_GEMMA = "layers.0.pre_feedforward_layernorm.weight"
+_GATE, _STATE_NORM = "layers.0.self_attn.g_proj.weight", "aux_hidden_norms.0.weight"
 _MUSE = "muse_glimmer_assistant"  # transformers' class of DFlash
 
 
@@ -53,6 +56,13 @@ class BlockConfig:
         embedding_scale, logits_scale (`float`), softcap (`float`, *optional*): Factors of the slots' embeddings and
             of the logits, and the limit of these.
         is_interleaved (`bool`): Whether rotary embeddings turn neighbouring numbers rather than halves of a head.
+        is_gemma (`bool`): Whether layers are those of Gemma 4: norms after attention and after the MLP, normed values,
+            attention without a scale, and a factor of each layer.
+        has_values (`bool`): Whether values have a map of their own; else, keys are values, too (Gemma 4).
+        gate_size (`int`): Rows of a map whose softplus is multiplied with the output of attention (Laguna): one for
+            each head, or for each number; 0: there is none.
+        norms_states, norms_context (`bool`): Whether each tapped state is normed, and whether context goes through a
+            layer's first norm (Laguna).
         options (mapping): Entries of the kind, under their names in files.
     """
 
@@ -76,6 +86,11 @@ class BlockConfig:
     logits_scale: float = 1.0
     softcap: float | None = None
     is_interleaved: bool = False
+    is_gemma: bool = False
+    has_values: bool = True
+    gate_size: int = 0
+    norms_states: bool = False
+    norms_context: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -103,9 +118,14 @@ def read_config(
     """
     entries, own = entries_of(config), _own(flat_config(config))
     kind = _kind(entries, shapes)
+    is_gemma = _GEMMA in shapes
+    if is_gemma:
+        entries = _gemma_entries(entries)
     sizes = _sizes(entries, target)
     types, windows = _windows(entries, sizes.num_hidden_layers)
-    block_size = _positive(entries, "block_size")
+    block_size, gate = _positive(entries, "block_size"), shapes.get(_GATE, (0,))[0]
+    if gate not in (0, heads := sizes.num_attention_heads, heads * (sizes.head_dim or 0)):
+        raise ValueError(f"`{_GATE}` has {gate} rows, and must have one for each of {heads} heads, or of their numbers")
     first_slot = 0 if _is_from_anchor(entries, kind) else 1
     draft_vocab = int(entries.get("draft_vocab_size") or sizes.vocab_size)
     if kind == DFLASH2 and draft_vocab != sizes.vocab_size:
@@ -132,6 +152,11 @@ def read_config(
         logits_scale=_logits_scale(entries, own),
         softcap=own.get("final_logit_softcapping"),  # at the top, it may be the target's
         is_interleaved=entries.get("is_neox_style", entries.get("rope_is_neox_style")) is False,
+        is_gemma=is_gemma,
+        has_values=not (is_gemma and entries.get("attention_k_eq_v")),
+        gate_size=gate,
+        norms_states=_STATE_NORM in shapes,
+        norms_context=_STATE_NORM in shapes or _GATE in shapes,
         options=_options(entries, kind, shapes, sizes.hidden_size),
     )
 
@@ -232,10 +257,25 @@ def _sizes(entries: Mapping[str, Any], target: PreTrainedModel) -> LlamaConfig:
     try:
         eps = float(entries.get("rms_norm_eps") or 1e-6)
         sizes: LlamaConfig = LlamaConfig.from_dict(used | rope_of(entries) | {"rms_norm_eps": eps, "vocab_size": vocab})
-        LlamaRotaryEmbedding(sizes)
+        num = 2 * len(LlamaRotaryEmbedding(sizes).inv_freq)
     except Exception as error:  # of many kinds, for values of other types
         raise ValueError(f"its config cannot be used: {' '.join(str(error).split())}") from error
+    if num != sizes.head_dim:
+        raise ValueError(f"rotary embeddings turn {num} of {sizes.head_dim} numbers of a head, and must turn all")
     return sizes
+
+
+def _gemma_entries(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of layers of Gemma 4, which are all like its layers of full attention."""
+    found = dict(entries)
+    rope = entries.get("rope_parameters")
+    if isinstance(rope, dict) and _FULL in rope:
+        found["rope_parameters"] = rope[_FULL]
+    found["head_dim"] = entries.get("global_head_dim") or entries.get("head_dim")
+    if entries.get("attention_k_eq_v"):
+        found["num_key_value_heads"] = entries.get("num_global_key_value_heads") or entries.get("num_key_value_heads")
+    found["hidden_act"] = entries.get("hidden_activation") or "gelu_pytorch_tanh"
+    return found
 
 
 def _windows(entries: Mapping[str, Any], num: int) -> tuple[list[str], tuple[int | None, ...]]:

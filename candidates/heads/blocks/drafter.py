@@ -77,6 +77,8 @@ class BlockDrafter(LearnedDrafter):
         self.fc = nn.Linear(len(spec.hidden_layers) * each, hidden, bias=False)
         adapter = {"proj": nn.Linear(spec.target_hidden, hidden, bias=False)} if spec.has_adapter else {}
         self.hidden_dim_adapter = nn.ModuleDict(adapter)
+        norms = len(spec.hidden_layers) if spec.norms_states else 0
+        self.aux_hidden_norms = nn.ModuleList(nn.RMSNorm(spec.target_hidden, sizes.rms_norm_eps) for _ in range(norms))
         self.hidden_norm, self.norm = (nn.RMSNorm(hidden, sizes.rms_norm_eps) for _ in range(2))
         self.layers = nn.ModuleList(BlockLayer(spec, number) for number in range(sizes.num_hidden_layers))
         self.embed_tokens = nn.Embedding(vocab, hidden) if spec.has_embedding else None
@@ -153,6 +155,9 @@ class BlockDrafter(LearnedDrafter):
         Return what keys and values of the context are made of, `[N, hidden_size]`, from the target's hidden states
         `[N, layers * target's hidden_size]`.
         """
+        if self.spec.norms_states:
+            parts = states.unflatten(-1, (-1, self.target_size)).unbind(-2)
+            states = torch.cat([norm(part) for norm, part in zip(self.aux_hidden_norms, parts)], dim=-1)
         if self.spec.has_adapter:
             states = self.hidden_dim_adapter["proj"](states.unflatten(-1, (-1, self.spec.target_hidden))).flatten(-2)
         combined: torch.Tensor = self.hidden_norm(self.fc(states))

@@ -186,6 +186,8 @@ def write(folder: str | Path, config: BlockConfig, tensors: Mapping[str, torch.T
         **{name: value for name, value in factors.items() if value not in (None, 1.0)},
         **config.options,
     }
+    if config.is_gemma:
+        content |= {"attention_k_eq_v": not config.has_values, "hidden_activation": config.sizes.hidden_act}
     if len(set(config.causal)) == 1:
         content["is_causal"] = config.causal[0]
     content |= own if config.kind == DSPARK else {"dflash_config": own}  # where the authors' code looks for them

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.nn.functional import pad
+from torch.nn.functional import pad, softplus
 from transformers.activations import ACT2FN
 
 from .config import DFLASH2, BlockConfig
@@ -58,18 +58,26 @@ class BlockLayer(nn.Module):
         self.causal, self.window = config.causal[number], config.windows[number]
         self.is_interleaved = config.is_interleaved
         self.activation = ACT2FN[sizes.hidden_act]
-        self.input_layernorm = nn.RMSNorm(hidden, eps)
-        self.post_attention_layernorm = nn.RMSNorm(hidden, eps)
-        self.self_attn = nn.ModuleDict(
-            {
-                "q_proj": nn.Linear(hidden, queries, config.has_bias),
-                "k_proj": nn.Linear(hidden, keys, config.has_bias),
-                "v_proj": nn.Linear(hidden, keys, config.has_bias),
-                "o_proj": nn.Linear(queries, hidden, config.has_bias),
-                "q_norm": nn.RMSNorm(self.head_dim, eps),
-                "k_norm": nn.RMSNorm(self.head_dim, eps),
-            }
-        )
+        self.norms_context = config.norms_context
+        self.input_layernorm, self.post_attention_layernorm = nn.RMSNorm(hidden, eps), nn.RMSNorm(hidden, eps)
+        parts = {
+            "q_proj": nn.Linear(hidden, queries, config.has_bias),
+            "k_proj": nn.Linear(hidden, keys, config.has_bias),
+            "o_proj": nn.Linear(queries, hidden, config.has_bias),
+            "q_norm": nn.RMSNorm(self.head_dim, eps),
+            "k_norm": nn.RMSNorm(self.head_dim, eps),
+        }
+        if config.has_values:
+            parts["v_proj"] = nn.Linear(hidden, keys, config.has_bias)
+        if config.gate_size:
+            parts["g_proj"] = nn.Linear(hidden, config.gate_size, bias=False)
+        self.layer_scalar = None
+        if config.is_gemma:
+            self.pre_feedforward_layernorm = nn.RMSNorm(hidden, eps)
+            self.post_feedforward_layernorm = nn.RMSNorm(hidden, eps)
+            parts["v_norm"] = nn.RMSNorm(self.head_dim, eps, elementwise_affine=False)
+            self.layer_scalar = nn.Parameter(torch.ones(1))
+        self.self_attn = nn.ModuleDict(parts)
         self.mlp = nn.ModuleDict(
             {
                 "gate_proj": nn.Linear(hidden, inner, bias=False),
@@ -90,7 +98,9 @@ class BlockLayer(nn.Module):
             combined (`torch.Tensor` of shape `[N, hidden_size]`): Results of `BlockDrafter.combine`.
             rotation (tuple): Result of `BlockDrafter.rotation` for their positions `[N]`.
         """
-        return self._rotated("k", combined, rotation), self._heads("v_proj", combined)
+        if self.norms_context:
+            combined = self.input_layernorm(combined)
+        return self._keys_values(combined, rotation)
 
     def forward(self, hidden: torch.Tensor, rotation: Rotation, attend: Attend) -> torch.Tensor:
         """
@@ -102,10 +112,15 @@ class BlockLayer(nn.Module):
                 head_dim]` and the block's own keys and values `[R, S, kv_heads, head_dim]` to `[R, S, heads,
                 head_dim]`. Scores are divided by the square root of `head_dim`.
         """
-        hidden = hidden + self._within(
+        attended = self._within(
             self.attention_conv, self.input_layernorm(hidden), lambda normed: self._attended(normed, rotation, attend)
         )
-        return hidden + self._within(self.mlp_conv, self.post_attention_layernorm(hidden), self._mlp)
+        if self.layer_scalar is None:
+            hidden = hidden + attended
+            return hidden + self._within(self.mlp_conv, self.post_attention_layernorm(hidden), self._mlp)
+        hidden = hidden + self.post_attention_layernorm(attended)
+        hidden = hidden + self.post_feedforward_layernorm(self._mlp(self.pre_feedforward_layernorm(hidden)))
+        return hidden * self.layer_scalar
 
     @staticmethod
     def _within(
@@ -118,11 +133,22 @@ class BlockLayer(nn.Module):
         return conv.convolve(part(conv.convolve(normed, before)), after)
 
     def _attended(self, normed: torch.Tensor, rotation: Rotation, attend: Attend) -> torch.Tensor:
-        queries, keys = self._rotated("q", normed, rotation), self._rotated("k", normed, rotation)
-        output: torch.Tensor = self.self_attn["o_proj"](
-            attend(queries, keys, self._heads("v_proj", normed)).flatten(-2)
-        )
-        return output
+        queries = self._rotated(self.self_attn["q_norm"](self._heads("q_proj", normed)), rotation)
+        if self.layer_scalar is not None:
+            queries = queries * self.head_dim**0.5  # scores have no scale
+        output = attend(queries, *self._keys_values(normed, rotation))
+        if "g_proj" in self.self_attn:
+            gate = softplus(self.self_attn["g_proj"](normed).float()).to(output)
+            output = output * gate.unflatten(-1, (output.shape[2], -1))
+        mapped: torch.Tensor = self.self_attn["o_proj"](output.flatten(-2))
+        return mapped
+
+    def _keys_values(self, hidden: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
+        keys = self._heads("k_proj", hidden)
+        values = self._heads("v_proj", hidden) if "v_proj" in self.self_attn else keys
+        if "v_norm" in self.self_attn:
+            values = self.self_attn["v_norm"](values)
+        return self._rotated(self.self_attn["k_norm"](keys), rotation), values
 
     def _mlp(self, normed: torch.Tensor) -> torch.Tensor:
         gate, up = self.mlp["gate_proj"](normed), self.mlp["up_proj"](normed)
@@ -142,8 +168,7 @@ class BlockLayer(nn.Module):
         heads: torch.Tensor = self.self_attn[name](hidden)
         return heads.unflatten(-1, (-1, self.head_dim))
 
-    def _rotated(self, kind: str, hidden: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        heads = self.self_attn[f"{kind}_norm"](self._heads(f"{kind}_proj", hidden))
+    def _rotated(self, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         cos, sin = rotation
         if self.is_interleaved:
             half = self.head_dim // 2

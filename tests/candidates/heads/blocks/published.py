@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from .shapes import convolution_shapes, domino_shapes, markov_shapes, selector_shapes, shapes, xpress_shapes
+
 EPS, THETA = 1e-6, 10000.0
 _NESTED = ("output_multiplier", "final_logit_softcapping", "input_embedding_scale")  # at the top they are the target's
 
@@ -43,6 +45,12 @@ class Published:
         return len(self.causal)
 
     def combine(self, states: torch.Tensor) -> torch.Tensor:
+        if "aux_hidden_norms.0.weight" in self.tensors:
+            parts = states.chunk(len(self.outputs), dim=-1)
+            states = torch.cat([self._norm(f"aux_hidden_norms.{k}", part) for k, part in enumerate(parts)], dim=-1)
+        if "hidden_dim_adapter.proj.weight" in self.tensors:
+            parts = states.chunk(len(self.outputs), dim=-1)
+            states = torch.cat([self._linear("hidden_dim_adapter.proj", part) for part in parts], dim=-1)
         return self._norm("hidden_norm", states @ self.tensors["fc.weight"].T)
 
     def block(self, states: torch.Tensor, embeds: torch.Tensor, start: int) -> torch.Tensor:
@@ -66,20 +74,37 @@ class Published:
 
     def _layer(self, layer, x, context, positions, sees):
         name = f"layers.{layer}"
+        is_gemma = f"{name}.layer_scalar" in self.tensors
         h = u = self._norm(f"{name}.input_layernorm", x)
         h = self._convolved(f"{name}.attention_conv", 0, u, h)
+        if "aux_hidden_norms.0.weight" in self.tensors:  # Laguna
+            context = self._norm(f"{name}.input_layernorm", context)
         both = torch.cat([context, h])
         query = self._heads(f"{name}.self_attn.q_proj", h, self.heads)
-        key = self._heads(f"{name}.self_attn.k_proj", both, self.kv_heads)
-        value = self._heads(f"{name}.self_attn.v_proj", both, self.kv_heads)
+        key = value = self._heads(f"{name}.self_attn.k_proj", both, self.kv_heads)
+        if f"{name}.self_attn.v_proj.weight" in self.tensors:
+            value = self._heads(f"{name}.self_attn.v_proj", both, self.kv_heads)
+        if is_gemma:
+            value = value / torch.sqrt(value.square().mean(-1, keepdim=True) + EPS)
         query = rotated(self._norm(f"{name}.self_attn.q_norm", query), positions[len(context) :])
         key = rotated(self._norm(f"{name}.self_attn.k_norm", key), positions)
         outputs = []
         for head in range(self.heads):
             group = head // (self.heads // self.kv_heads)
-            scores = query[:, head] @ key[:, group].T / math.sqrt(self.head_dim)
+            scores = query[:, head] @ key[:, group].T / (1 if is_gemma else math.sqrt(self.head_dim))
             outputs.append(scores.masked_fill(~sees, -math.inf).softmax(-1) @ value[:, group])
-        output = self._linear(f"{name}.self_attn.o_proj", torch.cat(outputs, dim=-1))
+        attended = torch.cat(outputs, dim=-1)
+        if f"{name}.self_attn.g_proj.weight" in self.tensors:
+            gate = torch.log1p(torch.exp(self._linear(f"{name}.self_attn.g_proj", h)))
+            attended = attended * gate.repeat_interleave(attended.shape[1] // gate.shape[1], dim=1)
+        output = self._linear(f"{name}.self_attn.o_proj", attended)
+        if is_gemma:
+            x = x + self._norm(f"{name}.post_attention_layernorm", output)
+            z = self._norm(f"{name}.pre_feedforward_layernorm", x)
+            gate = torch.nn.functional.gelu(self._linear(f"{name}.mlp.gate_proj", z), approximate="tanh")
+            output = self._linear(f"{name}.mlp.down_proj", gate * self._linear(f"{name}.mlp.up_proj", z))
+            x = x + self._norm(f"{name}.post_feedforward_layernorm", output)
+            return x * self.tensors[f"{name}.layer_scalar"]
         x = x + self._convolved(f"{name}.attention_conv", 1, u, output)
         z = u = self._norm(f"{name}.post_attention_layernorm", x)
         z = self._convolved(f"{name}.mlp_conv", 0, u, z)
@@ -121,51 +146,6 @@ def rotated(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return torch.cat([turned.real, turned.imag], dim=-1).to(x.dtype)
 
 
-def shapes(hidden: int, states: int, layers: int, heads: int, kv_heads: int, head_dim: int, inner: int) -> dict:
-    """Shapes of all tensors of a backbone that reads `states` numbers of the target."""
-    found: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, states), "hidden_norm.weight": (hidden,)}
-    found["norm.weight"] = (hidden,)
-    for layer in range(layers):
-        own = {
-            "input_layernorm": (hidden,),
-            "post_attention_layernorm": (hidden,),
-            "self_attn.q_proj": (heads * head_dim, hidden),
-            "self_attn.k_proj": (kv_heads * head_dim, hidden),
-            "self_attn.v_proj": (kv_heads * head_dim, hidden),
-            "self_attn.o_proj": (hidden, heads * head_dim),
-            "self_attn.q_norm": (head_dim,),
-            "self_attn.k_norm": (head_dim,),
-            "mlp.gate_proj": (inner, hidden),
-            "mlp.up_proj": (inner, hidden),
-            "mlp.down_proj": (hidden, inner),
-        }
-        found |= {f"layers.{layer}.{name}.weight": shape for name, shape in own.items()}
-    return found
-
-
-def convolution_shapes(hidden: int, layers: int, size: int, group: int) -> dict:
-    found: dict[str, tuple[int, ...]] = {}
-    for layer in range(layers):
-        for part in ("attention_conv", "mlp_conv"):
-            found[f"layers.{layer}.{part}.base_kernel"] = (2, size, hidden)
-            found[f"layers.{layer}.{part}.kernel_projection.weight"] = (2 * size * hidden // group, hidden)
-    return found
-
-
-def selector_shapes(vocab: int, hidden: int, rank: int) -> dict:
-    books = {f"candidate_selector.{kind}_codebook": (vocab, rank) for kind in ("predecessor", "successor")}
-    return books | {"candidate_selector.hidden_projection.weight": (rank, hidden)}
-
-
-def markov_shapes(kind: str, vocab: int, own_vocab: int, hidden: int, rank: int) -> dict:
-    found: dict[str, tuple[int, ...]] = {"markov_w1.weight": (vocab, rank), "markov_w2.weight": (own_vocab, rank)}
-    if kind == "gated":
-        found |= {"gate_proj.weight": (rank, hidden + rank), "gate_proj.bias": (rank,)}
-    if kind == "rnn":
-        found |= {"joint_proj.weight": (3 * rank, 2 * rank + hidden), "joint_proj.bias": (3 * rank,)}
-    return {f"markov_head.{name}": shape for name, shape in found.items()}
-
-
 def markov_step(
     tensors: Mapping, token: int, state: torch.Tensor, h: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -179,31 +159,6 @@ def markov_step(
         state = torch.sigmoid(z) * state + (1 - torch.sigmoid(z)) * torch.tanh(u)
         added = torch.tanh(o)
     return own["markov_w2.weight"] @ added, state
-
-
-def domino_shapes(vocab: int, hidden: int, inner: int, state: int) -> dict:
-    found: dict[str, tuple[int, ...]] = {"prefix_gru.weight_ih_l0": (3 * state, hidden)}
-    found |= {"prefix_gru.weight_hh_l0": (3 * state, state), "embed_proj.0.weight": (inner, hidden + state)}
-    return found | {"embed_proj.2.weight": (vocab, inner)}
-
-
-def xpress_shapes(vocab: int, own_vocab: int, hidden: int, rank: int, inner: int, block_size: int) -> dict:
-    found: dict[str, tuple[int, ...]] = {"token_embed.weight": (vocab, rank), "in_proj.weight": (rank, 3 * rank)}
-    found |= {"down_h.weight": (rank, hidden), "down_g.weight": (rank, hidden), "mix_l": (rank, block_size, block_size)}
-    found |= {"mlp_gate.weight": (inner, rank), "mlp_up.weight": (inner, rank), "mlp_down.weight": (rank, inner)}
-    return {f"refiner_head.{name}": shape for name, shape in found.items()} | {
-        "refiner_head.readout.weight": (own_vocab, rank)
-    }
-
-
-def waves(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
-    """The weights with which golden numbers were computed: a sine for each tensor, by its place among sorted names."""
-    found = {}
-    for place, name in enumerate(sorted(shapes)):
-        count = torch.arange(math.prod(shapes[name]), dtype=torch.float64)
-        wave = 0.5 * torch.sin(0.37 * count + 1.3 * place) + ("norm" in name)
-        found[name] = wave.view(shapes[name]).float()
-    return found
 
 
 def random_drafter(
@@ -229,12 +184,16 @@ def random_drafter(
     confidence: str | None = None,
     is_domino: bool = False,
     is_xpress: bool = False,
+    gemma: bool | None = None,
+    gate: int | None = None,
+    has_adapter: bool = False,
     config: Mapping | None = None,
     seed: int = 0,
 ) -> Published:
     """
     A drafter of plain DFlash, unless it has DFlash2's `convolution` (size, group) and selector, or DSpark's `markov`
     head ("vanilla", "gated", "rnn") and `confidence` ("hidden": by hidden states; "markov": by the token before, too).
+    With `gemma`, layers of Gemma 4 whose values are keys, too (True), or not; with `gate`, Laguna's, of so many rows.
     With `own_vocab`, an output of so many tokens, in no particular places.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -250,6 +209,21 @@ def random_drafter(
     if markov is not None:
         all_shapes |= markov_shapes(markov, vocab, own_vocab or vocab, hidden, markov_rank)
         entries |= {"markov_rank": markov_rank, "markov_head_type": markov}
+    if gemma is not None:
+        for layer in range(layers):
+            all_shapes |= {f"layers.{layer}.{side}_feedforward_layernorm.weight": (hidden,) for side in ("pre", "post")}
+            all_shapes[f"layers.{layer}.layer_scalar"] = (1,)
+            if gemma:
+                del all_shapes[f"layers.{layer}.self_attn.v_proj.weight"]
+        entries |= {"attention_k_eq_v": gemma, "global_head_dim": head_dim, "num_global_key_value_heads": kv_heads}
+        entries |= {"head_dim": 2, "hidden_activation": "gelu_pytorch_tanh"}
+        entries |= {"num_key_value_heads": 1} if gemma else {}
+        entries["rope_parameters"] = {"full_attention": {"rope_type": "default", "rope_theta": THETA}}
+    if gate is not None:
+        all_shapes |= {f"layers.{layer}.self_attn.g_proj.weight": (gate, hidden) for layer in range(layers)}
+        all_shapes |= {f"aux_hidden_norms.{k}.weight": (hidden,) for k in range(len(outputs))}
+    if has_adapter:
+        all_shapes["hidden_dim_adapter.proj.weight"] = (hidden, hidden)
     if is_domino:
         all_shapes |= domino_shapes(own_vocab or vocab, hidden, 5, 3)
         entries |= {"projector_type": "domino", "shift_label": from_anchor}

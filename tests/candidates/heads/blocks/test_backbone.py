@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from hf_smartspec.candidates.heads.blocks.config import default_layers
@@ -12,17 +13,8 @@ from hf_smartspec.candidates.heads.blocks.files import is_block_checkpoint
 
 from ....models import new_model, shared_model
 from .forwards import run_block
-from .published import (
-    LAYOUTS,
-    Published,
-    convolution_shapes,
-    markov_shapes,
-    random_drafter,
-    selector_shapes,
-    shapes,
-    waves,
-    z_lab,
-)
+from .published import LAYOUTS, Published, random_drafter, z_lab
+from .shapes import convolution_shapes, markov_shapes, selector_shapes, shapes, waves
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +49,11 @@ KINDS = {
     "vanilla": ("deepspec", DSPARK | {"markov": "vanilla", "has_embedding": True}),
     "gated": ("z-lab", DSPARK | {"markov": "gated"}),
     "rnn, fill-in": ("speculators dspark", DSPARK | {"markov": "rnn", "own_vocab": 60, "from_anchor": False}),
+    "Gemma 4, keys as values": ("deepspec", {"gemma": True, "from_anchor": True}),
+    "Gemma 4": ("z-lab", {"gemma": False}),
+    "Laguna, gate of heads": ("prefixed", {"gate": 4}),
+    "Laguna, gate of numbers": ("z-lab", {"gate": 32}),
+    "JetSpec with an adapter": ("z-lab", {"has_adapter": True, "causal": True}),
     "Domino": ("z-lab", {"is_domino": True}),
     "xPress": ("speculators xpress", {"is_xpress": True, "own_vocab": 60}),
 }
@@ -94,6 +91,21 @@ def test_hidden_states_are_those_of_the_published_arithmetic(target, tmp_path, k
         expected = published.block(states, embeds, start)
         for pieces in ([start], [1] * start, [3] * (start // 3) + [start % 3]):
             torch.testing.assert_close(run_block(drafter, states, embeds, pieces), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not hasattr(transformers, "MuseGlimmerAssistantConfig"), reason="a later transformers")
+def test_hidden_states_are_those_of_transformers_class(target, tmp_path):
+    config = transformers.MuseGlimmerAssistantConfig(
+        hidden_size=32, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, sliding_window=64, block_size=6, mask_token_id=3, target_layer_ids=[0, 1], vocab_size=97,
+    )  # fmt: skip
+    model = transformers.MuseGlimmerAssistantModel(config).eval()
+    model.save_pretrained(tmp_path)
+    drafter = BlockDrafter.from_pretrained(tmp_path, target)
+    states, embeds = torch.randn(9, 64), torch.randn(6, 32)
+    with torch.no_grad():
+        expected = model(noise_embeds=embeds[None], context_hidden_states=states[None]).last_hidden_state[0]
+    torch.testing.assert_close(run_block(drafter, states, embeds, [4, 5]), expected, rtol=1e-5, atol=1e-5)
 
 
 def golden(folder, kind: str) -> tuple[BlockDrafter, torch.Tensor]:
