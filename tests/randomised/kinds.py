@@ -197,7 +197,7 @@ def known_eagle(architecture: str) -> EagleHeads:
 
 @cache
 def known_peagle(architecture: str) -> EagleHeads:
-    return fitted_parallel(target(architecture), known_texts(architecture)[:4])
+    return fitted_parallel(target(architecture), known_texts(architecture), num_depths=2)
 
 
 _BLOCKS = {

@@ -90,11 +90,14 @@ def fitted_parallel(model: PreTrainedModel, texts: torch.Tensor, num_depths: int
     chain = DraftTree.chain([mask_token] * (num_depths - 1))
     forward, x, tokens = FeatureForward(heads), [], []
     for text, known in zip(texts, states):
-        for end in range(4, len(text) - num_depths + 1):
-            features = torch.cat([known[: end - 1], masks])
-            found, _ = forward.forward([RowInput(forward.add(), text[1:end].numpy(), chain, features=features)])
-            x.append(found)
-            tokens.append(text[end : end + num_depths])
+        ends = range(4, len(text) - num_depths + 1)
+        rows = [
+            RowInput(forward.add(), text[1:end].numpy(), chain, features=torch.cat([known[: end - 1], masks]))
+            for end in ends
+        ]
+        found, offsets = forward.forward(rows)
+        x += [found[offset : offset + num_depths] for offset in offsets]
+        tokens += [text[end : end + num_depths] for end in ends]
     output.weight = torch.nn.Parameter(_fit(torch.cat(x), torch.cat(tokens), model.config.vocab_size))
     return heads.requires_grad_(False)
 
