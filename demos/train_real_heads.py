@@ -1,11 +1,12 @@
-"""Train heads of EAGLE-3's kind for a model that people use, SmolLM2-135M-Instruct, on its own answers.
+"""Train a drafter for a model that people use, SmolLM2-135M-Instruct, on its own answers: EAGLE-3's heads or blocks.
 
     python demos/train_real_heads.py --data DATA --output heads --blocks 2
     python demos/train_real_heads.py --data DATA --output better-heads --blocks 2 4 --draft heads
+    python demos/train_real_heads.py --data DATA --output drafter --kind dflash
 
 `DATA` holds the files named in `training/corpus.py`. Questions are made of them in a fixed random order (see
 `training/questions.py`) and answered in blocks, by `smartspec generate`; `smartspec train` learns from the answers of
-the blocks, and the heads draft for questions that were held out. The command continues where it was interrupted.
+the blocks, and the drafter drafts for questions that were held out. The command continues where it was interrupted.
 """
 
 import argparse
@@ -28,8 +29,8 @@ BLOCK = 1000  # questions that are answered together
 MAX_NEW_TOKENS = 256
 ANSWERING = ["--keep", "id", "--keep", "category", "--keep", "prompt"]
 ANSWERING += ["--temperature", "0", "--max-batch-size", "32", "--assistant", "none"]
-TRAINING = ["--kind", "eagle3", "--draft-vocab-size", "7168", "--num-heads", "3", "--batch-size", "2"]
-TRAINING += ["--max-length", "448", "--learning-rate", "1.5e-3"]
+TRAINING = ["--draft-vocab-size", "7168", "--batch-size", "2", "--max-length", "448", "--learning-rate", "1.5e-3"]
+KINDS = {"eagle3": ["--num-heads", "3"], "dflash": ["--num-layers", "3"], "dspark": ["--num-layers", "3"]}
 HELD_OUT, HELD_OUT_TOKENS, NUM_NODES = 6, 96, 5  # questions of a kind, tokens of an answer, tokens of a draft
 
 
@@ -39,8 +40,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--data", type=Path, required=True, help="folder with the .jsonl or .jsonl.gz files")
     parser.add_argument("--target", help="folder or hub id of the model (default: the one that `make setup` fetches)")
-    parser.add_argument("--output", type=Path, required=True, help="gets the heads and their checkpoints")
-    parser.add_argument("--draft", help="heads to begin as, trained on other blocks")
+    parser.add_argument("--kind", choices=KINDS, default="eagle3", help="of drafter")
+    parser.add_argument("--output", type=Path, required=True, help="gets the drafter and its checkpoints")
+    parser.add_argument("--draft", help="drafter to begin as, trained on other blocks")
     parser.add_argument(
         "--blocks",
         type=int,
@@ -76,8 +78,9 @@ def answer(args: argparse.Namespace, questions: list[dict], block: int) -> Path:
 
 
 def train(args: argparse.Namespace, answers: list[Path]) -> None:
-    call = ["train", args.target, *map(str, answers), *TRAINING, "--epochs", args.epochs, "--dtype", args.dtype]
-    call += ["--output", str(args.output)] + (["--draft", args.draft] if args.draft else [])
+    call = ["train", args.target, *map(str, answers), "--kind", args.kind, *TRAINING, *KINDS[args.kind]]
+    call += ["--epochs", args.epochs, "--dtype", args.dtype, "--output", str(args.output)]
+    call += ["--draft", args.draft] if args.draft else []
     run([*call, "--resume"] if (args.output / "checkpoints").exists() else call)
 
 

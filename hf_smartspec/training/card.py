@@ -9,6 +9,8 @@ _KINDS = {
     "medusa": "Medusa heads (arXiv:2401.10774)",
     "eagle3": "EAGLE-3 heads (arXiv:2503.01840)",
     "draft": "A draft model",
+    "dflash": "A DFlash block drafter (arXiv:2602.06036)",
+    "dspark": "A DSpark block drafter (arXiv:2607.05147)",
 }
 
 
@@ -17,7 +19,7 @@ def write_card(folder: Path, kind: str, target: str, accuracy: Sequence[dict[int
     Write `README.md`, the folder's model card.
 
     Args:
-        kind (`str`): "medusa", "eagle3" or "draft".
+        kind (`str`): "medusa", "eagle3", "draft", "dflash" or "dspark".
         target (`str`): Folder or hub id of the model that the drafter drafts for.
         accuracy (sequence of `dict`): For each token of a draft, the share of right ones among the k likeliest, by k.
         num_texts (`int`): Number of held-out texts that this was measured on.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ..common.arguments import not_negative, positive, positive_number
 
-KINDS = ("medusa", "eagle3", "draft")
+KINDS = ("medusa", "eagle3", "draft", "dflash", "dspark")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,14 +29,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of Medusa; for EAGLE-3, the tokens that it learns to draft one after another (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--num-layers", type=positive, default=1, metavar="N",
-        help="of each Medusa head; for a draft model, the target's layers that it begins as (default: 1)",
+        "--num-layers", type=positive, metavar="N",
+        help="of each Medusa head, or of DFlash and DSpark; for a draft model, the target's layers that it begins as "
+        "(default: 1; 5 of DFlash and DSpark)",
     )  # fmt: skip
-    parser.add_argument("--draft", metavar="MODEL", help="folder or hub id that EAGLE-3 or a draft model begins as")
     parser.add_argument(
-        "--draft-vocab-size", type=positive, metavar="N", help="EAGLE-3 drafts the N most frequent (default: all)"
+        "--block-size", type=positive, default=8, metavar="N", help="slots of DFlash and DSpark (default: %(default)s)"
     )
-    parser.add_argument("--neurons", type=positive, metavar="N", help="of EAGLE-3's MLP (default: as the target's)")
+    parser.add_argument(
+        "--num-blocks", type=positive, default=32, metavar="N",
+        help="of DFlash and DSpark: blocks of each text in an update, at random places (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--draft", metavar="MODEL", help="folder or hub id that the drafter begins as; not of Medusa")
+    parser.add_argument(
+        "--draft-vocab-size", type=positive, metavar="N",
+        help="EAGLE-3, DFlash and DSpark draft the N most frequent tokens (default: all)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--neurons", type=positive, metavar="N", help="of the MLP of EAGLE-3, DFlash and DSpark (default: the target's)"
+    )
     parser.add_argument("--epochs", type=positive_number, default=3.0, metavar="N", help="default: %(default)s")
     parser.add_argument("--steps", type=positive, metavar="N", help="updates, in place of epochs")
     parser.add_argument("--batch-size", type=positive, default=8, metavar="N", help="texts (default: %(default)s)")

@@ -12,6 +12,7 @@ from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...candidates.heads.files import CONFIG
+from ...training.blocks import BlockTraining
 from ...training.card import write_card
 from ...training.checkpoints import newest_checkpoint
 from ...training.loop import Schedule, train
@@ -57,9 +58,13 @@ def run(args: argparse.Namespace) -> int:
     kind.save(module, args)
     write_card(args.output, args.kind, args.model, accuracy, len(held_out))
     report = {"learnt": len(learnt), "held_out": len(held_out), "accuracy": accuracy}
+    if isinstance(module, BlockTraining):
+        report["accepted_length"] = module.accepted_length(held_out, args.max_length, args.batch_size)
     if args.json:
         write_json(args.json, report)
     _show(console, accuracy, len(held_out), kind.places)
+    if isinstance(module, BlockTraining):
+        console.print(f"Of a block, {report['accepted_length']:.2f} of {len(accuracy)} drafted tokens are accepted.")
     console.print(f"Use it as `assistant={str(args.output)!r}`.", style="bold", soft_wrap=True)
     return 0
 

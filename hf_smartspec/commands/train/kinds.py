@@ -10,9 +10,12 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
+from ...candidates.heads.blocks.drafter import BlockDrafter
+from ...candidates.heads.blocks.files import is_block_checkpoint
 from ...candidates.heads.eagle.files import is_eagle_checkpoint
 from ...candidates.heads.eagle.heads import EagleHeads
 from ...candidates.heads.medusa.heads import is_medusa_checkpoint
+from ...training.blocks import BlockTraining, new_drafter, unused_token
 from ...training.draft import DraftTraining
 from ...training.eagle import EagleTraining, frequent_tokens, new_heads
 from ...training.medusa import MedusaTraining
@@ -35,15 +38,41 @@ class Kind(NamedTuple):
 
 
 def _medusa(args: argparse.Namespace, model: PreTrainedModel, texts: Sequence[Text]) -> MedusaTraining:
-    return MedusaTraining(model, args.num_heads, args.num_layers)
+    return MedusaTraining(model, args.num_heads, args.num_layers or 1)
 
 
 def _eagle3(args: argparse.Namespace, model: PreTrainedModel, texts: Sequence[Text]) -> EagleTraining:
     if args.draft is not None:
         return EagleTraining(model, EagleHeads.from_pretrained(args.draft, model).float(), args.num_heads)
+    heads = new_heads(model, _token_ids(args, model, texts), args.neurons, args.seed)
+    return EagleTraining(model, heads, args.num_heads)
+
+
+def _token_ids(args: argparse.Namespace, model: PreTrainedModel, texts: Sequence[Text]) -> torch.Tensor | None:
+    """Return the tokens that a drafter may draft; None for all."""
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
-    ids = frequent_tokens(texts, args.draft_vocab_size or vocab_size, vocab_size)
-    return EagleTraining(model, new_heads(model, ids, args.neurons, args.seed), args.num_heads)
+    return frequent_tokens(texts, args.draft_vocab_size or vocab_size, vocab_size)
+
+
+def _blocks(args: argparse.Namespace, model: PreTrainedModel, texts: Sequence[Text]) -> BlockTraining:
+    if args.draft is not None:
+        drafter = BlockDrafter.from_pretrained(args.draft, model).float()
+    else:
+        drafter = new_drafter(
+            model,
+            unused_token(texts, model.config.get_text_config(decoder=True).vocab_size),
+            args.kind,
+            block_size=args.block_size,
+            num_layers=args.num_layers or 5,
+            neurons=args.neurons,
+            token_ids=_token_ids(args, model, texts),
+            seed=args.seed,
+        )
+    return BlockTraining(model, drafter, args.num_blocks, args.seed)
+
+
+def _save_blocks(module: BlockTraining, args: argparse.Namespace) -> None:
+    module.drafter.to(module.target.dtype).save_pretrained(args.output, base_model_name_or_path=args.model)
 
 
 def _save_heads(module: MedusaTraining | EagleTraining, args: argparse.Namespace) -> None:
@@ -51,7 +80,7 @@ def _save_heads(module: MedusaTraining | EagleTraining, args: argparse.Namespace
 
 
 def _draft(args: argparse.Namespace, model: PreTrainedModel, texts: Sequence[Text]) -> DraftTraining:
-    draft = shortened(model, args.num_layers) if args.draft is None else load_draft(args.draft, model)
+    draft = shortened(model, args.num_layers or 1) if args.draft is None else load_draft(args.draft, model)
     return DraftTraining(model, draft)
 
 
@@ -90,4 +119,6 @@ KINDS = {
     "medusa": Kind(_medusa, _save_heads, is_medusa_checkpoint),
     "eagle3": Kind(_eagle3, _save_heads, is_eagle_checkpoint),
     "draft": Kind(_draft, _save_draft, lambda folder: (Path(folder) / CHECKPOINTS).is_dir(), "next token"),
+    "dflash": Kind(_blocks, _save_blocks, is_block_checkpoint, "of the block"),
+    "dspark": Kind(_blocks, _save_blocks, is_block_checkpoint, "of the block"),
 }

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import hf_smartspec
+from hf_smartspec.candidates.heads.blocks.drafter import BlockDrafter
 from hf_smartspec.commands.main import main
+from hf_smartspec.training.blocks import BlockTraining
 from hf_smartspec.training.draft import DraftTraining
 from hf_smartspec.training.eagle import EagleTraining
 from hf_smartspec.training.medusa import MedusaTraining
@@ -45,7 +47,10 @@ KINDS = {
     "medusa": ["--num-heads", "2"],
     "eagle3": ["--num-heads", "2", "--draft-vocab-size", "20", "--neurons", "24"],
     "draft": ["--num-layers", "1"],
+    "dflash": ["--num-layers", "1", "--block-size", "3", "--num-blocks", "4", "--draft-vocab-size", "20"],
+    "dspark": ["--num-layers", "1", "--block-size", "2", "--neurons", "24"],
 }
+BLOCKS = ("dflash", "dspark")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -57,13 +62,19 @@ def test_drafters_that_draft(target, texts, tmp_path, capsys, kind, options):
     status = main([*arguments, "--steps", "20", "--json", str(figures)])
     said = capsys.readouterr().out
     num_tokens = 1 if kind == "draft" else 2
-    assert status == 0 and f"{num_tokens} {'next' if kind == 'draft' else 'after the next'} token" in said
+    places = "of the block" if kind in BLOCKS else "next token" if kind == "draft" else "after the next token"
+    assert status == 0 and f"{num_tokens} {places}" in said
     assert str(output) in said
     report = json.loads(figures.read_text())
     assert len(report["accuracy"]) == num_tokens and report["held_out"] >= 1
+    if kind in BLOCKS:
+        assert f"Of a block, {report['accepted_length']:.2f} of 2 drafted tokens are accepted." in said
     card = (output / "README.md").read_text()
     assert f"- {kind}" in card and f"{report['accuracy'][-1]['1']:.1%}" in card and "base_model" not in card
     model = hf_smartspec.enable(tied_llama())
+    if kind in BLOCKS:
+        assert BlockDrafter.from_pretrained(output, model).label == kind
+        return
     ids = torch.tensor([[5, 6, 7]])
     expected = model.generate(ids, max_new_tokens=12, do_sample=False)
     found = model.generate(ids, max_new_tokens=12, do_sample=False, assistant=str(output), return_dict_in_generate=True)
@@ -80,7 +91,8 @@ def status_of(arguments):
 @pytest.mark.parametrize("kind", part_of(KINDS, "medusa"))
 def test_ctrl_c_keeps_a_checkpoint_that_training_goes_on_from(target, texts, tmp_path, capsys, monkeypatch, kind):
     steps = count(1)
-    training = {"draft": DraftTraining, "medusa": MedusaTraining, "eagle3": EagleTraining}[kind]
+    kinds = {"draft": DraftTraining, "medusa": MedusaTraining, "eagle3": EagleTraining}
+    training = kinds.get(kind, BlockTraining)
     forward = training.forward
 
     def interrupted(self, input_ids, labels):

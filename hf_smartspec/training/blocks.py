@@ -1,0 +1,324 @@
+"""
+Training of block drafters (DFlash, arXiv 2602.06036; DSpark, arXiv 2607.05147): many blocks of each text in one
+forward, each from an anchor of its own.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import PreTrainedModel
+
+from ..candidates.heads.blocks.config import DSPARK, default_layers, read_config
+from ..candidates.heads.blocks.drafter import BlockDrafter
+from ..candidates.heads.blocks.scores import VANILLA
+from .accuracy import accuracy, likeliest
+from .target import (
+    CALM,
+    MAPS,
+    NOISE,
+    check_layers,
+    layer_config,
+    layer_weights,
+    norm_weight,
+    output_weight,
+    target_probs,
+    target_states,
+)
+from .texts import IGNORED, Text, collate
+
+_MOST_RANK = 256  # of DSpark's Markov head, as in published files
+_EPS = 1e-6  # of probabilities, whose logarithm is finite
+
+
+def new_drafter(
+    target: PreTrainedModel,
+    mask_token: int,
+    kind: str = "dflash",
+    *,
+    block_size: int = 8,
+    num_layers: int = 5,
+    neurons: int | None = None,
+    token_ids: torch.Tensor | None = None,
+    seed: int = 0,
+) -> BlockDrafter:
+    """
+    Return an untrained block drafter in float32, with the target's attention heads, embeddings and output. Where the
+    target's last layers are a Llama's, its own begin as they are.
+
+    Args:
+        mask_token (`int`): Token in all slots but the first, such as `unused_token`.
+        kind (`str`): "dflash" or "dspark".
+        block_size (`int`): Slots of a block, the anchor's included.
+        num_layers (`int`): Layers of the drafter, and, at most, hidden states of the target that it reads.
+        neurons (`int`, *optional*): Intermediate size of the MLP; the target's by default.
+        token_ids (`torch.Tensor` of shape `[own vocab]`, *optional*): Tokens that it may draft, ascending, from an
+            output of its own; all by default, from the target's.
+        seed (`int`): Seed of the weights. torch's global generators are not used.
+
+    Raises:
+        ValueError: for a target whose output layer is quantized.
+    """
+    output, sizes = output_weight(target), layer_config(target, neurons, num_layers)
+    num = target.config.get_text_config(decoder=True).num_hidden_layers
+    layers = sorted({min(max(layer, 1), num - 1) for layer in default_layers(num, num_layers)})
+    own = {"mask_token_id": mask_token, "target_layer_ids": [layer - 1 for layer in layers]}
+    if kind == DSPARK:
+        own |= {"markov_rank": min(_MOST_RANK, sizes.hidden_size), "enable_confidence_head": True}
+    num_tokens = sizes.vocab_size if token_ids is None else len(token_ids)
+    entries = sizes.to_dict() | {"block_size": block_size, "draft_vocab_size": num_tokens, f"{kind}_config": own}
+    spec = read_config(entries, {}, None, target)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        tensors = BlockDrafter(spec, None, target).state_dict()
+    _copy_last_layers(tensors, target, num_layers)
+    if kind == DSPARK:  # which begins as DFlash
+        tensors["markov_head.markov_w2.weight"].zero_()
+    if token_ids is not None:
+        tensors["lm_head.weight"] = output[token_ids].float().cpu()
+        tensors["d2t"] = token_ids - torch.arange(len(token_ids))
+    return BlockDrafter(spec, tensors, target).to(output.device)
+
+
+def _copy_last_layers(tensors: dict[str, torch.Tensor], target: PreTrainedModel, num_layers: int) -> None:
+    """
+    Replace random weights by those of the target's final norm and last layers, as far as their shapes are the same, if
+    these are a Llama's: the context begins as the last hidden state that the drafter reads.
+    """
+    size = len(tensors["norm.weight"])
+    for layer in range(num_layers):
+        weights = layer_weights(target, layer - num_layers)
+        for name, found in weights.items():
+            place = f"layers.{layer}.{MAPS.get(name, name)}.weight"
+            if tensors[place].shape == found.shape:
+                tensors[place] = found.clone()
+    if weights:
+        tensors["norm.weight"] = CALM * norm_weight(target)
+        tensors["hidden_norm.weight"] = weights["input_layernorm"].clone()
+        fc = tensors["fc.weight"].mul_(NOISE)
+        fc[:, -size:] += torch.eye(size)
+
+
+def unused_token(texts: Sequence[Text], vocab_size: int) -> int:
+    """Return the last token that no text has; the last of all where texts have them all."""
+    seen = np.zeros(vocab_size, bool)
+    for text in texts:
+        seen[text.prompt], seen[text.response] = True, True
+    return int(np.flatnonzero(~seen)[-1]) if not seen.all() else vocab_size - 1
+
+
+class Slots(NamedTuple):
+    """
+    The n slots of some blocks that predict tokens of responses.
+
+    Args:
+        logits (`torch.Tensor` of shape `[n, own vocab]`): Logits of these tokens.
+        rows, places (`torch.Tensor` of shape `[n]`, int64): The texts, and the places of the tokens in them.
+        blocks, depths (`torch.Tensor` of shape `[n]`, int64): The blocks, and how many places each token comes after
+            its block's first prediction.
+        confidence (`torch.Tensor` of shape `[n]`, *optional*): Probability that a token drafted there is accepted,
+            given that those before it were (DSpark).
+    """
+
+    logits: torch.Tensor
+    rows: torch.Tensor
+    places: torch.Tensor
+    blocks: torch.Tensor
+    depths: torch.Tensor
+    confidence: torch.Tensor | None
+
+
+class BlockTraining(nn.Module):
+    """
+    Module whose forward returns the loss of a block drafter, from blocks at anchors that are drawn at random. Only the
+    drafter is trained and saved; the target is frozen.
+
+    Args:
+        target (`PreTrainedModel`): A decoder.
+        drafter (`BlockDrafter`): The drafter, in float32.
+        num_blocks (`int`): Blocks of each text in an update.
+        seed (`int`): Seed of the anchors, together with the number of updates so far.
+
+    Raises:
+        ValueError: for drafters that read the last layer's output, which transformers returns only after the final
+            norm, and for kinds that are not DFlash, JetSpec, or DSpark with a vanilla Markov head.
+    """
+
+    num_updates: torch.Tensor
+
+    def __init__(self, target: PreTrainedModel, drafter: BlockDrafter, num_blocks: int = 32, seed: int = 0):
+        super().__init__()
+        check_layers(drafter.hidden_layers, target)
+        kind = drafter.spec.options.get("markov_head_type", VANILLA)
+        if kind != VANILLA or drafter.candidate_selector is not None:
+            raise ValueError(f"Block drafters of this kind cannot be trained: {drafter.label}, {kind}.")
+        self.drafter = drafter.requires_grad_(True)
+        self.num_blocks, self.seed = num_blocks, seed
+        self.register_buffer("num_updates", torch.zeros((), dtype=torch.long))  # of the trained weights: in checkpoints
+        self._frozen = (target.eval().requires_grad_(False),)  # in a tuple, so that it is no submodule
+
+    @property
+    def target(self) -> PreTrainedModel:
+        return self._frozen[0]
+
+    @property
+    def decay(self) -> float:
+        """Number of depths over which a slot's weight in the loss falls to 1 / e: half a block, as DFlash's 4 of 8."""
+        return self.drafter.block_size / 2
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        """
+        Return the loss of a batch.
+
+        Args:
+            input_ids, labels (`torch.Tensor` of shape `[rows, length]`): As `texts.collate` makes them.
+
+        Returns:
+            `loss`: the slots' cross-entropies with the target's distributions, as their mean with weights
+            exp(-(j - 1) / decay) of depth j. DSpark's confidence adds its own with the share of drafts that rejection
+            sampling accepts, 1 minus the distance of the distributions in total variation.
+        """
+        generator = torch.Generator().manual_seed(self.seed + int(self.num_updates))
+        self.num_updates += self.training
+        device = input_ids.device.type
+        # Trained in a half-precision target's dtype: several times as fast.
+        with torch.autocast(device, self.target.dtype, enabled=self.target.dtype.itemsize == 2):
+            states, hidden = target_states(self.target, self.drafter.hidden_layers, input_ids)
+            slots = self._slots(input_ids, labels, states, self._anchors(labels, 1, generator))
+            if not len(slots.rows):  # a loss with gradients where texts are too short
+                return {"loss": self.drafter.fc.weight.sum() * 0.0}
+            is_learnt = labels[:, 1:] != IGNORED  # many slots predict the same token
+            own = self.drafter.token_ids
+            probs = target_probs(self.target, own, hidden[:, :-1][is_learnt], input_ids[:, 1:][is_learnt])
+            number = is_learnt.flatten().cumsum(0).view_as(is_learnt) - 1
+            wanted = probs[number[slots.rows, slots.places - 1]]
+            weights, log_probs = torch.exp(-slots.depths / self.decay), slots.logits.log_softmax(dim=-1)
+            losses = -(wanted * log_probs).sum(-1)
+            if slots.confidence is not None:
+                share = torch.minimum(wanted, log_probs.detach().exp()).sum(-1)
+                found = slots.confidence.clamp(_EPS, 1 - _EPS)
+                losses = losses - share * found.log() - (1 - share) * (1 - found).log()
+            return {"loss": (weights * losses).sum() / weights.sum()}
+
+    def _anchors(self, labels: torch.Tensor, num_tokens: int, generator: torch.Generator) -> torch.Tensor:
+        """
+        Draw anchors `[rows, blocks]` at random, without repetition, from those places that at least one token and whose
+        next `num_tokens` tokens are of the response; -1 where a text has no more of them.
+        """
+        length = labels.shape[1]
+        is_response = (labels != IGNORED).cpu()
+        ends = torch.nn.functional.pad(is_response[:, 1:], (0, num_tokens)).unfold(1, num_tokens, 1)[:, :length].all(-1)
+        ends[:, 0] = False  # no text before it
+        order = torch.rand(ends.shape, generator=generator).masked_fill(~ends, -1.0)
+        num = min(self.num_blocks, max(int(ends.sum(1).max()), 1))
+        found = order.topk(num, dim=1)
+        return found.indices.masked_fill(found.values < 0, -1).to(labels.device)
+
+    def _slots(
+        self, input_ids: torch.Tensor, labels: torch.Tensor, states: torch.Tensor, anchors: torch.Tensor
+    ) -> Slots:
+        """Return the predictions of the blocks at `anchors`, as far as they lie in the texts' responses."""
+        drafter = self.drafter
+        places = anchors[:, :, None] + 1 + torch.arange(drafter.num_depths, device=anchors.device)
+        known = nn.functional.pad(labels, (0, drafter.num_depths), value=IGNORED)
+        is_asked = (known.gather(1, places.flatten(1)).view_as(places) != IGNORED) & (anchors >= 0)[:, :, None]
+        rows, blocks, depths = is_asked.nonzero(as_tuple=True)
+        hidden = self._outputs(input_ids, states, anchors.clamp(min=0))
+        chosen, places = hidden[rows, blocks, drafter.first_slot + depths], places[rows, blocks, depths]
+        logits, before = drafter.logits(chosen), input_ids[rows, places - 1]
+        confidence = known_before = None
+        if drafter.markov_head is not None:
+            added, _ = drafter.markov_head.step(before[:, None], None, chosen)
+            logits = logits + drafter.markov_head.markov_w2(added[:, 0]).float()
+            if drafter.spec.options.get("confidence_head_with_markov"):
+                known_before = drafter.markov_head.markov_w1(before)[:, None, None]
+        if drafter.confidence_head is not None:
+            confidence = drafter.confidence_head(chosen[:, None], known_before).flatten()
+        return Slots(logits, rows, places, blocks, depths, confidence)
+
+    def _outputs(self, input_ids: torch.Tensor, states: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
+        """
+        Return outputs after the final norm `[rows, blocks, block_size, hidden]` of blocks at anchors `[rows, blocks]`.
+        A block reads the text before its anchor, and itself.
+        """
+        drafter, size, num_rows = self.drafter, self.drafter.block_size, len(anchors)
+        text = torch.arange(input_ids.shape[1], device=anchors.device)
+        slots = anchors[:, :, None] + torch.arange(size, device=anchors.device)
+        positions = slots.flatten(1)
+        is_before = text < anchors.repeat_interleave(size, dim=1)[:, :, None]
+        number = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(size)
+        is_own = number[:, None] == number
+        combined = drafter.combine(states)
+        of_text, of_slots = drafter.rotation(text), drafter.rotation(slots.flatten(0, 1))
+        hidden = drafter.embed(input_ids.gather(1, anchors).flatten(), size)
+        layers: Any = drafter.layers
+        for layer in layers:
+            seen = (
+                is_before & layer.sees(positions, text.expand(num_rows, -1)),
+                is_own & layer.sees(positions, positions),
+            )
+            attend = partial(_attend, layer.context(combined, of_text), torch.cat(seen, dim=-1)[:, None])
+            hidden = layer(hidden, of_slots, attend)
+        return drafter.norm(hidden).unflatten(0, anchors.shape)
+
+    def accuracy(self, texts: Sequence[Text], max_length: int, batch_size: int = 8) -> list[dict[int, float]]:
+        """
+        Return, for each depth of a block, the share of places where the right token is among the 1, 3 or 8 likeliest,
+        in up to `num_blocks` whole blocks of each text.
+        """
+        return accuracy(self._guesses, self.drafter.num_depths, texts, max_length, batch_size, self.target.device)
+
+    def _guesses(self, ids: torch.Tensor, labels: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        slots, ids_of = self._whole_blocks(ids, labels), self.drafter.token_ids
+        best, wanted = likeliest(slots.logits), ids[slots.rows, slots.places]
+        best = best if ids_of is None else ids_of[best]
+        for depth in range(self.drafter.num_depths):
+            yield best[slots.depths == depth], wanted[slots.depths == depth]
+
+    def accepted_length(self, texts: Sequence[Text], max_length: int, batch_size: int = 8) -> float:
+        """
+        Return how many drafted tokens of a block are accepted in the mean: those before the first that differs from the
+        text. Drafts are chains of each slot's likeliest token.
+        """
+        num_accepted = num_blocks = 0
+        for start in range(0, len(texts), batch_size):
+            batch = collate([item.example(max_length) for item in texts[start : start + batch_size]])
+            ids, labels = (batch[name].to(self.target.device) for name in ("input_ids", "labels"))
+            slots, ids_of = self._whole_blocks(ids, labels), self.drafter.token_ids
+            best = slots.logits.argmax(dim=-1)
+            is_right = (best if ids_of is None else ids_of[best]) == ids[slots.rows, slots.places]
+            blocks = is_right.view(-1, self.drafter.num_depths)  # whole, and in order
+            num_accepted, num_blocks = num_accepted + int(blocks.cumprod(dim=1).sum()), num_blocks + len(blocks)
+        return num_accepted / max(num_blocks, 1)
+
+    @torch.no_grad()
+    def _whole_blocks(self, ids: torch.Tensor, labels: torch.Tensor) -> Slots:
+        """Return the predictions of blocks that lie in responses as a whole, the same ones at each call."""
+        states, _ = target_states(self.target, self.drafter.hidden_layers, ids)
+        generator = torch.Generator().manual_seed(self.seed)
+        return self._slots(ids, labels, states, self._anchors(labels, self.drafter.num_depths, generator))
+
+
+def _attend(
+    context: tuple[torch.Tensor, torch.Tensor],
+    seen: torch.Tensor,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> torch.Tensor:
+    """
+    Return attention of the slots of all blocks, for `BlockLayer.forward`.
+
+    Args:
+        context (tuple of `torch.Tensor` of shape `[rows, length, kv_heads, head_dim]`): Keys and values of the texts.
+        seen (`torch.Tensor` of shape `[rows, 1, slots, length + slots]`): What each slot of a row's blocks sees.
+    """
+    rows, dtype = len(seen), values.dtype
+    own = [item.to(dtype).reshape(rows, -1, *item.shape[2:]) for item in (queries, keys, values)]
+    held = [torch.cat([item.to(dtype), new], dim=1).transpose(1, 2) for item, new in zip(context, own[1:])]
+    found = scaled_dot_product_attention(own[0].transpose(1, 2), held[0], held[1], attn_mask=seen, enable_gqa=True)
+    return found.transpose(1, 2).reshape(queries.shape)
