@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
-from ..candidates.heads.blocks.config import DSPARK, default_layers, read_config
+from ..candidates.heads.blocks.config import DFLASH, DSPARK, JETSPEC, default_layers, read_config
 from ..candidates.heads.blocks.drafter import BlockDrafter
 from ..candidates.heads.blocks.scores import VANILLA
 from .accuracy import accuracy, likeliest
@@ -32,6 +32,7 @@ from .target import (
 from .texts import IGNORED, Text, collate
 
 _MOST_RANK = 256  # of DSpark's Markov head, as in published files
+_TRAINED = (DFLASH, DSPARK, JETSPEC)
 _EPS = 1e-6  # of probabilities, whose logarithm is finite
 
 
@@ -154,7 +155,7 @@ class BlockTraining(nn.Module):
         super().__init__()
         check_layers(drafter.hidden_layers, target)
         kind = drafter.spec.options.get("markov_head_type", VANILLA)
-        if kind != VANILLA or drafter.candidate_selector is not None:
+        if kind != VANILLA or drafter.label not in _TRAINED:
             raise ValueError(f"Block drafters of this kind cannot be trained: {drafter.label}, {kind}.")
         self.drafter = drafter.requires_grad_(True)
         self.num_blocks, self.seed = num_blocks, seed

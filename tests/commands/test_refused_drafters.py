@@ -39,7 +39,7 @@ def beyond_the_target(folder, path, model):
 
 REFUSED = {
     without_norm: "lack weights of LlamaForCausalLM, which would be random: model.norm.weight",
-    in_parallel: "draft in parallel (P-EAGLE, by 'ptd_token_id'), which is not known",
+    in_parallel: "draft in parallel (P-EAGLE, by 'ptd_token_id'), and have no `mask_hidden`",
     beyond_the_target: "`eagle_config.eagle_aux_hidden_state_layer_ids` is [2, 9, 17], and must be a list of integers",
 }
 
