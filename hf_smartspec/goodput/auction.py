@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,14 +13,15 @@ from ..drafts.price import LevelPrice
 from ..drafts.tree import DraftTree
 from .cost import CostModel
 from .draft_cost import DraftCost
-from .estimates.decayed import DecayedMean, DecayedRate
+from .estimates.decayed import DecayedRate
 from .estimates.trust import Trust
 from .kernels.prefixes import best_prefix
 from .node_prices import least_node_seconds, level_prices, node_seconds
 from .plan import Before, Plan, known_continuation
 from .policy import LengthPolicy, StepOutcome, StepRows
 from .stage import Stage
-from .stage_record import StageRecord
+from .stage_record import StageRecord, size_class
+from .worth import Paces
 
 _SPEEDUP_DECAY = 0.98  # decay per step of the tokens that the speed-up is the ratio of
 _SPEEDUP_STRENGTH = 10.0  # weight of the prior that there is no speed-up, in tokens
@@ -33,10 +34,6 @@ _WIDTHS = np.array([1, 2, 3, 4, 6, 8, 16, 32, 64, 128])  # bounds on the nodes o
 _NUM_NARROW = 4  # first bounds, which are always tried
 _DEEPEST = 32  # levels of an autoregressive draft that are considered
 _UNPROMISING = 0.3  # tokens: another source is tried beside drafts that promise less
-# Tokens by which a row is ahead if it is e times less likely than another to be the last one to end, at least; and as a
-# share of the tokens to go, since the more there are, the likelier rows end before.
-_SPREAD, _SPREAD_SHARE = 4.0, 1 / 16
-_PACE, _PACE_STRENGTH = 0.05, 8  # least weight of the newest step in a row's pace, and weight of the prior, in steps
 _EPSILON = 1e-9  # relative amount by which a child bids less than its parent at equal probability
 
 
@@ -89,7 +86,8 @@ class GoodputAuction(LengthPolicy):
 
     Attributes:
         prediction (`Prediction`): Expected result of the latest selection.
-        speedup (`float`): Tokens of the latest steps by those of plain decoding in the same time, at least 1.
+        speedup (`float`): Tokens of the latest steps of about as many rows as the current one has by those of plain
+            decoding in the same time, at least 1.
     """
 
     learns_late = True
@@ -102,9 +100,12 @@ class GoodputAuction(LengthPolicy):
         self.records: defaultdict[DraftCost, StageRecord] = defaultdict(StageRecord)
         self.prediction = Prediction(0.0, 0.0, 0.0)
         self._plan = self._earlier_plan = Plan()  # plans of the latest two steps: the earlier may be observed later
-        self.speedup, self._speedup = 1.0, DecayedRate(tries=_SPEEDUP_STRENGTH, hits=_SPEEDUP_STRENGTH)
-        # Tokens per step of each request where rows are waited for together: the slow ones are likely to end last.
-        self._paces: defaultdict[Hashable, DecayedMean] = defaultdict(partial(DecayedMean, _PACE, 1.0, _PACE_STRENGTH))
+        self.speedup = 1.0
+        # By `size_class`: what speculation gains with one row says nothing about a large batch.
+        self._speedups: defaultdict[int, DecayedRate] = defaultdict(
+            partial(DecayedRate, tries=_SPEEDUP_STRENGTH, hits=_SPEEDUP_STRENGTH)
+        )
+        self._paces = Paces()
         self._probe_seconds = 0.0  # time saved for the next probe
         self._num_since_baseline = 0
         self._size = 1  # tokens of the latest step, drafts included
@@ -120,34 +121,19 @@ class GoodputAuction(LengthPolicy):
         before = plan.before[stage] = self._before(rows, trees)
         if _weighs_levels(stage):
             return self._levels(rows, stage, caps, before)
-        return caps if self._pays(stage, caps) else np.zeros_like(caps)
+        return caps if self._pays(rows, stage, caps) else np.zeros_like(caps)
 
     def _begin(self, rows: StepRows) -> None:
         plain = float(self.cost.seconds(*rows.without_prefill().forward_size()))
         prefill = float(self.cost.seconds(*rows.forward_size())) - plain if rows.num_prefill_tokens else 0.0
         self._earlier_plan, self._plan = self._plan, Plan(rows, plain, prefill)
+        self.speedup = max(self._speedups[size_class(rows)].rate, 1.0)
         if len(rows) > 1 and rows.num_remaining is not None:
             alone = float(self.cost.seconds(*rows.without_prefill().first(1).forward_size()))
             self._plan.row_seconds = min(max(plain - alone, 0.0) / (len(rows) - 1), plain / len(rows))
         self._plan.is_baseline = self._needs_baseline(rows)
         if len(rows):
             self._plan.node_price = self._price(rows) * node_seconds(self.cost, rows, plain + prefill)
-
-    def _worth(self, rows: StepRows, promises: Any = 0.0) -> Any:
-        """
-        Return the worth of a token of each row, 1 in the mean: 1, or `[rows]` float64. Where all rows are waited for
-        together, a further token of a row saves the row's own part of a forward, and the rest of a forward only if the
-        row is the last one to end. That is likely where many tokens are left after this step, in which a row gains
-        `promises` (`[rows]`) tokens of its draft.
-        """
-        num, plain, own = len(rows), self._plan.plain_seconds, self._plan.row_seconds
-        if own is None or rows.num_remaining is None:
-            return 1.0
-        paces = np.array([self._paces[name].mean for name in rows.request_ids])
-        left = (rows.num_remaining - promises) / paces
-        most = left.max()
-        is_last = np.exp((left - most) / max(_SPREAD_SHARE * most, _SPREAD))
-        return (own * num + (plain - own * num) * num * is_last / is_last.sum()) / plain
 
     def _needs_baseline(self, rows: StepRows) -> bool:
         """Return whether this step must run without speculation, since the cost of such steps is not known well."""
@@ -219,7 +205,7 @@ class GoodputAuction(LengthPolicy):
         most = np.minimum(-(-caps // stage.cost.width), _DEEPEST)
         gains = self.records[stage.cost].gains(rows.request_ids, before.promises, int(most.max()), in_doubt)
         gains[np.arange(gains.shape[1]) >= most[:, None]] = 0.0
-        return gains * np.reshape(self._worth(rows), (-1, 1))
+        return gains * np.reshape(self._paces.worth(self._plan), (-1, 1))
 
     def _with_probes(self, stage: Stage, levels: np.ndarray, may: np.ndarray) -> np.ndarray:
         """Add one level now and then to rows without a draft: acceptance is learnt from it, verified or not."""
@@ -230,10 +216,10 @@ class GoodputAuction(LengthPolicy):
         price = record.seconds(stage.cost, probed) - record.seconds(stage.cost, levels)
         return probed if self._affords(price) else levels
 
-    def _pays(self, stage: Stage, caps: np.ndarray) -> bool:
+    def _pays(self, rows: StepRows, stage: Stage, caps: np.ndarray) -> bool:
         """Return whether to ask a source that drafts all levels in one call."""
         record = self.records[stage.cost]
-        price, benefit = record.seconds(stage.cost, caps > 0), record.benefit
+        price, benefit = record.seconds(stage.cost, caps > 0), record.benefits[size_class(rows)]
         return benefit.num < _TRIAL_STEPS or benefit.mean > price or self._affords(price)
 
     def most_nodes(self, usual: int, most: int) -> int:
@@ -314,7 +300,7 @@ class GoodputAuction(LengthPolicy):
         Return the result by the expected costs, and that of the marked nodes.
         """
         gains = forest.along_paths(forest.probs)
-        self._plan.worth = self._worth(rows, np.bincount(forest.row, gains, minlength=len(rows)))
+        self._plan.worth = self._paces.worth(self._plan, np.bincount(forest.row, gains, minlength=len(rows)))
         gains *= np.broadcast_to(self._plan.worth, len(rows))[forest.row]
         # Strictly less than the parent's, rounding or not; nodes that cannot be accepted stay out.
         bids = gains * (1 - _EPSILON * forest.depths)
@@ -373,15 +359,14 @@ class GoodputAuction(LengthPolicy):
         if len(rows) and not plan.is_baseline:
             worth = plan.worth if plan.rows is rows else 1.0
             accepted = float(np.sum(worth * np.asarray(outcome.accepted)))
-            saved = accepted * plan.plain_seconds / (self.speedup * len(rows)) - plan.added_seconds
+            size, speedup = size_class(rows), self._speedups[size_class(rows)]
+            saved = accepted * plan.plain_seconds / (max(speedup.rate, 1.0) * len(rows)) - plan.added_seconds
             if plan.break_even is None:
                 for stage, share in plan.shares.items():
-                    self.records[stage.cost].benefit.add(saved * share)
-            self._speedup.add(plan.plain_tokens, len(rows) + accepted, _SPEEDUP_DECAY)
-            self.speedup = max(self._speedup.rate, 1.0)
+                    self.records[stage.cost].benefits[size].add(saved * share)
+            speedup.add(plan.plain_tokens, len(rows) + accepted, _SPEEDUP_DECAY)
         if plan.row_seconds is not None:
-            for name, num in zip(rows.request_ids, outcome.accepted):
-                self._paces[name].add(1 + num)
+            self._paces.learn(rows, outcome.accepted)
         for stage in rows.stages:
             self.records[stage.cost].learn_time(stage, rows.request_ids)
         if tokens is None:
@@ -413,7 +398,7 @@ class GoodputAuction(LengthPolicy):
     def forget(self, request_id: Hashable) -> None:
         for record in self.records.values():
             record.forget(request_id)
-        self._paces.pop(request_id, None)
+        self._paces.forget(request_id)
 
 
 def _weighs_levels(stage: Stage) -> bool:

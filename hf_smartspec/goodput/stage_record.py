@@ -1,6 +1,8 @@
 """Estimates of an auction for each source: the cost of its drafts, and their gain beyond earlier sources' drafts."""
 
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -8,6 +10,7 @@ from ..drafts.forest import Forest
 from .draft_cost import DraftCost, DraftTimer
 from .estimates.acceptance import CERTAIN, AcceptanceEstimator
 from .estimates.decayed import DecayedMean, DecayedRate, shrunk
+from .policy import StepRows
 from .stage import Stage
 
 _EDGES = np.array([0.0, 0.05, 0.15, 0.3, 0.5, 0.75, 1.0, 1.5, 2.2, 3.2, 5.0])  # bins of earlier drafts' promise, tokens
@@ -18,6 +21,15 @@ _NEWEST = 0.1  # least weight of the newest step in the running benefit of draft
 _MOST_LEFT_OUT = 8  # measurements in a row that are skipped since they include prompts
 
 
+def size_class(rows: StepRows) -> int:
+    """Return the class of steps of about as many rows: 1, 2 to 3, 4 to 7, 8 to 15, ..."""
+    return len(rows).bit_length()
+
+
+def _no_benefits() -> defaultdict[int, DecayedMean]:
+    return defaultdict(partial(DecayedMean, _NEWEST))
+
+
 class StageRecord:
     """
     Estimates for one source. `acceptance` (of its own drafts, verified or not) is learnt for sources that are asked by
@@ -26,8 +38,8 @@ class StageRecord:
 
     def __init__(self) -> None:
         self.timer, self.acceptance, self.novelty = DraftTimer(), AcceptanceEstimator(), Novelty()
-        # Seconds saved by drafts, less those of verifying them; of first sources that draft in one call.
-        self.benefit = DecayedMean(_NEWEST)
+        # Seconds saved by drafts less those of verifying them, by `size_class`; of first sources that draft in one call.
+        self.benefits = _no_benefits()
         self.pays = False  # whether levels paid in the latest step, for sources that are asked by level
         self._newcomers = Newcomers()
         self._number = 0
@@ -37,7 +49,7 @@ class StageRecord:
         if number != self._number:
             self._number = number
             self.acceptance.decay_counts()
-            self.benefit = DecayedMean(_NEWEST)
+            self.benefits = _no_benefits()
 
     def seconds(self, cost: DraftCost, levels: np.ndarray) -> float:
         """Return the seconds to draft so many levels (`[rows]` int)."""

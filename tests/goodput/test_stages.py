@@ -194,6 +194,27 @@ def test_any_number_of_stages_stand_in_one_line():
         trees = [trees[0], policy.calibrated(rows, stage, stage.proposed)[1]]
 
 
+def test_what_drafts_gain_with_one_row_says_nothing_about_a_large_batch():
+    policy, source = GoodputAuction(line()), DraftCost(per_call=1e-3, source="call")
+
+    def asked(num, is_right):
+        rows = StepRows(list(range(num)), np.full(num, 50), np.full(num, 8), stages=[Stage(source, np.full(num, 8))])
+        rows.stages[0].asked = levels = policy.max_nodes(rows, rows.stages[0], [DraftTree.empty()] * num)
+        drafts = [STRONG if level else DraftTree.empty() for level in levels]
+        rows.stages[0].proposed, rows.stages[0].seconds = drafts, 1e-3 * levels.any()
+        kept = policy.select(rows, policy.calibrated(rows, rows.stages[0], drafts))
+        accepted = [is_right * len(tree) for tree in kept]
+        seconds = policy.cost.seconds(*rows.forward_size(sum(map(len, kept)), 1 + max(map(len, kept))))
+        truth = [np.arange(9)[: 1 + length] if is_right else np.array([99]) for length in accepted]
+        policy.observe(StepOutcome(rows, drafts, kept, accepted, StepSeconds(0.0, float(seconds)), truth))
+        return levels.any()
+
+    assert sum(asked(1, True) for _ in range(100)) > 90 and policy.speedup > 3
+    assert sum(asked(16, False) for _ in range(40)) <= 20, "a few trials, and probes"
+    assert policy.speedup < 1.1
+    assert asked(1, True) and policy.speedup > 3, "and the other way round"
+
+
 def test_probabilities_that_are_no_numbers_say_nothing_for_ever():
     """One bad draft of a source does not end what is known of it, or of those beside it."""
     policy = GoodputAuction(line(), calibrates=False)
@@ -205,5 +226,6 @@ def test_probabilities_that_are_no_numbers_say_nothing_for_ever():
         kept = policy.select(rows, trees)
         truth = [np.arange(9)] * 2
         policy.observe(StepOutcome(rows, trees, kept, [0, 0], StepSeconds(0.0, 0.02, 0.0), truth))
-    assert all(np.isfinite(record.benefit.mean) for record in policy.records.values())
+    benefits = [benefit for record in policy.records.values() for benefit in record.benefits.values()]
+    assert benefits and all(np.isfinite(benefit.mean) for benefit in benefits)
     assert len(kept[0]) > 2

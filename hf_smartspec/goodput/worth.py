@@ -1,0 +1,48 @@
+"""The worth of a row's tokens where all rows of a step are waited for together."""
+
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from .estimates.decayed import DecayedMean
+from .plan import Plan
+from .policy import StepRows
+
+# Tokens by which a row is ahead if it is e times less likely than another to be the last one to end, at least; and as a
+# share of the tokens to go, since the more there are, the likelier rows end before.
+_SPREAD, _SPREAD_SHARE = 1.0, 1 / 32
+_PACE, _PACE_STRENGTH = 0.05, 8  # least weight of the newest step in a row's pace, and weight of the prior, in steps
+
+
+class Paces:
+    """Tokens per step of each request where rows are waited for together: the slow ones are likely to end last."""
+
+    def __init__(self) -> None:
+        self._means: defaultdict[Hashable, DecayedMean] = defaultdict(partial(DecayedMean, _PACE, 1.0, _PACE_STRENGTH))
+
+    def worth(self, plan: Plan, promises: Any = 0.0) -> Any:
+        """
+        Return the worth of a token of each of the plan's rows, 1 in the mean: 1, or `[rows]` float64. Where all rows
+        are waited for together, a further token of a row saves the row's own part of a forward, and the rest of a
+        forward only if the row is the last one to end. That is likely where many tokens are left after this step, in
+        which a row gains `promises` (`[rows]`) tokens of its draft.
+        """
+        rows, plain, own = plan.rows, plan.plain_seconds, plan.row_seconds
+        if own is None or rows is None or rows.num_remaining is None:
+            return 1.0
+        num, means = len(rows), np.array([self._means[name].mean for name in rows.request_ids])
+        left = (rows.num_remaining - promises) / means
+        most = left.max()
+        is_last = np.exp((left - most) / max(_SPREAD_SHARE * most, _SPREAD))
+        return (own * num + (plain - own * num) * num * is_last / is_last.sum()) / plain
+
+    def learn(self, rows: StepRows, accepted: Sequence[int]) -> None:
+        for name, num in zip(rows.request_ids, accepted):
+            self._means[name].add(1 + num)
+
+    def forget(self, request_id: Hashable) -> None:
+        """Delete a request that has ended. Unknown ids are ignored."""
+        self._means.pop(request_id, None)
