@@ -38,7 +38,7 @@ class StageRecord:
 
     def __init__(self) -> None:
         self.timer, self.acceptance, self.novelty = DraftTimer(), AcceptanceEstimator(), Novelty()
-        # Seconds saved by drafts less those of verifying them, by `size_class`; of first sources that draft in one call.
+        # Seconds saved by drafts less those of verifying them, by `size_class`; of first sources that draft at once.
         self.benefits = _no_benefits()
         self.pays = False  # whether levels paid in the latest step, for sources that are asked by level
         self._newcomers = Newcomers()

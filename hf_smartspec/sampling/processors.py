@@ -1,6 +1,7 @@
 """Logits processors for rows of different lengths, with the results that plain `generate` would get from them."""
 
 import copy
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from itertools import groupby
 from typing import Protocol
@@ -90,6 +91,7 @@ class TokenPicker:
             for row in range(batch_size):
                 split = (_for_row(processor, row, prompt_length, batch_size) for processor in processors)
                 self._rows.append(LogitsProcessorList(split))
+        self._are_set_by_row = any(one is not other for row in self._rows for one, other in zip(row, processors))
 
     def process(self, rows: Sequence[PickedRow], logits: torch.Tensor, batch: PaddedBatch) -> torch.Tensor:
         """
@@ -103,11 +105,21 @@ class TokenPicker:
                 logits = processor(None, logits)
             return logits
         if self._rows:
-            scored = []
-            for row, ids, line in zip(rows, _texts(rows, logits.device), logits):
-                scored.append(self._rows[row.index](ids, line[None].clone()))  # type: ignore[arg-type]
-            return torch.cat(scored)
+            texts, scored = _texts(rows, logits.device), torch.empty_like(logits)
+            for lines in self._served_together(rows, texts):
+                ids = torch.cat([texts[line] for line in lines])
+                scored[lines] = self._rows[rows[lines[0]].index](ids, logits[lines])  # type: ignore[arg-type]
+            return scored
         return self._process_batch(rows, logits, batch)
+
+    def _served_together(self, rows: Sequence[PickedRow], texts: Sequence[torch.Tensor]) -> list[list[int]]:
+        """Return lines whose rows one call of the processors serves: all of one length, unless they are set by row."""
+        if self._are_set_by_row:
+            return [[line] for line in range(len(rows))]
+        by_length: defaultdict[int, list[int]] = defaultdict(list)
+        for line, text in enumerate(texts):
+            by_length[text.shape[1]].append(line)
+        return list(by_length.values())
 
     def _process_batch(self, rows: Sequence[PickedRow], logits: torch.Tensor, batch: PaddedBatch) -> torch.Tensor:
         input_ids = batch.padded_batch(rows[0].num_generated)

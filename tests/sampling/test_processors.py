@@ -105,10 +105,10 @@ def logits_at(length: int) -> torch.Tensor:
     return logits
 
 
+@pytest.mark.parametrize("lengths", [(2, 5, 0), (4, 1, 4), (3, 3, 3)])
 @pytest.mark.parametrize("name", [*SCORE_ONLY, *ROW_ONLY])
-def test_rows_at_different_lengths_get_the_scores_of_plain_decoding(name):
-    """All rows are at length 0, 1, ... in plain decoding; here they are 2, 5 and 0 tokens along."""
-    lengths = (2, 5, 0)
+def test_rows_at_any_lengths_get_the_scores_of_plain_decoding(name, lengths):
+    """All rows are at length 0, 1, ... in plain decoding."""
     plain = processors(name)
     expected = {}
     for length in range(6):
@@ -129,6 +129,17 @@ def test_rows_at_different_lengths_get_the_scores_of_plain_decoding(name):
             torch.testing.assert_close(line, expected[row, lengths[row]], rtol=0, atol=0)
         if name not in SCORE_ONLY:
             assert torch.equal(logits, before), "the logits are wanted for the output as well"
+
+
+def test_rows_of_one_length_are_served_by_one_call(monkeypatch):
+    calls, serve = [], hf.MinNewTokensLengthLogitsProcessor.__call__
+    monkeypatch.setattr(
+        hf.MinNewTokensLengthLogitsProcessor, "__call__", lambda *args: calls.append(args[1].shape) or serve(*args)
+    )
+    picker = TokenPicker(processors("min new"), batch_size=3, prompt_length=PROMPT_LENGTH)
+    requests = [a_batch(length)[row] for row, length in enumerate((1, 4, 1))]
+    picker.process(requests, logits_at(0), Columns(requests))
+    assert calls == [(2, PROMPT_LENGTH + 1), (1, PROMPT_LENGTH + 4)]
 
 
 def test_every_kind_of_processor_that_is_served_row_by_row_is_tested():
