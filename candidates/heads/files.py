@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers.utils import cached_file
 
 CONFIG = "config.json"
+MASK_EMBEDDING = "mask_embedding.pt"  # beside the weights of some block drafters
 # The first that there are: beside Medusa's own file there may be those of a whole model.
 _PATTERNS = ["medusa_lm_head.safetensors", "medusa_lm_head.pt", "*.safetensors", "*.pt", "*.bin"]
 
@@ -71,7 +72,8 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _paths(folder: Path) -> list[Path]:
-    return next((found for pattern in _PATTERNS if (found := sorted(folder.glob(pattern)))), [])
+    found = ([path for path in sorted(folder.glob(pattern)) if path.name != MASK_EMBEDDING] for pattern in _PATTERNS)
+    return next(filter(None, found), [])
 
 
 def tensor_names(name: str | Path) -> set[str]:

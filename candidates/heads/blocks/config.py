@@ -29,6 +29,7 @@ _ADAPTER = "hidden_dim_adapter.proj.weight"  # of JetSpec
 # Tensors of the layers of Gemma 4 and Laguna.
 _GEMMA = "layers.0.pre_feedforward_layernorm.weight"
 _GATE, _STATE_NORM = "layers.0.self_attn.g_proj.weight", "aux_hidden_norms.0.weight"
+_SINKS = ("attention_sink_bias", "add_swa_attention_sink_bias")  # MiMo's
 _MUSE = "muse_glimmer_assistant"  # transformers' class of DFlash
 
 
@@ -61,6 +62,7 @@ class BlockConfig:
         has_values (`bool`): Whether values have a map of their own; else, keys are values, too (Gemma 4).
         gate_size (`int`): Rows of a map whose softplus is multiplied with the output of attention (Laguna): one for
             each head, or for each number; 0: there is none.
+        value_scale (`float`): Factor of values (MiMo).
         norms_states, norms_context (`bool`): Whether each tapped state is normed, and whether context goes through a
             layer's first norm (Laguna).
         options (mapping): Entries of the kind, under their names in files.
@@ -89,6 +91,7 @@ class BlockConfig:
     is_gemma: bool = False
     has_values: bool = True
     gate_size: int = 0
+    value_scale: float = 1.0
     norms_states: bool = False
     norms_context: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -121,8 +124,11 @@ def read_config(
     is_gemma = _GEMMA in shapes
     if is_gemma:
         entries = _gemma_entries(entries)
-    sizes = _sizes(entries, target)
-    types, windows = _windows(entries, sizes.num_hidden_layers)
+    types, windows = _windows(entries, _positive(entries, "num_hidden_layers"))
+    sizes = _sizes(entries | _rope_of_types(entries, {_FULL} if is_gemma else set(types)), target)
+    for name in _SINKS:
+        if entries.get(name):
+            raise ValueError(f"attention with sinks (`{name}`) is not known")
     block_size, gate = _positive(entries, "block_size"), shapes.get(_GATE, (0,))[0]
     if gate not in (0, heads := sizes.num_attention_heads, heads * (sizes.head_dim or 0)):
         raise ValueError(f"`{_GATE}` has {gate} rows, and must have one for each of {heads} heads, or of their numbers")
@@ -155,6 +161,7 @@ def read_config(
         is_gemma=is_gemma,
         has_values=not (is_gemma and entries.get("attention_k_eq_v")),
         gate_size=gate,
+        value_scale=float(entries.get("attention_value_scale") or 1.0),
         norms_states=_STATE_NORM in shapes,
         norms_context=_STATE_NORM in shapes or _GATE in shapes,
         options=_options(entries, kind, shapes, sizes.hidden_size),
@@ -268,14 +275,22 @@ def _sizes(entries: Mapping[str, Any], target: PreTrainedModel) -> LlamaConfig:
 def _gemma_entries(entries: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of layers of Gemma 4, which are all like its layers of full attention."""
     found = dict(entries)
-    rope = entries.get("rope_parameters")
-    if isinstance(rope, dict) and _FULL in rope:
-        found["rope_parameters"] = rope[_FULL]
     found["head_dim"] = entries.get("global_head_dim") or entries.get("head_dim")
     if entries.get("attention_k_eq_v"):
         found["num_key_value_heads"] = entries.get("num_global_key_value_heads") or entries.get("num_key_value_heads")
     found["hidden_act"] = entries.get("hidden_activation") or "gelu_pytorch_tanh"
     return found
+
+
+def _rope_of_types(entries: Mapping[str, Any], types: Collection[str]) -> dict[str, Any]:
+    """Return the rotary embeddings of layers of these types, where a config has several."""
+    rope = entries.get("rope_parameters")
+    if not isinstance(rope, dict) or not {_SLIDING, _FULL} & set(rope):
+        return {}
+    found = [rope.get(kind) for kind in sorted(types)]
+    if any(item != found[0] for item in found):
+        raise ValueError(f"layers with rotary embeddings of several kinds are not known: `rope_parameters` {rope}")
+    return {"rope_parameters": found[0]}
 
 
 def _windows(entries: Mapping[str, Any], num: int) -> tuple[list[str], tuple[int | None, ...]]:

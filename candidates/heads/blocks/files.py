@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from ..files import CONFIG, check_numbers, config_of, folder_of, read_tensors
+from ..files import CONFIG, MASK_EMBEDDING, check_numbers, config_of, folder_of, read_tensors
 from .config import (
     DFLASH,
     DFLASH2,
@@ -25,13 +25,12 @@ from .config import (
     read_config,
 )
 
-MASK_EMBEDDING = "mask_embedding.pt"
 _PREFIX = re.compile(r"(model\.)*")
 _RENAMED = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 # What belongs to the target, or follows from configs.
 _SKIPPED = re.compile(r"(.*\.)?rotary_emb\..*|verifier_.*")
-_IDS = ("d2t", "t2d")
+_IDS, _MASK = ("d2t", "t2d"), ("embedding", "mask_token_id")
 _ARCHITECTURES = {
     DFLASH: "DFlashDraftModel",
     JETSPEC: "DFlashDraftModel",
@@ -117,9 +116,10 @@ def _mask_embedding(path: Path) -> tuple[torch.Tensor | None, int | None]:
     if not path.exists():
         return None, None
     content = torch.load(path, map_location="cpu", weights_only=True)
-    if isinstance(content, dict):
-        return content.get("embedding"), content.get("mask_token_id")
-    return content, None
+    embedding, token = (content.get(key) for key in _MASK) if isinstance(content, dict) else (content, None)
+    if not isinstance(embedding, torch.Tensor):
+        raise ValueError(f"`{MASK_EMBEDDING}` must hold a tensor, alone or as {_MASK[0]!r}")
+    return embedding, token
 
 
 def _check_ids(tensors: Mapping[str, torch.Tensor], config: BlockConfig) -> None:
@@ -158,7 +158,7 @@ def write(folder: str | Path, config: BlockConfig, tensors: Mapping[str, torch.T
     folder.mkdir(parents=True, exist_ok=True)
     named = {name: item.detach().contiguous().cpu() for name, item in tensors.items()}
     if (mask := named.pop("mask_embedding", None)) is not None:
-        torch.save({"embedding": mask, "mask_token_id": config.mask_token}, folder / MASK_EMBEDDING)
+        torch.save(dict(zip(_MASK, (mask, config.mask_token))), folder / MASK_EMBEDDING)
     if "d2t" in named:
         known = torch.zeros(config.sizes.vocab_size, dtype=torch.bool)
         known[named["d2t"] + torch.arange(len(named["d2t"]))] = True
@@ -172,6 +172,7 @@ def write(folder: str | Path, config: BlockConfig, tensors: Mapping[str, torch.T
         "draft_vocab_size": config.draft_vocab,
         "block_size": config.block_size,
         "is_neox_style": not config.is_interleaved,
+        "attention_value_scale": config.value_scale,
     }
     factors = {
         "input_embedding_scale": config.embedding_scale,

@@ -58,7 +58,7 @@ class BlockLayer(nn.Module):
         self.causal, self.window = config.causal[number], config.windows[number]
         self.is_interleaved = config.is_interleaved
         self.activation = ACT2FN[sizes.hidden_act]
-        self.norms_context = config.norms_context
+        self.norms_context, self.value_scale = config.norms_context, config.value_scale
         self.input_layernorm, self.post_attention_layernorm = nn.RMSNorm(hidden, eps), nn.RMSNorm(hidden, eps)
         parts = {
             "q_proj": nn.Linear(hidden, queries, config.has_bias),
@@ -148,6 +148,8 @@ class BlockLayer(nn.Module):
         values = self._heads("v_proj", hidden) if "v_proj" in self.self_attn else keys
         if "v_norm" in self.self_attn:
             values = self.self_attn["v_norm"](values)
+        if self.value_scale != 1.0:
+            values = values * self.value_scale
         return self._rotated(self.self_attn["k_norm"](keys), rotation), values
 
     def _mlp(self, normed: torch.Tensor) -> torch.Tensor:

@@ -7,10 +7,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+import hf_smartspec
 from hf_smartspec.candidates.heads.blocks.config import default_layers
 from hf_smartspec.candidates.heads.blocks.drafter import BlockDrafter
 from hf_smartspec.candidates.heads.blocks.files import is_block_checkpoint
 
+from ....generate.helpers import tiny_llama
 from ....models import new_model, shared_model
 from .forwards import run_block
 from .published import LAYOUTS, Published, random_drafter, z_lab
@@ -204,6 +206,53 @@ def test_tapped_layers_by_each_convention(target, tmp_path):
     assert default_layers(36, 5) == [2, 10, 18, 26, 34] and default_layers(36, 1) == [19]
 
 
+@pytest.mark.parametrize("layout", ["z-lab", "speculators dflash"])
+def test_states_are_those_of_the_layers_that_files_mean(tmp_path, monkeypatch, layout):
+    """Layer i of the target adds 10 ** i: the taps are embeddings, what layer 0 leaves, and what the last leaves."""
+    target = tiny_llama(num_hidden_layers=3, mlp_bias=True, eos_token_id=None)
+    with torch.no_grad():
+        for number, layer in enumerate(target.model.layers):
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+            layer.mlp.down_proj.bias.fill_(10.0**number)
+    published = random_drafter(32, target.config.vocab_size, outputs=(-1, 0, 2))
+    LAYOUTS[layout](published, target.config.vocab_size, tmp_path)
+    found, combine = [], BlockDrafter.combine
+    monkeypatch.setattr(BlockDrafter, "combine", lambda self, states: found.append(states) or combine(self, states))
+    with hf_smartspec.enabled(target):
+        text = target.generate(torch.tensor([[5, 6, 7, 8]]), max_new_tokens=8, do_sample=False, assistant=str(tmp_path))
+    states = torch.cat(found)
+    embeddings, first, last = states.chunk(3, dim=1)
+    torch.testing.assert_close(embeddings, target.get_input_embeddings()(text[0])[: len(states)])
+    torch.testing.assert_close(first - embeddings, torch.full_like(first, 1.0))
+    torch.testing.assert_close(last - embeddings, torch.full_like(last, 111.0), rtol=0, atol=1e-3)
+    assert len(states) > 4  # the prompt's, and those of generated tokens
+
+
+def test_rotary_embeddings_of_layers_and_factors_of_values(target, tmp_path):
+    published = random_drafter(*sizes(target))
+    z_lab(published, sizes(target)[1], tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    states, embeds = inputs(published, 9)
+
+    def run(**entries):
+        (tmp_path / "config.json").write_text(json.dumps(content | entries))
+        return run_block(BlockDrafter.from_pretrained(tmp_path, target), states, embeds)
+
+    kinds = {"full_attention": {"rope_theta": 100.0}, "sliding_attention": {"rope_theta": 10000.0}}
+    before, slow = run(), run(rope_theta=100.0)
+    assert not torch.allclose(before, slow, atol=1e-3)
+    torch.testing.assert_close(run(rope_parameters=kinds), slow)
+    assert not torch.allclose(run(is_neox_style=False), before, atol=1e-3)
+    for name, item in published.tensors.items():  # a factor of values is one of their map
+        if "v_proj" in name:
+            item.mul_(2.0)
+    torch.testing.assert_close(run(attention_value_scale=2.0), published.block(states, embeds, 9), rtol=1e-5, atol=1e-5)
+    mixed = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64}
+    with pytest.raises(ValueError, match="rotary embeddings of several kinds"):
+        run(rope_parameters=kinds, **mixed)
+
+
 def test_slots_and_masks_by_what_configs_say(target, tmp_path):
     published = random_drafter(*sizes(target), windows=(4, None), causal=(True, False))
     z_lab(published, sizes(target)[1], tmp_path)
@@ -339,6 +388,12 @@ REFUSED = {
     "window": (_entry(layer_types=["sliding_attention"] * 2), r"`sliding_window` must be a positive integer"),
     "vocabulary": (_entry(vocab_size=98), r"98 tokens does not fit one of 97"),
     "activation": (_entry(hidden_act="none"), r"`hidden_act` is 'none'"),
+    "sinks": (_entry(add_swa_attention_sink_bias=True), r"sinks \(`add_swa_attention_sink_bias`\)"),
+    "partial rotation": (
+        _entry(rope_scaling={"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}),
+        r"turn 4 of 8 numbers",
+    ),
+    "gate": (_with("layers.0.self_attn.g_proj.weight", torch.ones(5, 32)), r"has 5 rows"),
     "sizes": (_entry(intermediate_size=None), r"`intermediate_size` must be a positive integer"),
 }
 
