@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 import hf_smartspec
@@ -93,21 +92,6 @@ def test_hidden_states_are_those_of_the_published_arithmetic(target, tmp_path, k
         expected = published.block(states, embeds, start)
         for pieces in ([start], [1] * start, [3] * (start // 3) + [start % 3]):
             torch.testing.assert_close(run_block(drafter, states, embeds, pieces), expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.skipif(not hasattr(transformers, "MuseGlimmerAssistantConfig"), reason="a later transformers")
-def test_hidden_states_are_those_of_transformers_class(target, tmp_path):
-    config = transformers.MuseGlimmerAssistantConfig(
-        hidden_size=32, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, sliding_window=64, block_size=6, mask_token_id=3, target_layer_ids=[0, 1], vocab_size=97,
-    )  # fmt: skip
-    model = transformers.MuseGlimmerAssistantModel(config).eval()
-    model.save_pretrained(tmp_path)
-    drafter = BlockDrafter.from_pretrained(tmp_path, target)
-    states, embeds = torch.randn(9, 64), torch.randn(6, 32)
-    with torch.no_grad():
-        expected = model(noise_embeds=embeds[None], context_hidden_states=states[None]).last_hidden_state[0]
-    torch.testing.assert_close(run_block(drafter, states, embeds, [4, 5]), expected, rtol=1e-5, atol=1e-5)
 
 
 def golden(folder, kind: str) -> tuple[BlockDrafter, torch.Tensor]:
