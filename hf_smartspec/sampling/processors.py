@@ -1,6 +1,7 @@
 """Logits processors for rows of different lengths, with the results that plain `generate` would get from them."""
 
 import copy
+import math
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from itertools import groupby
@@ -175,12 +176,15 @@ class ScoreProcessing:
         signature (`tuple`, *optional*): Types and settings of the processors; None where a setting is more than a
             number.
         key (`Hashable`): Equal for processors that do the same; without a `signature`, for the same objects only.
+        temperature (`float`): What they divide scores by.
     """
 
     def __init__(self, processors: Sequence[LogitsProcessor] = ()):
         self.processors = score_processors(LogitsProcessorList(processors))
         self.signature = _signature(self.processors)
         self.key: Hashable = tuple(map(id, self.processors)) if self.signature is None else self.signature
+        warpers = [item for item in self.processors if isinstance(item, hf.TemperatureLogitsWarper)]
+        self.temperature = float(math.prod([item.temperature for item in warpers]))
 
 
 def process_lines(scores: torch.Tensor, owners: Sequence[tuple[ScoreProcessing, int]]) -> torch.Tensor:

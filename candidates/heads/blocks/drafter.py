@@ -5,7 +5,7 @@ hidden states of the text before.
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from ..learned import LearnedDrafter
 from .config import DFLASH2, DOMINO, DSPARK, XPRESS, BlockConfig
 from .files import check_tensors, read, write
 from .layers import BlockLayer, Rotation
-from .scores import ConfidenceHead, Lattice, MarkovHead, RefinerHead, Selector, conditioned, independent
+from .scores import ConfidenceHead, Lattice, MarkovHead, RefinerHead, Selector, conditioned, independent, scaled
 
 
 class BlockDrafter(LearnedDrafter):
@@ -210,6 +210,7 @@ class BlockDrafter(LearnedDrafter):
         width: int,
         adjust: Callable[[torch.Tensor], torch.Tensor] | None = None,
         before: torch.Tensor | None = None,
+        temperatures: torch.Tensor | None = None,
     ) -> Lattice:
         """
         Return the candidates of each depth and their probabilities.
@@ -223,25 +224,27 @@ class BlockDrafter(LearnedDrafter):
             adjust (`Callable`, *optional*): Changes logits `[R, L, own vocab]` before candidates are chosen by them.
             before (`torch.Tensor` of shape `[R]`, *optional*): The tokens before the anchors, which xPress reads; by
                 default, the anchors.
+            temperatures (`torch.Tensor` of shape `[R]`, *optional*): What `adjust` divides logits by, and what is added
+                to them afterwards is divided by, too.
         """
         slots = hidden[:, self.first_slot : self.first_slot + self.num_depths]
         logits, to_target, states = self.logits(slots), self._target_tokens, None
         if adjust is not None:
             logits = adjust(logits)
         if self.candidate_selector is not None:
-            return self.candidate_selector.lattice(logits, slots, anchors)
+            return self.candidate_selector.lattice(logits, slots, anchors, temperatures)
         if self.spec.kind == DOMINO:
-            output: Any = self.embed_proj[2]
-            return conditioned(logits, slots, anchors, width, self._domino_step, None, output, to_target)
+            step, output = scaled(self._domino_step, temperatures), cast(nn.Linear, self.embed_proj[2])
+            return conditioned(logits, slots, anchors, width, step, None, output, to_target)
         if self.markov_head is not None:
-            step = self.markov_head.step
+            step = scaled(self.markov_head.step, temperatures)
             if self.first_slot:  # slot 0 has the anchor before it, too
                 _, states = step(anchors[:, None], None, hidden[:, 0])
             lattice = conditioned(logits, slots, anchors, width, step, states, self.markov_head.markov_w2, to_target)
         else:
             if self.spec.kind == XPRESS:
                 ahead = [anchors if before is None else before, anchors][1 - self.first_slot :]
-                logits = self.refiner_head(logits, hidden, torch.stack(ahead, dim=1), to_target)
+                logits = self.refiner_head(logits, hidden, torch.stack(ahead, dim=1), to_target, temperatures)
             lattice = independent(logits, width)
             lattice = lattice._replace(tokens=to_target(lattice.tokens))
         if self.confidence_head is None:

@@ -47,6 +47,23 @@ def independent(logits: torch.Tensor, width: int) -> Lattice:
     return Lattice(tokens, scores[:, 0], scores[:, 1:, None])
 
 
+def divided(vectors: torch.Tensor, temperatures: torch.Tensor | None) -> torch.Tensor:
+    """Return vectors `[R, ...]` divided by temperatures `[R]`, if there are any."""
+    return vectors if temperatures is None else vectors / temperatures.view(-1, *[1] * (vectors.dim() - 1)).to(vectors)
+
+
+def scaled(step: Step, temperatures: torch.Tensor | None) -> Step:
+    """Return a step whose vectors are divided by temperatures `[R]`, if there are any."""
+
+    def divide(
+        tokens: torch.Tensor, states: torch.Tensor | None, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        vectors, states = step(tokens, states, hidden)
+        return divided(vectors, temperatures), states
+
+    return step if temperatures is None else divide
+
+
 def conditioned(
     logits: torch.Tensor,
     hidden: torch.Tensor,
@@ -109,10 +126,17 @@ class Selector(nn.Module):
         self.successor_codebook = nn.Parameter(torch.empty(vocab, rank))
         self.hidden_projection = nn.Linear(hidden, rank, bias=False)
 
-    def lattice(self, logits: torch.Tensor, hidden: torch.Tensor, anchors: torch.Tensor) -> Lattice:
-        """Return the lattice, of `num` candidates; for the arguments, see `conditioned`."""
+    def lattice(
+        self,
+        logits: torch.Tensor,
+        hidden: torch.Tensor,
+        anchors: torch.Tensor,
+        temperatures: torch.Tensor | None = None,
+    ) -> Lattice:
+        """Return the lattice, of `num` candidates; for the arguments, see `conditioned` and `BlockDrafter.lattice`."""
         unary, tokens = logits.topk(min(self.num, logits.shape[-1]), dim=-1)
-        after = embedding(tokens, self.successor_codebook).float() * self.hidden_projection(hidden).float()[:, :, None]
+        projected = divided(self.hidden_projection(hidden).float(), temperatures)
+        after = embedding(tokens, self.successor_codebook).float() * projected[:, :, None]
         first = unary[:, 0] + (after[:, 0] @ embedding(anchors, self.predecessor_codebook).float()[:, :, None])[..., 0]
         before = embedding(tokens[:, :-1], self.predecessor_codebook).float()
         given = unary[:, 1:, None] + before @ after[:, 1:].transpose(2, 3)
@@ -182,6 +206,7 @@ class RefinerHead(nn.Module):
         hidden: torch.Tensor,
         ahead: torch.Tensor,
         to_target: Callable[[torch.Tensor], torch.Tensor],
+        temperatures: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """
         Return refined logits `[R, L, own vocab]` of the last L of S slots.
@@ -191,6 +216,7 @@ class RefinerHead(nn.Module):
             hidden (`torch.Tensor` of shape `[R, S, hidden_size]`): Hidden states of all slots.
             ahead (`torch.Tensor` of shape `[R, S - L + 1]`): The tokens before the first slots.
             to_target (`Callable`): Returns the target's tokens for places in the logits.
+            temperatures (`torch.Tensor` of shape `[R]`, *optional*): See `BlockDrafter.lattice`.
         """
         num = hidden.shape[1]
         mean = self.down_g(hidden.mean(dim=1, keepdim=True)).expand(-1, num, -1)
@@ -201,7 +227,7 @@ class RefinerHead(nn.Module):
             y = self.in_proj(torch.cat([states, self.token_embed(before)], dim=-1))
             y = y + torch.einsum("rji,nir->njr", mix, y)
             y = y + self.mlp_down(silu(self.mlp_gate(y)) * self.mlp_up(y))
-            refined = logits + self.readout(y[:, num - logits.shape[1] :]).float()
+            refined = logits + divided(self.readout(y[:, num - logits.shape[1] :]).float(), temperatures)
         return refined
 
 

@@ -89,9 +89,13 @@ class BlockCandidates(HiddenStateCandidates):
         anchors = [state.tokens[-1] for state in states]
         num_slots = self.heads.first_slot + min(self.heads.num_depths, most_depths)
         hidden = forward.blocks([state.row for state in states], anchors, num_slots)
-        before = [state.tokens[-2:][0] for state in states]  # the token before, or the anchor where there is none
+        before = [[state.first_token, *state.tokens[-2:]][-2] for state in states]
         sent = to_device(np.array([anchors, before], np.int64), hidden.device)
-        return self.heads.lattice(hidden, sent[0], width, partial(self._as_sampled, states), sent[1])
+        numbers = [state.processing.temperature for state in states]
+        temperatures = None
+        if any([number != 1 for number in numbers]):
+            temperatures = to_device(np.array(numbers, np.float32), hidden.device)
+        return self.heads.lattice(hidden, sent[0], width, partial(self._as_sampled, states), sent[1], temperatures)
 
     def _as_sampled(self, states: Sequence[KnownStates], logits: torch.Tensor) -> torch.Tensor:
         """

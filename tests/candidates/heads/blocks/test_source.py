@@ -23,6 +23,7 @@ from hf_smartspec.candidates.request import SourceRequest
 from hf_smartspec.drafts.price import LevelPrice
 from hf_smartspec.goodput import Calibrator, CostModel, TreeGoodput
 from hf_smartspec.sampling.noise import gumbel_noise
+from hf_smartspec.sampling.processors import ScoreProcessing
 
 from ....covering import exhaustive, part_of
 from ....generate.helpers import prompts, tiny_llama
@@ -207,6 +208,36 @@ def test_children_are_those_of_their_parent(kind, tmp_path):
             sure = lattice.confidence[0, depth - 1, before]
             prob = sure if place == int(line.argmax()) else (1 - sure) * prob / (1 - line.max())
         assert tree.probs[node] == pytest.approx(float(prob), rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["dflash2", "dspark"])
+def test_what_heads_add_is_divided_by_the_temperature_too(kind, tmp_path):
+    """Chains are those of the target's noise on the sums of logits and of what follows from the token before."""
+    target, options = shared_model("llama"), KINDS[kind] | {"confidence": None}
+    heads = BlockDrafter.from_pretrained(write(target, tmp_path, outputs=(-1, 0), **options), target)
+    source = BlockCandidates(heads, width=1)
+    states = begun(source, "a", 9, seed=5)
+    source._states["a"].processing = ScoreProcessing([TemperatureLogitsWarper(0.25)])
+    (tree,) = source.propose(["a"], [9])
+    token = source._states["a"].tokens[-1]
+    hidden = run_block(heads, states, heads.embed(torch.tensor([token]), heads.block_size)[0])[heads.first_slot :]
+    logits, tokens, probs = heads.logits(hidden), [], []
+    for depth in range(heads.num_depths):
+        noise = gumbel_noise(5, 1 + depth, torch.arange(VOCAB_SIZE))
+        if kind == "dspark":
+            head = heads.markov_head
+            scores = (logits[depth] + head.markov_w2(head.markov_w1.weight[token])) / 0.25 + noise
+        else:
+            head = heads.candidate_selector
+            pair = head.predecessor_codebook[token] * head.hidden_projection(hidden[depth])
+            scores = torch.full((VOCAB_SIZE,), -torch.inf)
+            best = (logits[depth] / 0.25 + noise).topk(head.num).indices
+            scores[best] = ((logits[depth] + head.successor_codebook @ pair) / 0.25 + noise)[best]
+        token = int(scores.argmax())
+        tokens.append(token)
+        probs.append(float(scores.softmax(-1)[token]))
+    assert tree.tokens.tolist() == tokens
+    np.testing.assert_allclose(tree.probs, probs, rtol=1e-3)
 
 
 def test_a_price_of_nodes_ends_trees_and_its_shape_is_followed(heads):
