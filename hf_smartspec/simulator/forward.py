@@ -50,6 +50,7 @@ class SimulatedForward:
     rotary = None  # texts of any length are reused: no embedding depends on it
     shares_prefixes = False  # reused prefixes are copied
     taps = None  # there are no hidden states
+    new_cache = SlotCache
 
     def __init__(self, cost: CostModel, clock: EventClock, end_id: int, call: int = TYPICAL_CALL):
         self.cost, self.clock, self.end_id, self.call = cost, clock, end_id, call

@@ -102,6 +102,12 @@ def _show_tree(num_rows: int, projected: int, console: Console, rows: Rows) -> N
     ratios = [f"{found[-1][str(column.value)] / found[0][str(column.value)]:.2f}" for column in columns]
     last = [["last / first", *ratios]] if len(found) > 1 else []
     print_lines(console, lines._replace(rows=[*lines.rows, *last]))
+    if found:
+        console.print(
+            f"The largest tree: {found[-1]['tokens']:,} tokens in {found[-1]['bytes']:,} bytes, added in "
+            f"{found[-1]['fill_seconds']:.1f} s.",
+            highlight=False,
+        )
     if projected and found:
         num_bytes = projected * float(found[-1]["bytes_per_token"])
         console.print(

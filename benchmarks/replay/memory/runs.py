@@ -72,7 +72,7 @@ class TreeProbe:
         self._source.warm_up()
         self._held_out, self._outputs = stream.held_out, iter(stream)
         self._numbers: list[tuple[int | None, int]] = []  # of the kept outputs, the oldest first, and their tokens
-        self._num_tokens = 0
+        self._num_tokens, self._seconds = 0, 0.0
 
     def measure(self, num_tokens: int) -> dict[str, Any]:
         """
@@ -88,7 +88,9 @@ class TreeProbe:
             raise UsageError(f"--tokens: {num_tokens} do not fit into {TREE_BYTES} bytes")
         return {
             "tokens": num_tokens,
+            "fill_seconds": self._seconds,  # of everything that was ever added
             "insert_us_per_token": inserted,
+            "bytes": self._source.num_bytes(),
             "bytes_per_token": self._source.num_bytes() / num_tokens,
             **draft_costs(self._source, self._held_out),
             "remove_us_per_token": self._remove(probe),
@@ -103,6 +105,7 @@ class TreeProbe:
             seconds += perf_counter() - start
             self._numbers.append((numbers[0], len(output)))
         self._num_tokens += max(num_tokens, 0)
+        self._seconds += seconds
         return seconds * _MICROSECONDS / max(num_tokens, 1)
 
     def _remove(self, num_tokens: int) -> float:

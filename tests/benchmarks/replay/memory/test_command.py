@@ -50,7 +50,8 @@ def test_the_tree_is_measured_at_the_sizes_asked_for():
         assert all(row[key] > 0 for key in ("insert_us_per_token", "draft_us", "batch_draft_us", "remove_us_per_token"))
         left = probe._source.num_cached_tokens()
         assert 0.7 * size - 60 < left <= 0.75 * size  # a quarter was removed again
-        assert row["bytes_per_token"] > 12
+        assert row["bytes_per_token"] == row["bytes"] / size > 12
+        assert row["fill_seconds"] > 0
 
 
 # --- The command ------------------------------------------------------------------------------------------------------
@@ -74,7 +75,7 @@ def bench(tmp_path, capsys, monkeypatch):
 def test_the_command_prints_and_writes_everything(bench, tmp_path):
     status, out, _ = bench("--json", tmp_path / "report.json")
     shown = ("last / first", "yes the bound of 60,000 bytes holds", "Datastore of 2,000 tokens")
-    shown += ("Calculated: 1,000,000,000 tokens take ",)
+    shown += ("The largest tree: 1,600 tokens in ", "Calculated: 1,000,000,000 tokens take ")
     assert status == 0 and all(text in out for text in shown)
     results = json.loads((tmp_path / "report.json").read_text())["results"]
     assert [row["tokens"] for row in results["suffix tree"].values()] == [400, 1600]
