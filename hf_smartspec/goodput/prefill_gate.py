@@ -23,7 +23,7 @@ class PrefillGate:
 
     _LEAST_STEPS = 16  # steps before the first request is refused
 
-    def __init__(self, threshold: float = 0.7, window: int = 256, retry: int = 64, group: int = 8):
+    def __init__(self, threshold: float = 0.7, window: int = 64, retry: int = 64, group: int = 8):
         if not 0 <= threshold <= 1:
             raise ValueError(f"`threshold` must lie in [0, 1], got {threshold!r}.")
         for name, value in (("window", window), ("retry", retry), ("group", group)):

@@ -141,7 +141,7 @@ def test_the_prefill_gate_stays_open_at_the_threshold():
 
 def test_the_prefill_gate_counts_steps_however_many_rows_they_have():
     """A full batch that pauses for a few steps has not given up."""
-    gate = PrefillGate()
+    gate = PrefillGate(window=256)
     rows = list(range(32))
     for _ in range(60):
         gate.observe(rows, [2] * 32)
