@@ -18,7 +18,7 @@ from hf_smartspec import (
     TreeCandidateGenerator,
 )
 
-from .models import CONFIGS, PACKED, VOCAB_SIZE, noisy_model, shared_model
+from .models import CONFIGS, PACKED, RECURRENT, VOCAB_SIZE, noisy_model, shared_model
 from .sources import Empty, Flaky, Oracle, Random, WithDecoys, Wrong
 
 # What `generate(do_sample=True)` is given, and the warpers that it makes of it, in its order.
@@ -215,7 +215,7 @@ def cases(setting: Setting) -> list[Case]:
     ones. The draft model is a noisy copy of the target, or another model where the target's kind cannot draft.
     """
     rng = random.Random(f"{setting.name}/cases")
-    model = "draft" if setting.architecture in PACKED else "foreign"
+    model = "draft" if setting.architecture in PACKED | RECURRENT else "foreign"
     kinds = [(model, False), (model, True), ("lookup", False), ("lookup", True)]
     others = ("foreign", "random", "oracle", "wrong", "flaky", "empty")
     kinds += [(kind, rng.random() < 0.5) for kind in ("suffix", rng.choice(others))]

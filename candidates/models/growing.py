@@ -127,8 +127,12 @@ class GrowingCandidates(RowCandidates):
 
     @property
     def _reads_every_level(self) -> bool:
-        """Return whether each level is read before the next is planned: where waiting for the device costs nothing."""
-        return not isinstance(self._forward, RaggedForward) or waits_are_free(self._forward.device)
+        """
+        Return whether each level is read before the next is planned: where waiting for the device costs nothing, and
+        where layers with states plan their part by the tree.
+        """
+        forward = self._forward
+        return not isinstance(forward, RaggedForward) or forward.plans_by_trees or waits_are_free(forward.device)
 
     def _grow_by_level(self, growths: list[Growth], price: LevelPrice | None) -> None:
         """Run one level after another, for the trees only where it is worth its cost."""

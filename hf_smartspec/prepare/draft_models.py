@@ -117,7 +117,7 @@ def check_draft_model(
     """
     vocabulary = vocabulary_between(draft, target, tokenizers)
     obstacle = None
-    if is_stateful(draft):
+    if is_stateful(draft) and not can_pack(draft):
         obstacle = "it keeps a state that cannot be taken back"
     elif target.config.is_encoder_decoder and reads_encoder(draft):
         obstacle = _encoder_obstacle(draft, target, vocabulary)

@@ -17,9 +17,10 @@ from ..models import shared_model, with_noise
 
 NUM_TOKENS = 40
 NUM_MTP_LAYERS = {"glm4_moe": 1, "deepseek_v3": 2, "mellum": 1}
-ARCHITECTURES = ("llama", "qwen3", "gpt2", "mistral", "gemma2", "olmo2", "mixtral", "opt", *NUM_MTP_LAYERS)
+USUAL = ("llama", "qwen3", "gpt2", "mistral", "gemma2", "olmo2", "mixtral", "opt", *NUM_MTP_LAYERS)
+ARCHITECTURES = (*USUAL, "qwen3_5_text", "bamba", "lfm2")  # with layers that keep states, too
 
-WRITTEN = tuple(name for name in ARCHITECTURES if name not in ("gpt2", "opt", "deepseek_v3"))  # out, by the package
+WRITTEN = tuple(name for name in USUAL if name not in ("gpt2", "opt", "deepseek_v3"))  # out, by the package
 
 
 def target(architecture: str) -> PreTrainedModel:

@@ -53,7 +53,7 @@ class PackedForward(RaggedForward):
         super().__init__(config, model.device, model.dtype, num_rows, capacity, prefill_chunk)
         self.recurrent = recurrent_layers(model)
         if self.recurrent is not None:
-            choose = None
+            choose, self.plans_by_trees = None, True
             self.cache = self.new_cache(num_rows, capacity)
         self.model, self._choose = model, choose
         self.trees = True

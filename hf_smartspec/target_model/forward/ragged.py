@@ -91,6 +91,8 @@ class RaggedForward(ABC):
         prefill_chunk (`int`): Longer feeds are run in pieces of this many tokens a row.
     """
 
+    plans_by_trees = False  # whether a forward cannot be planned before the tree is known
+
     def __init__(
         self,
         config: PreTrainedConfig,

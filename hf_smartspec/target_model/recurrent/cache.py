@@ -11,9 +11,7 @@ from ...device import to_device
 from ..cache.slot_cache import SlotCache
 from ..layout.rows import CacheRow, RowInput
 from .scan import scan, state_after
-from .step import RecurrentStep, path_ends
-
-Key = tuple[int, int]  # layer, and number of the state in it
+from .step import Key, RecurrentStep
 
 
 class StateCache(SlotCache):
@@ -109,23 +107,31 @@ class StateCache(SlotCache):
         self._settle(rows)
         places = [self._places[row] for row in rows]
         for (layer, number), memory in self._windows.items():
-            inputs = torch.nn.functional.pad(
-                memory[places].mT, (1, 0)
-            )  # transformers keeps one more, which is not read
+            inputs = torch.nn.functional.pad(memory[places].mT, (1, 0))  # one more, which is not read
             cache.update_conv_state(inputs, layer, state_idx=number, conv_kernel_size=inputs.shape[2])
         for (layer, number), memory in self._states.items():
-            states = memory[places]
-            cache.update_recurrent_state(
-                states.mT if (layer, number) in self._transposed else states, layer, state_idx=number
-            )
+            is_transposed = (layer, number) in self._transposed
+            states = memory[places].mT if is_transposed else memory[places]
+            cache.update_recurrent_state(states, layer, state_idx=number)
         return super().export(rows, columns, total_length, cache)
 
     # One step
 
     def begin(self, rows: Sequence[RowInput], device: torch.device) -> None:
-        """Plan a forward of these rows. Tokens fed before, of which no draft was verified, enter the states first."""
-        self._settle([item.row for item in rows])
-        self._step = RecurrentStep(rows, [self._places[item.row] for item in rows], self.chunk, device)
+        """
+        Plan a forward of these rows. Tokens fed before, of which no draft was verified, enter the states first.
+
+        Raises:
+            NotImplementedError: if only some of the rows' drafts were begun in the same earlier forward.
+        """
+        before = {self._open.get(item.row) if item.first_node else None for item in rows}
+        if len(before) > 1:
+            raise NotImplementedError("Drafts over recurrent layers that grow by several forwards grow together.")
+        (step,) = before
+        if step is None:
+            self._settle([item.row for item in rows])
+        places = [self._places[item.row] for item in rows]
+        self._step = RecurrentStep(rows, places, self.chunk, device, step)
         self._open |= dict.fromkeys(self._step.rows, self._step)
 
     def commit(self, rows: Sequence[CacheRow], paths: Sequence[Sequence[int]]) -> None:
@@ -143,7 +149,7 @@ class StateCache(SlotCache):
             if (step := self._open.pop(row, None)) is not None:
                 by_step.setdefault(step, []).append((row, path))
         for step, items in by_step.items():
-            numbers, ends = path_ends(step, [row for row, _ in items], [path for _, path in items])
+            numbers, ends = step.ends_of([row for row, _ in items], [path for _, path in items])
             is_moved = ends >= 0
             if is_moved.any():
                 self._advance(step, numbers[is_moved], ends[is_moved])
@@ -151,11 +157,10 @@ class StateCache(SlotCache):
     def _advance(self, step: RecurrentStep, numbers: np.ndarray, ends: np.ndarray) -> None:
         """Compute the states of some rows of a step after the tokens `ends` of their tails."""
         is_whole = len(numbers) == len(step.rows) and bool((numbers == np.arange(len(numbers))).all())
-        sent = to_device(np.stack([numbers, ends, step.tails_begin[numbers] + ends, step.places[numbers]]), step.device)
-        own, last, tokens, places = sent
+        own, last, places = to_device(np.stack([numbers, ends, step.places[numbers]]), step.device)
         at = step.at if is_whole else places
-        for key, (inputs, width) in step.inputs.items():
-            self._windows[key][at] = inputs[step.windows(width)[tokens, 1:]]
+        for key, windows in step.windows.items():
+            self._windows[key][at] = windows[own, last]
         path = step.sees[own, 0, last]
         for key, scanned in step.scanned.items():
             if not is_whole:
@@ -202,9 +207,15 @@ class StateCache(SlotCache):
         memory = self._windows.get(self._key)
         if memory is None:
             memory = self._windows[self._key] = inputs.new_zeros(self._num_places, width - 1, inputs.shape[1])
-        inputs = torch.cat([inputs, memory[step.at].flatten(0, 1)])
-        step.inputs[self._key] = inputs, width
-        output = (inputs[step.windows(width)].float() * weight.T.float()).sum(1)
+        windows, known = memory[step.at], None
+        if step.before is not None:
+            known = step.before.windows[self._key][step.own]
+            windows = torch.cat([windows, known.flatten(0, 1)])
+        inputs = torch.cat([inputs, windows.flatten(0, 1)])
+        taken = inputs[step.sources(width, len(windows))]
+        after = step.tails(taken[:, 1:])
+        step.windows[self._key] = after if known is None else torch.cat([known, after], dim=1)
+        output = (taken.float() * weight.T.float()).sum(1)
         if bias is not None:
             output = output + bias.float()
         return output.to(weight.dtype)
@@ -249,8 +260,9 @@ class StateCache(SlotCache):
             every = torch.ones_like(tokens, dtype=torch.bool)
             memory[places] = state_after(memory[places], scanned, ends, every)
             output[tokens] = found.transpose(1, 2)  # type: ignore[index]
-        parts = [None if item is None else self._tails(item) for item in given]
-        found, step.scanned[own] = scan(*parts, state=memory[step.at], sees=step.sees)  # type: ignore[arg-type,misc]
+        parts = [None if item is None else step.tails(item).transpose(1, 2) for item in given]
+        before = None if step.before is None else step.before.scanned[own].of(step.own)
+        found, step.scanned[own] = scan(*parts, state=memory[step.at], sees=step.sees, before=before)  # type: ignore[arg-type,misc]
         tails = found.transpose(1, 2).flatten(0, 1)
         if step.unpadded is not None:
             tails = tails[step.unpadded]
@@ -258,10 +270,3 @@ class StateCache(SlotCache):
             return tails
         output[step.tokens] = tails
         return output
-
-    def _tails(self, item: torch.Tensor) -> torch.Tensor:
-        """Return the tails' values, `[R, heads, T, ...]`, of the values of all tokens, `[N, heads, ...]`."""
-        step = self._step
-        assert step is not None
-        item = item.unflatten(0, step.shape) if step.tail is None else item[step.tail]
-        return item.transpose(1, 2)

@@ -24,12 +24,14 @@ class Scanned(NamedTuple):
 
     Args:
         keys (`torch.Tensor` of shape `[R, H, T, dk]`), writes (`torch.Tensor` of shape `[R, H, T, dv]`): k and U.
-        decays (`torch.Tensor` of shape `[R, H, T]`, or `[R, H, T, dk]` where every channel of the keys has its own): G.
+        decays, sums (`torch.Tensor` of shape `[R, H, T]`, or `[R, H, T, dk]` where every channel of the keys decays by
+            itself): g and G.
     """
 
     keys: torch.Tensor
     writes: torch.Tensor
     decays: torch.Tensor
+    sums: torch.Tensor
 
     def of(self, trees: torch.Tensor) -> "Scanned":
         """Return the part of some trees."""
@@ -44,43 +46,53 @@ def scan(
     beta: torch.Tensor | None,
     state: torch.Tensor,
     sees: torch.Tensor,
+    before: Scanned | None = None,
 ) -> tuple[torch.Tensor, Scanned]:
     """
-    Compute the outputs of all nodes of R trees of at most T nodes, all float32.
+    Compute the outputs of the last W of at most T nodes of R trees, all float32.
 
     Args:
-        query, key (`torch.Tensor` of shape `[R, H, T, dk]`), value (`torch.Tensor` of shape `[R, H, T, dv]`): Inputs,
+        query, key (`torch.Tensor` of shape `[R, H, W, dk]`), value (`torch.Tensor` of shape `[R, H, W, dv]`): Inputs,
             parents before their children.
-        decay (`torch.Tensor` of shape `[R, H, T]` or `[R, H, T, dk]`): g, the logarithm of every node's decay.
-        beta (`torch.Tensor` of shape `[R, H, T]`, *optional*): The delta rule's β; without it, values are added.
+        decay (`torch.Tensor` of shape `[R, H, W]` or `[R, H, W, dk]`): g, the logarithm of every node's decay.
+        beta (`torch.Tensor` of shape `[R, H, W]`, *optional*): The delta rule's β; without it, values are added.
         state (`torch.Tensor` of shape `[R, H, dk, dv]`): States before the roots.
         sees (`torch.Tensor` of shape `[R, 1, T, T]`, bool): Whether node j is an ancestor of node i, or i itself.
+        before (`Scanned`, *optional*): What scans of the first nodes have left; where not given, W is T.
 
     Returns:
-        Outputs `[R, H, T, dv]`, and what `state_after` needs.
+        Outputs `[R, H, W, dv]`, and what `state_after` needs, of all nodes.
     """
-    by_channel = decay.dim() == 4
+    num, by_channel = key.shape[2], decay.dim() == 4
+    keys = key if before is None else torch.cat([before.keys, key], dim=2)
+    decays = decay if before is None else torch.cat([before.decays, decay], dim=2)
     paths = sees.to(decay.dtype)
-    sums = paths @ decay if by_channel else (paths @ decay[..., None])[..., 0]
-    into = sums.exp() if by_channel else sums.exp()[..., None]
+    sums = paths @ decays if by_channel else (paths @ decays[..., None])[..., 0]
+    last, hidden = sums[:, :, -num:], ~sees[:, :, -num:]
     if by_channel:
-        between = (sums[..., :, None, :] - sums[..., None, :, :]).masked_fill_(~sees[..., None], -torch.inf).exp_()
+        into = last.exp()
+        between = (last[:, :, :, None] - sums[:, :, None]).masked_fill_(hidden[..., None], -torch.inf).exp_()
     else:
-        between = (sums[..., :, None] - sums[..., None, :]).masked_fill_(~sees, -torch.inf).exp_()
+        into = last.exp()[..., None]
+        between = (last[:, :, :, None] - sums[:, :, None]).masked_fill_(hidden, -torch.inf).exp_()
 
     def scores(left: torch.Tensor) -> torch.Tensor:
         if by_channel:
-            return ((left[..., :, None, :] * between) * key[..., None, :, :]).sum(-1)
-        return (left @ key.mT) * between
+            return ((left[:, :, :, None] * between) * keys[:, :, None]).sum(-1)
+        return (left @ keys.mT) * between
 
     writes = value
     if beta is not None:
         writes = beta[..., None] * (value - (key * into) @ state)
-        if key.shape[2] > 1:
+        if keys.shape[2] > 1:
             system = beta[..., None] * scores(key)
-            writes = torch.linalg.solve_triangular(system, writes, upper=False, unitriangular=True)
+            if before is not None:
+                writes = writes - system[..., :-num] @ before.writes
+            writes = torch.linalg.solve_triangular(system[..., -num:], writes, upper=False, unitriangular=True)
+    if before is not None:
+        writes = torch.cat([before.writes, writes], dim=2)
     output = (query * into) @ state + scores(query) @ writes
-    return output, Scanned(key, writes, sums)
+    return output, Scanned(keys, writes, decays, sums)
 
 
 def state_after(state: torch.Tensor, scanned: Scanned, ends: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
@@ -91,7 +103,7 @@ def state_after(state: torch.Tensor, scanned: Scanned, ends: torch.Tensor, path:
         ends (`torch.Tensor` of shape `[R]`): The last node of each path; any node where the path is empty.
         path (`torch.Tensor` of shape `[R, T]`, bool): The nodes of the paths.
     """
-    key, writes, sums = scanned
+    key, writes, _, sums = scanned
     shape = len(ends), *[1] * (sums.dim() - 1)
     last = sums.take_along_dim(ends.view(shape), dim=2) * path.any(1).view(shape)
     hidden = ~(path[:, None] if sums.dim() == 3 else path[:, None, :, None])

@@ -10,82 +10,135 @@ from ..layout.kernels.trees import ancestor_bits
 from ..layout.rows import CacheRow, RowInput
 from .scan import Scanned
 
+_NO_TOKEN = -2
+Key = tuple[int, int]  # layer, and number of the state in it
+
 
 class RecurrentStep:
     """
     The tokens of R rows, N in all. A row's whole pieces of `chunk` fed tokens are run first, round by round, and change
     its state at once; the rest of its feed is run with its draft as one tree, the *tail*. The state after the accepted
-    path is computed once that is known, from what the tails have left.
+    path is computed once that is known, from what the tails have left. A draft may grow by several forwards: its tail
+    then begins with that of the step before, which is not run again.
 
     Args:
         rows (sequence of `RowInput`): The rows, in the order of their tokens.
         places (sequence of `int`): The rows' places in the memory of states.
         chunk (`int`): Tokens of a piece, C.
         device (`torch.device`): Device of the layers.
+        before (`RecurrentStep`, *optional*): The step that has run the first nodes of all rows' drafts.
 
     Attributes:
         at (`slice` or `torch.Tensor` of shape `[R]`): The places.
         rounds (list of pairs of `torch.Tensor`): For each round, the places of the rows that run a piece, `[P]`, and
             the pieces' tokens, `[P, C]`.
-        tail (`torch.Tensor` of shape `[R, T]`): The tails' tokens, padded; None where these are all tokens in order.
+        tail (`torch.Tensor` of shape `[R, W]`): The tails' tokens in this step, padded; None where these are all tokens
+            in order.
         unpadded (`torch.Tensor` of shape `[tokens]`): Where tokens lie in `tail`; None where that has no padding.
-        sees (`torch.Tensor` of shape `[R, 1, T, T]`, bool): A tail's ancestors of every token, itself included.
-        inputs (dict): The convolutions' inputs of all tokens and the rows' windows, `[N + R * (width - 1), channels]`,
-            with the width, by layer and number of the convolution.
-        scanned (dict): What the tails' scans have left, by layer and number of the state.
+        tokens (`torch.Tensor` of shape `[tokens]`): The tails' tokens.
+        sees (`torch.Tensor` of shape `[R, 1, T, T]`, bool): A tail's ancestors of every token, itself included; T is W
+            and the tails' length in the steps before.
+        windows (dict): The last inputs of a convolution after every token of the tails, `[R, T, width - 1, channels]`.
+        scanned (dict): What the tails' scans have left.
     """
 
-    def __init__(self, rows: Sequence[RowInput], places: Sequence[int], chunk: int, device: torch.device):
-        if any([item.first_node for item in rows]):
-            raise NotImplementedError("Recurrent layers run the whole draft of a row in one forward.")
+    def __init__(
+        self,
+        rows: Sequence[RowInput],
+        places: Sequence[int],
+        chunk: int,
+        device: torch.device,
+        before: "RecurrentStep | None" = None,
+    ):
         self.rows = {item.row: number for number, item in enumerate(rows)}
-        self.device = device
-        counts = np.array([item.num_tokens for item in rows])
-        self._starts = np.cumsum(counts) - counts
-        self.num_fed = np.array([len(item.feed) for item in rows])
-        heads = np.maximum(self.num_fed - 1, 0) // chunk * chunk  # tokens of whole pieces
-        self._parents = _parents(rows, counts, self._starts)
-        self._windows: dict[int, torch.Tensor] = {}
-        self.places = np.array(places)
-        first = int(self.places[0])
-        is_range = bool((self.places == np.arange(first, first + len(places))).all())
+        self.device, self.before = device, before
+        counts, num_fed = np.array([item.num_tokens for item in rows]), np.array([len(item.feed) for item in rows])
+        starts = np.cumsum(counts) - counts
+        heads = np.maximum(num_fed - 1, 0) // chunk * chunk  # tokens of whole pieces
+        sizes, begins = counts - heads, starts + heads
+        width, num_before = int(sizes.max()), 0 if before is None else before.parents.shape[1]
+        self.places, self.fed_in_tail = np.array(places), num_fed - heads
+        own = np.zeros(len(rows), int) if before is None else np.array([before.rows[row] for row in self.rows])
+        self._lay_out_tails(rows, sizes, width, own)
+        self._parents = self._packed_parents(starts, heads, num_before)
 
-        sizes, begins = counts - heads, self._starts + heads
-        self.tails_begin, self.fed_in_tail = begins, self.num_fed - heads
-        width = int(sizes.max())
         within = np.arange(width)
         padded = begins[:, None] + np.minimum(within, sizes[:, None] - 1)
         is_token = within < sizes[:, None]
-        parents = np.where(is_token, self._parents[padded] - begins[:, None], -1)
-        bits = np.zeros((len(rows), width, -(-width // 64)), np.int64)
-        ancestor_bits(sizes, np.maximum(parents, -1), bits)
-        is_dense, has_heads = bool(is_token.all()), bool(heads.any())
+        bits = np.zeros((*self.parents.shape, -(-self.parents.shape[1] // 64)), np.int64)
+        ancestor_bits(self.parents, bits)
         rounds = []
         for piece in range(int(heads.max()) // chunk):
-            own = np.flatnonzero(heads > piece * chunk)
-            rounds += [self.places[own], self._starts[own][:, None] + np.arange(piece * chunk, (piece + 1) * chunk)]
-        tensors = [self.places, padded, np.flatnonzero(is_token.reshape(-1)), bits, *rounds]
-        places_, tail, unpadded, words, *pieces = send_together([torch.from_numpy(item) for item in tensors], device)
-        self.at = slice(first, first + len(places)) if is_range else places_
-        self.tail = None if is_dense and not has_heads else tail
+            running = np.flatnonzero(heads > piece * chunk)
+            pieces = np.arange(piece * chunk, (piece + 1) * chunk)
+            rounds += [self.places[running], starts[running][:, None] + pieces]
+        tensors = [self.places, own, padded, np.flatnonzero(is_token.reshape(-1)), bits, *rounds]
+        sent = send_together([torch.from_numpy(item) for item in tensors], device)
+        at, self.own, tail, unpadded, words, *rest = sent
+        first, is_dense = int(self.places[0]), bool(is_token.all())
+        is_range = bool((self.places == np.arange(first, first + len(rows))).all())
+        self.at = slice(first, first + len(rows)) if is_range else at
+        self.tail = None if is_dense and not heads.any() else tail
         self.unpadded = None if is_dense else unpadded
         self.tokens = tail.reshape(-1) if is_dense else tail.reshape(-1)[unpadded]
         self.shape = len(rows), width
-        self.rounds = list(zip(pieces[::2], pieces[1::2]))
+        self.rounds = list(zip(rest[::2], rest[1::2]))
         seen = (words[..., None] >> torch.arange(64, device=device)) & 1
-        self.sees = seen.flatten(2)[:, None, :, :width].bool()
+        self.sees = seen.flatten(2)[:, None, :, : self.parents.shape[1]].bool()
         self.causal = torch.ones(chunk, chunk, dtype=torch.bool, device=device).tril()[None, None]
-        self.inputs: dict[tuple[int, int], tuple[torch.Tensor, int]] = {}
-        self.scanned: dict[tuple[int, int], Scanned] = {}
+        self._sources: dict[int, torch.Tensor] = {}
+        self.windows: dict[Key, torch.Tensor] = {}
+        self.scanned: dict[Key, Scanned] = {}
 
-    def windows(self, width: int) -> torch.Tensor:
+    def _lay_out_tails(self, rows: Sequence[RowInput], sizes: np.ndarray, width: int, own: np.ndarray) -> None:
         """
-        Return for every token the places of its `width` nearest inputs in `inputs`, itself last: its ancestors in the
-        step, then the row's window. `[N, width]`.
+        Set `parents`, those of all tokens within their tails, `[R, T]`: -1 for the first ones, -2 for padding; and
+        `nodes`, the places of the rows' draft nodes in their tails.
         """
-        if width not in self._windows:
+        self.parents = np.full((len(rows), width), _NO_TOKEN)
+        self.nodes = [np.arange(fed, fed + item.num_nodes) for fed, item in zip(self.fed_in_tail, rows)]
+        start = 0
+        if self.before is not None:
+            self.parents = np.concatenate([self.before.parents[own], self.parents], axis=1)
+            start = self.before.parents.shape[1]
+            known = [self.before.nodes[number] for number in own]
+            self.nodes = [np.append(first, start + last) for first, last in zip(known, self.nodes)]
+            self.fed_in_tail = self.before.fed_in_tail[own]
+        for number, (item, size) in enumerate(zip(rows, sizes)):
+            num_nodes = item.num_nodes
+            self.parents[number, start : start + size - num_nodes] = np.arange(-1, size - num_nodes - 1)
+            if num_nodes:
+                parents, places = np.asarray(item.tree.parents)[item.first_node :], self.nodes[number]
+                last = self.fed_in_tail[number] - 1
+                own_places = places[item.first_node :]
+                self.parents[number, own_places] = np.where(parents < 0, last, places[np.maximum(parents, 0)])
+
+    def _packed_parents(self, starts: np.ndarray, heads: np.ndarray, num_before: int) -> np.ndarray:
+        """
+        Return the parent of every token among the step's tokens, `[N]`; -1 - b for those without, whose convolutions
+        read the window b: of the rows, R in all, or after the tokens of the tails before, `[R, T before]`.
+        """
+        parts = []
+        for number, (start, head) in enumerate(zip(starts.tolist(), heads.tolist())):
+            own = self.parents[number, num_before:]
+            own = own[own != _NO_TOKEN]
+            place = np.where(own < 0, -1 - number, -1 - (len(starts) + number * num_before + own))  # of its window
+            parents = np.where(own >= num_before, own - num_before + start + head, place)
+            if head:
+                parents[0] = start + head - 1
+                parts.append(np.arange(start - 1, start + head - 1))
+                parts[-1][0] = -1 - number
+            parts.append(parents)
+        return np.concatenate(parts)
+
+    def sources(self, width: int, num_windows: int) -> torch.Tensor:
+        """
+        Return for every token the places of its `width` nearest inputs, itself last, among the step's inputs, followed
+        by the inputs of `num_windows` windows. `[N, width]`.
+        """
+        if width not in self._sources:
             num, reach = len(self._parents), width - 1
-            before = np.arange(num, num + len(self.rows) * reach).reshape(len(self.rows), reach)
+            before = np.arange(num, num + num_windows * reach).reshape(num_windows, reach)
             parents = np.concatenate([self._parents, np.maximum(before - 1, before[:, :1]).reshape(-1)])
             roots = self._parents < 0
             parents[:num][roots] = before[-self._parents[roots] - 1, -1]
@@ -93,28 +146,18 @@ class RecurrentStep:
             found[:, -1] = np.arange(num)
             for place in range(reach - 1, -1, -1):
                 found[:, place] = parents[found[:, place + 1]]
-            self._windows[width] = to_device(found, self.device)
-        return self._windows[width]
+            self._sources[width] = to_device(found, self.device)
+        return self._sources[width]
 
+    def tails(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the values of the tails' tokens, `[R, W, ...]`, of those of all tokens, `[N, ...]`."""
+        return values.unflatten(0, self.shape) if self.tail is None else values[self.tail]
 
-def _parents(rows: Sequence[RowInput], counts: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Return the parent of every token among the step's tokens, `[N]`; -1 - r for the roots of row r."""
-    parents = np.arange(-1, int(counts.sum()) - 1)
-    for number, item in enumerate(rows):
-        start, num_fed = int(starts[number]), len(item.feed)
-        if item.num_nodes:
-            own = np.asarray(item.tree.parents, np.int64)
-            last = start + num_fed - 1 if num_fed else -1 - number
-            parents[start + num_fed : start + item.num_tokens] = np.where(own < 0, last, own + start + num_fed)
-        if num_fed:
-            parents[start] = -1 - number
-    return parents
-
-
-def path_ends(
-    step: RecurrentStep, rows: Sequence[CacheRow], paths: Sequence[Sequence[int]]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows' numbers in the step, and the last token of each path in its tail; -1 if it is empty."""
-    numbers = np.array([step.rows[row] for row in rows])
-    ends = [step.fed_in_tail[number] + (path[-1] if len(path) else -1) for number, path in zip(numbers, paths)]
-    return numbers, np.array(ends)
+    def ends_of(self, rows: Sequence[CacheRow], paths: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rows' numbers, and the last token of each path in its tail; -1 if it is empty."""
+        numbers = [self.rows[row] for row in rows]
+        ends = [
+            self.nodes[number][path[-1]] if len(path) else self.fed_in_tail[number] - 1
+            for number, path in zip(numbers, paths)
+        ]
+        return np.array(numbers), np.array(ends)

@@ -27,6 +27,10 @@ def path_to(tree, node):
     return path[::-1]
 
 
+def check_logits(found, expected):
+    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
 def check_states(model, forward, row, text):
     """The row's states, exported to transformers' cache, are those of a forward over the text."""
     config = model.config.get_text_config(decoder=True)
@@ -67,13 +71,52 @@ def test_logits_of_trees_and_states_after_commits(architecture):
             path = path_to(tree, node)
             text = np.concatenate([texts[item.row], tree.tokens[path]])
             expected = model(torch.from_numpy(text)[None]).logits[0, -1]
-            torch.testing.assert_close(logits[offset + 1 + node], expected, atol=2e-4, rtol=1e-4)
+            check_logits(logits[offset + 1 + node], expected)
             texts[item.row] = np.append(text, rng.integers(3, VOCAB_SIZE))
             paths.append(path)
         forward.commit([item.row for item in inputs], paths)
         for row, text in texts.items():
             if row.length:
                 check_states(model, forward, row, text[:-1])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("architecture", ["qwen3_5_text", "kimi_linear", "bamba", "lfm2"])
+def test_drafts_that_grow_by_several_forwards(architecture):
+    """Levels of different widths, rows that end early, and paths that end in every level, as draft models run."""
+    model, rng = shared_model(architecture), np.random.default_rng(1)
+    forward = PackedForward(model)
+    forward.cache.chunk = 6
+    texts = {forward.add(): rng.integers(3, VOCAB_SIZE, length) for length in (9, 3, 14)}
+    for round_ in range(4):
+        trees = {row: random_tree(rng, int(rng.integers(4, 11))) for row in texts}
+        known = dict.fromkeys(texts, 0)
+        for level in range(3):
+            running = [row for number, row in enumerate(texts) if level < 2 or number != round_ % 3]
+            inputs = []
+            for row in running:
+                tree, first = trees[row], known[row]
+                # A draft model's first level has no nodes yet.
+                end = min(first + (int(rng.integers(1, 5)) if level or round_ % 2 else 0), len(tree.tokens))
+                if end == first and level:
+                    continue
+                part = DraftTree(tree.tokens[:end], tree.parents[:end], tree.probs[:end])
+                inputs.append(RowInput(row, texts[row][row.length :] if not level else texts[row][:0], part, first))
+                known[row] = end
+            if not inputs:
+                break
+            logits, offsets = forward.forward(inputs)
+            for item, offset in zip(inputs, offsets):
+                node = len(item.tree.tokens) - 1
+                text = np.concatenate([texts[item.row], trees[item.row].tokens[path_to(trees[item.row], node)]])
+                expected = model(torch.from_numpy(text)[None]).logits[0, -1]
+                line = offset + item.num_nodes - (0 if len(item.feed) else 1)
+                check_logits(logits[line], expected)
+        paths = [path_to(trees[row], int(rng.integers(-1, known[row]))) for row in texts]
+        forward.commit(list(texts), paths)
+        for row, path in zip(texts, paths):
+            texts[row] = np.append(np.concatenate([texts[row], trees[row].tokens[path]]), rng.integers(3, VOCAB_SIZE))
+            check_states(model, forward, row, texts[row][:-1])
 
 
 @torch.no_grad()

@@ -82,5 +82,16 @@ def test_every_node_has_the_output_and_the_state_of_its_path(rule, parents, seed
         torch.testing.assert_close(output[:, :, node], expected[:, -1], atol=1e-5, rtol=1e-5)
         found = state_after(state, scanned, torch.tensor([node]), sees[None, node])
         torch.testing.assert_close(found, final, atol=1e-5, rtol=1e-5)
+    first = size // 2
+    if first:  # the same by two scans, the second of which knows what the first one has left
+        halves = [
+            [None if item is None else item[:, :, part] for item in given_]
+            for part in (slice(first), slice(first, None))
+        ]
+        begun, left = scan(*halves[0], state, sees[None, None, :first, :first])
+        ended, whole = scan(*halves[1], state, sees[None, None], left)
+        torch.testing.assert_close(torch.cat([begun, ended], dim=2), output, atol=1e-5, rtol=1e-5)
+        for found, expected in zip(whole, scanned):
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     nothing = state_after(state, scanned, torch.tensor([0]), torch.zeros(1, size, dtype=torch.bool))
     assert torch.equal(nothing, state), "an empty path leaves the state as it is"

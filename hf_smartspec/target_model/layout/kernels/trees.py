@@ -66,18 +66,18 @@ def lay_out(
 
 
 @compiled
-def ancestor_bits(sizes, parents, bits):
+def ancestor_bits(parents, bits):
     """
     Set the bits of the ancestors of every node of some trees, and of the node itself, 64 in each word.
 
     Args:
-        sizes (int64 `[trees]`): Nodes of each tree.
-        parents (int64 `[trees, nodes]`): Numbered within each tree; -1 for roots. Parents come before their children.
+        parents (int64 `[trees, nodes]`): Numbered within each tree, before their children; -1 for roots, -2 if none.
         bits (int64 `[trees, nodes, words]`): Filled; 0 before.
     """
-    for tree in range(len(sizes)):
-        for node in range(sizes[tree]):
+    for tree in range(parents.shape[0]):
+        for node in range(parents.shape[1]):
             parent = parents[tree, node]
             if parent >= 0:
                 bits[tree, node] = bits[tree, parent]
-            bits[tree, node, node >> 6] |= 1 << (node & 63)
+            if parent >= -1:
+                bits[tree, node, node >> 6] |= 1 << (node & 63)
