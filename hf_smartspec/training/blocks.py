@@ -185,9 +185,7 @@ class BlockTraining(nn.Module):
         """
         generator = torch.Generator().manual_seed(self.seed + int(self.num_updates))
         self.num_updates += self.training
-        device = input_ids.device.type
-        # Trained in a half-precision target's dtype: several times as fast.
-        with torch.autocast(device, self.target.dtype, enabled=self.target.dtype.itemsize == 2):
+        with self._autocast():
             states, hidden = target_states(self.target, self.drafter.hidden_layers, input_ids)
             slots = self._slots(input_ids, labels, states, self._anchors(labels, 1, generator))
             if not len(slots.rows):  # a loss with gradients where texts are too short
@@ -204,6 +202,10 @@ class BlockTraining(nn.Module):
                 found = slots.confidence.clamp(_EPS, 1 - _EPS)
                 losses = losses - share * found.log() - (1 - share) * (1 - found).log()
             return {"loss": (weights * losses).sum() / weights.sum()}
+
+    def _autocast(self) -> torch.autocast:
+        """Return the context in which drafters run in a half-precision target's dtype: several times as fast."""
+        return torch.autocast(self.target.device.type, self.target.dtype, enabled=self.target.dtype.itemsize == 2)
 
     def _anchors(self, labels: torch.Tensor, num_tokens: int, generator: torch.Generator) -> torch.Tensor:
         """
@@ -299,9 +301,10 @@ class BlockTraining(nn.Module):
     @torch.no_grad()
     def _whole_blocks(self, ids: torch.Tensor, labels: torch.Tensor) -> Slots:
         """Return the predictions of blocks that lie in responses as a whole, the same ones at each call."""
-        states, _ = target_states(self.target, self.drafter.hidden_layers, ids)
-        generator = torch.Generator().manual_seed(self.seed)
-        return self._slots(ids, labels, states, self._anchors(labels, self.drafter.num_depths, generator))
+        anchors = self._anchors(labels, self.drafter.num_depths, torch.Generator().manual_seed(self.seed))
+        with self._autocast():
+            states, _ = target_states(self.target, self.drafter.hidden_layers, ids)
+            return self._slots(ids, labels, states, anchors)
 
 
 def _attend(

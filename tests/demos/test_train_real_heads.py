@@ -21,7 +21,9 @@ def script(monkeypatch):
     monkeypatch.setattr(train_real_heads, "BLOCK", 5)
     monkeypatch.setattr(train_real_heads, "MAX_NEW_TOKENS", 12)
     monkeypatch.setattr(train_real_heads, "HELD_OUT_TOKENS", 8)
-    monkeypatch.setattr(train_real_heads, "TRAINING", ["--kind", "eagle3", "--num-heads", "2", "--batch-size", "2"])
+    monkeypatch.setattr(train_real_heads, "TRAINING", ["--batch-size", "2"])
+    sizes = {"eagle3": ["--num-heads", "2"], "dflash": ["--num-layers", "1"]}
+    monkeypatch.setattr(train_real_heads, "KINDS", sizes)
     threads = torch.get_num_threads()
     yield train_real_heads
     torch.set_num_threads(threads)
@@ -58,9 +60,11 @@ def arguments(script, tmp_path) -> list[str]:
 
 
 @pytest.mark.end_to_end
-def test_answers_are_kept_and_learnt_from_by_heads_that_draft(script, arguments, tmp_path, capsys):
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+def test_answers_are_kept_and_learnt_from_by_drafters_that_draft(script, arguments, tmp_path, capsys, kind):
     from training.corpus import is_heldout
 
+    arguments += ["--kind", kind]
     assert script.main([*arguments, "--blocks", "1"]) == 0
     printed = capsys.readouterr().out
     accepted = json.loads((tmp_path / "heads" / "accepted.json").read_text())

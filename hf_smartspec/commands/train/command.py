@@ -55,11 +55,11 @@ def run(args: argparse.Namespace) -> int:
     schedule = Schedule(args.epochs, args.steps, args.batch_size, args.max_length, args.learning_rate, args.seed)
     _train(module, learnt, args, schedule, console)
     accuracy = module.accuracy(held_out, args.max_length, args.batch_size)
-    kind.save(module, args)
-    write_card(args.output, args.kind, args.model, accuracy, len(held_out))
     report = {"learnt": len(learnt), "held_out": len(held_out), "accuracy": accuracy}
     if isinstance(module, BlockTraining):
         report["accepted_length"] = module.accepted_length(held_out, args.max_length, args.batch_size)
+    kind.save(module, args)  # in the target's dtype
+    write_card(args.output, args.kind, args.model, accuracy, len(held_out))
     if args.json:
         write_json(args.json, report)
     _show(console, accuracy, len(held_out), kind.places)

@@ -47,7 +47,7 @@ KINDS = {
     "eagle3": ["--num-heads", "2", "--draft-vocab-size", "20", "--neurons", "24"],
     "draft": ["--num-layers", "1"],
     "dflash": ["--num-layers", "1", "--block-size", "3", "--num-blocks", "4", "--draft-vocab-size", "20"],
-    "dspark": ["--num-layers", "1", "--block-size", "2", "--neurons", "24"],
+    "dspark": ["--num-layers", "1", "--block-size", "2", "--neurons", "24", "--dtype", "bfloat16"],
 }
 BLOCKS = ("dflash", "dspark")
 
