@@ -57,6 +57,8 @@ def _token_ids(args: argparse.Namespace, model: PreTrainedModel, texts: Sequence
 def _blocks(args: argparse.Namespace, model: PreTrainedModel, texts: Sequence[Text]) -> BlockTraining:
     if args.draft is not None:
         drafter = BlockDrafter.from_pretrained(args.draft, model).float()
+        if drafter.label != args.kind:
+            raise UsageError(f"--draft: {args.draft!r} holds a drafter of kind {drafter.label!r}")
     else:
         drafter = new_drafter(
             model,
@@ -85,7 +87,15 @@ def _draft(args: argparse.Namespace, model: PreTrainedModel, texts: Sequence[Tex
 
 
 def check_draft(args: argparse.Namespace, model: PreTrainedModel) -> None:
-    """Raise `UsageError` for a draft model with another vocabulary, before the target answers prompts."""
+    """
+    Raise `UsageError` for a draft model with another vocabulary, and for blocks without a slot that predicts or of
+    another kind, before the target answers prompts.
+    """
+    if KINDS[args.kind].make is _blocks:
+        if args.kind == "dflash" and args.block_size < 2:
+            raise UsageError("--block-size must be at least 2 for DFlash, whose first slot predicts nothing")
+        if args.draft is not None and not is_block_checkpoint(args.draft):
+            raise UsageError(f"--draft: {args.draft!r} holds no block drafter")
     if args.draft is None or args.kind != "draft":
         return
     with usage_errors(f"--draft: {args.draft!r} cannot be read"):

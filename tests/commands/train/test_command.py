@@ -194,6 +194,8 @@ def test_draft_models_of_another_vocabulary_do_not_learn(target, texts, tmp_path
         ({"--answers": "pyproject.toml", "--own-outputs": "4"}, "holds no answers"),
         ({"--answers": "answers.json"}, "goes with --own-outputs"),
         ({"--kind": "draft", "--draft": "./missing"}, "missing"),
+        ({"--kind": "dflash", "--draft": "./missing"}, "holds no block drafter"),
+        ({"--kind": "dflash", "--block-size": "1"}, "at least 2"),
     ],
 )
 def test_bad_arguments_are_refused_before_any_work(target, texts, tmp_path, capsys, change, match):
