@@ -13,11 +13,12 @@ from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from ....target_model.written.parts import written_map
 from ..learned import LearnedDrafter
 from .config import DFLASH2, DOMINO, DSPARK, XPRESS, BlockConfig
 from .files import check_tensors, read, write
 from .layers import BlockLayer, Rotation
-from .scores import ConfidenceHead, Lattice, MarkovHead, RefinerHead, Selector, conditioned, independent, scaled
+from .scores import ConfidenceHead, Lattice, Linear, MarkovHead, RefinerHead, Selector, conditioned, independent, scaled
 
 
 class BlockDrafter(LearnedDrafter):
@@ -74,15 +75,15 @@ class BlockDrafter(LearnedDrafter):
         sizes, options, rank = spec.sizes, spec.options, spec.options.get("markov_rank", 0)
         hidden, vocab = sizes.hidden_size, sizes.vocab_size
         each = hidden if spec.has_adapter else spec.target_hidden
-        self.fc = nn.Linear(len(spec.hidden_layers) * each, hidden, bias=False)
-        adapter = {"proj": nn.Linear(spec.target_hidden, hidden, bias=False)} if spec.has_adapter else {}
+        self.fc = Linear(len(spec.hidden_layers) * each, hidden, bias=False)
+        adapter = {"proj": Linear(spec.target_hidden, hidden, bias=False)} if spec.has_adapter else {}
         self.hidden_dim_adapter = nn.ModuleDict(adapter)
         norms = len(spec.hidden_layers) if spec.norms_states else 0
         self.aux_hidden_norms = nn.ModuleList(nn.RMSNorm(spec.target_hidden, sizes.rms_norm_eps) for _ in range(norms))
         self.hidden_norm, self.norm = (nn.RMSNorm(hidden, sizes.rms_norm_eps) for _ in range(2))
         self.layers = nn.ModuleList(BlockLayer(spec, number) for number in range(sizes.num_hidden_layers))
         self.embed_tokens = nn.Embedding(vocab, hidden) if spec.has_embedding else None
-        self.lm_head = nn.Linear(hidden, spec.draft_vocab, bias=False) if spec.has_head else None
+        self.lm_head = Linear(hidden, spec.draft_vocab, bias=False) if spec.has_head else None
         self.mask_embedding = nn.Parameter(torch.zeros(hidden)) if spec.has_mask_embedding else None
         self.candidate_selector = self.markov_head = self.confidence_head = None
         if spec.kind == DFLASH2:
@@ -94,7 +95,7 @@ class BlockDrafter(LearnedDrafter):
         elif spec.kind == DOMINO:
             state, inner = options["gru_hidden_dim"], options["emb_dim"]
             self.prefix_gru = nn.GRU(hidden, state, bias=False)
-            maps = nn.Linear(hidden + state, inner, bias=False), nn.Linear(inner, spec.draft_vocab, bias=False)
+            maps = Linear(hidden + state, inner, bias=False), Linear(inner, spec.draft_vocab, bias=False)
             self.embed_proj = nn.Sequential(maps[0], nn.SiLU(), maps[1])
         if options.get("enable_confidence_head"):
             reads = rank if options["confidence_head_with_markov"] else 0
@@ -198,8 +199,8 @@ class BlockDrafter(LearnedDrafter):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits `[..., own vocab]`, float32, of hidden states `[..., hidden_size]` after the final norm."""
-        head: Any = self._target_parts[1] if self.lm_head is None else self.lm_head
-        logits: torch.Tensor = head(hidden).float() * self.spec.logits_scale
+        head = written_map([self._target_parts[1] if self.lm_head is None else self.lm_head])
+        logits = head(hidden.flatten(0, -2)).unflatten(0, hidden.shape[:-1]).float() * self.spec.logits_scale
         cap = self.spec.softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 

@@ -8,6 +8,7 @@ from torch.nn.functional import pad, softplus
 from transformers.activations import ACT2FN
 
 from .config import DFLASH2, BlockConfig
+from .scores import Linear
 
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, [..., 1, head_dim]
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -23,7 +24,7 @@ class SlotConvolution(nn.Module):
         super().__init__()
         self.group = group
         self.base_kernel = nn.Parameter(torch.empty(2, size, hidden))
-        self.kernel_projection = nn.Linear(hidden, 2 * size * hidden // group, bias=False)
+        self.kernel_projection = Linear(hidden, 2 * size * hidden // group, bias=False)
 
     def kernels(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the kernels `[R, S, T, hidden_size]` before and after the part for inputs `[R, S, hidden_size]`."""
@@ -61,16 +62,16 @@ class BlockLayer(nn.Module):
         self.norms_context, self.value_scale = config.norms_context, config.value_scale
         self.input_layernorm, self.post_attention_layernorm = nn.RMSNorm(hidden, eps), nn.RMSNorm(hidden, eps)
         parts = {
-            "q_proj": nn.Linear(hidden, queries, config.has_bias),
-            "k_proj": nn.Linear(hidden, keys, config.has_bias),
-            "o_proj": nn.Linear(queries, hidden, config.has_bias),
+            "q_proj": Linear(hidden, queries, config.has_bias),
+            "k_proj": Linear(hidden, keys, config.has_bias),
+            "o_proj": Linear(queries, hidden, config.has_bias),
             "q_norm": nn.RMSNorm(self.head_dim, eps),
             "k_norm": nn.RMSNorm(self.head_dim, eps),
         }
         if config.has_values:
-            parts["v_proj"] = nn.Linear(hidden, keys, config.has_bias)
+            parts["v_proj"] = Linear(hidden, keys, config.has_bias)
         if config.gate_size:
-            parts["g_proj"] = nn.Linear(hidden, config.gate_size, bias=False)
+            parts["g_proj"] = Linear(hidden, config.gate_size, bias=False)
         self.layer_scalar = None
         if config.is_gemma:
             self.pre_feedforward_layernorm = nn.RMSNorm(hidden, eps)
@@ -80,9 +81,9 @@ class BlockLayer(nn.Module):
         self.self_attn = nn.ModuleDict(parts)
         self.mlp = nn.ModuleDict(
             {
-                "gate_proj": nn.Linear(hidden, inner, bias=False),
-                "up_proj": nn.Linear(hidden, inner, bias=False),
-                "down_proj": nn.Linear(inner, hidden, bias=False),
+                "gate_proj": Linear(hidden, inner, bias=False),
+                "up_proj": Linear(hidden, inner, bias=False),
+                "down_proj": Linear(inner, hidden, bias=False),
             }
         )
         self.attention_conv = self.mlp_conv = None

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from hf_smartspec.candidates.heads.blocks import scores
 from hf_smartspec.candidates.heads.blocks.drafter import BlockDrafter
 
 from ....models import shared_model
@@ -190,6 +191,24 @@ def test_xpress_refines_all_slots_in_passes(target, tmp_path, own_vocab):
         best = logits.log_softmax(-1).topk(4)
         assert torch.equal(lattice.tokens[row], ids[best.indices])
         torch.testing.assert_close(torch.cat([lattice.first[row][None], lattice.given[row, :, 0]]), best.values)
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "rnn"])
+def test_dspark_weighs_the_likeliest_tokens_only(target, tmp_path, monkeypatch, kind):
+    """What follows from the token before moves probability among these, and none to or from others."""
+    monkeypatch.setattr(scores, "SHORTLIST", 12)
+    published, drafter = load(tmp_path, target, "deepspec", markov=kind, from_anchor=True)
+    hidden, anchors = slots(published)
+    lattice = drafter.lattice(hidden, anchors, 5)
+    for row in range(3):
+        path = lattice.tokens[row, :, 0].tolist()
+        whole = all_scores(published, target, hidden[row], int(anchors[row]), path[:-1], kind)
+        for depth, base in enumerate(base_logits(published, target, hidden)[row].log_softmax(-1)):
+            places = base.topk(12).indices
+            expected = whole[depth][places].log_softmax(-1) + base[places].logsumexp(-1)
+            best = expected.topk(5)
+            assert lattice.tokens[row, depth].tolist() == places[best.indices].tolist()
+            torch.testing.assert_close(lattice.given[row, depth - 1, 0] if depth else lattice.first[row], best.values)
 
 
 def test_dspark_without_a_bias_of_tokens_is_deepspecs_dflash(target, tmp_path):
