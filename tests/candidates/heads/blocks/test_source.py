@@ -24,6 +24,7 @@ from hf_smartspec.drafts.price import LevelPrice
 from hf_smartspec.goodput import Calibrator, CostModel, TreeGoodput
 from hf_smartspec.sampling.noise import gumbel_noise
 from hf_smartspec.sampling.processors import ScoreProcessing
+from hf_smartspec.target_model.drafters.blocks import BlockForward
 
 from ....covering import exhaustive, part_of
 from ....generate.helpers import prompts, tiny_llama
@@ -87,6 +88,17 @@ def test_targets_that_are_packed_or_run_row_by_row(architecture, tmp_path):
             )
         assert torch.equal(output.sequences, expected)
         assert output.statistics.drafted_tokens > NUM_TOKENS, "it was asked until the end"
+
+
+@pytest.mark.parametrize("options", [SAMPLED, *exhaustive([GREEDY])])
+def test_tokens_in_half_precision(tmp_path, options):
+    model = tiny_llama(eos_token_id=None, head_dim=16).bfloat16()
+    write(model, tmp_path, head_dim=16, windows=(6, None), causal=(True, False))
+    with hf_smartspec.enabled(model):
+        expected = model.generate(**prompts(LENGTHS), **options, assistant="none")
+        config = SmartSpecConfig(str(tmp_path), num_nodes=9)
+        output = model.generate(**prompts(LENGTHS), **options, assistant=config, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, expected) and output.statistics.drafted_tokens > NUM_TOKENS
 
 
 KINDS = {
@@ -253,6 +265,18 @@ def test_a_price_of_nodes_ends_trees_and_its_shape_is_followed(heads):
     assert len(one) == 1
     (shaped,) = source.propose(["a"], [60], LevelPrice(0.0, 0.0, 0.0, widths=(3, 2, 1)))
     assert np.bincount(shaped.depths).tolist() == [0, 3, 6, 6]
+
+
+def test_blocks_have_no_more_slots_than_trees_can_have_depths(heads, monkeypatch):
+    sizes, blocks = [], BlockForward.blocks
+    monkeypatch.setattr(BlockForward, "blocks", lambda *args: sizes.append(args[-1]) or blocks(*args))
+    source = BlockCandidates(heads)
+    begun(source, "a", 9)
+    begun(source, "b", 5)
+    for limits in ([2, 1], [0, 4], [60, 1]):
+        trees = source.propose(["a", "b"], limits)
+        assert [len(tree) for tree in trees] == limits
+    assert sizes == [heads.first_slot + 2, heads.first_slot + 4, heads.block_size]
 
 
 def test_requests_without_all_hidden_states_get_no_draft(heads):
