@@ -133,7 +133,7 @@ def read_config(
     if gate not in (0, heads := sizes.num_attention_heads, heads * (sizes.head_dim or 0)):
         raise ValueError(f"`{_GATE}` has {gate} rows, and must have one for each of {heads} heads, or of their numbers")
     first_slot = 0 if _is_from_anchor(entries, kind) else 1
-    draft_vocab = int(entries.get("draft_vocab_size") or sizes.vocab_size)
+    draft_vocab = int(entries.get("draft_vocab_size") or shapes.get("d2t", (sizes.vocab_size,))[0])
     if kind == DFLASH2 and draft_vocab != sizes.vocab_size:
         raise ValueError(f"DFlash2 drafts all {sizes.vocab_size} tokens, and `draft_vocab_size` is {draft_vocab}")
     target_hidden = int(entries.get("target_hidden_size") or sizes.hidden_size)
