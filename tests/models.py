@@ -156,6 +156,18 @@ RECURRENT = {
         _LLAMA | _MAMBA | {"num_local_experts": 4, "layer_types": ["mamba", "attention"]},
     ),
     "falcon_h1": ("FalconH1Config", _LLAMA | _MAMBA | {"mamba_d_ssm": 64, "head_dim": 8}),
+    "nemotron_h": (  # limits the time steps of prompts, by far more than usual here
+        "NemotronHConfig",
+        _LLAMA
+        | {"layers_block_type": ["linear_attention", "full_attention", "mlp"], "time_step_min": 0.5, "head_dim": 8}
+        | {"mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8},
+    ),
+    "zamba2": (
+        "Zamba2Config",
+        _LLAMA
+        | {"layers_block_type": ["mamba", "hybrid"], "num_mem_blocks": 1}
+        | {"num_key_value_heads": 4, "mamba_d_state": 8, "mamba_headdim": 8, "n_mamba_heads": 8, "mamba_ngroups": 1},
+    ),
     "lfm2": ("Lfm2Config", _LLAMA | {"layer_types": ["conv", "full_attention"], "block_multiple_of": 32}),
     "mamba2": (
         "Mamba2Config",

@@ -206,7 +206,10 @@ class DecodingLoop:
             row = request.cache_row
             if row.renewal is not None and row.is_due(request.length):
                 row.renew()
-            feeds[request] = tokens = request.uncached()
+            tokens = request.uncached()
+            if row.pause > row.length:
+                tokens = tokens[: row.pause - row.length]
+            feeds[request] = tokens
             if len(tokens) > 1:
                 prompts.append(request)
         if prompts and self.max_prefill_tokens is not None:

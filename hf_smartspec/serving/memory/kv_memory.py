@@ -1,7 +1,7 @@
 """An engine's key/value memory: slots of running requests, and kept rows whose prefixes new prompts reuse."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import numpy as np
@@ -24,6 +24,7 @@ from .prefix_cache import CachedText, PrefixRows, SharedBase, SharedPrefix, shar
 
 _FIRST_LINES = 64
 _WASTE = 4  # allocated memory beyond this multiple of the need is returned
+_LEAST_SNAPSHOT = 32  # tokens
 _MOST_KEPT = 1024  # rows; every prompt is compared with all of them
 
 
@@ -104,6 +105,7 @@ class EngineMemory(RequestMemory):
         Return the scheduler's next request, where tokens shared in place with a running request take no memory. A
         request waits while a running one has not yet read a beginning that both could share.
         """
+        self._keep_snapshots(running)
         is_reading = any([not request.tokens for request in running])
 
         def num_shared(pending: PendingRequest) -> int | None:
@@ -139,9 +141,8 @@ class EngineMemory(RequestMemory):
             self._remove(self.prefixes.covered())
         self._shrink()
         texts = [(other.cache_row, _cached(other)) for other in running]
-        shared = self.prefixes.longest(
-            request.text(), texts, _stateful_source(request), request.call.namespace, bool(self._bytes_per_row)
-        )
+        known = request.text(), texts, _stateful_source(request), request.call.namespace
+        shared = self.prefixes.longest(*known, is_whole=bool(self._bytes_per_row))
         if shared is not None and not self._same_rotary(shared, request):
             shared = None
         if request.is_resumed and _stateful_source(request) is not None:  # it needs all states anew
@@ -154,6 +155,24 @@ class EngineMemory(RequestMemory):
                     self.cache.copy(shared.row, row, shared.length)
             row.length, request.shares_with = shared.length, shared.request_id
         request.row = row
+        row.pause = 0
+        if self._bytes_per_row and (part := self.prefixes.longest(*known)) is not None:
+            row.pause = part.length if part.length >= row.length + _LEAST_SNAPSHOT else 0
+
+    def _keep_snapshots(self, running: Sequence[Request]) -> None:
+        """
+        Keep copies of rows that have reached their `pause`, where there is room: prompts that begin alike go on from
+        there.
+        """
+        for request in running:
+            row = request.row
+            if row is not None and row.length == row.pause > 0 and len(running) < self.scheduler.max_batch_size:
+                length, row.pause = row.pause, 0
+                with suppress(MemoryError):
+                    copied = self._new_row(length, None, SharedBase())
+                    self.cache.copy(row, copied, length)
+                    copied.length = length
+                    self.prefixes.add(copied, CachedText(request.text()[:length], namespace=request.call.namespace))
 
     def _still_cached(self, shared: SharedPrefix | None) -> SharedPrefix | None:
         """Return the shared prefix; if its row has been dropped, the part that lies in another row's slot, if any."""

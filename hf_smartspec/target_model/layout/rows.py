@@ -36,6 +36,7 @@ class CacheRow:
             row's.
         num_sharers (`int`): Rows whose `prefix_row` this one is: it must not be removed, nor cut below what they share.
         shared_read_len (`int`): Length of the prefix that the current step reads for several rows at once.
+        pause (`int`): Length at which a step ends the row's feed, so that the states there can be copied.
     """
 
     slot: int
@@ -52,6 +53,7 @@ class CacheRow:
     prefix_len: int = 0
     num_sharers: int = 0
     shared_read_len: int = 0
+    pause: int = 0
 
     def __post_init__(self) -> None:
         if self.line < 0:

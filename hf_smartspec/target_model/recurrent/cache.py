@@ -220,6 +220,11 @@ class StateCache(SlotCache):
             output = output + bias.float()
         return output.to(weight.dtype)
 
+    def is_prompt(self) -> torch.Tensor:
+        """Return for every token of the step whether it belongs to a prompt, `[N]`, bool."""
+        assert self._step is not None, "states are read by a packed forward only"
+        return self._step.is_prompt()
+
     def scan(
         self,
         query: torch.Tensor,

@@ -73,12 +73,17 @@ def _state_space(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Replace the chunked scan of Mamba-2: inputs `[1, N, heads, head_dim]`, B and C `[1, N, groups, dk]`."""
+    """
+    Replace the chunked scan of Mamba-2: inputs `[1, N, heads, head_dim]`, B and C `[1, N, groups, dk]`. Its limits on
+    time steps apply to prompts only, since transformers' form for single tokens has none (Nemotron-H).
+    """
     if dt_bias is not None:
         dt = dt + dt_bias.to(dt.dtype)
     if dt_softplus:
         dt = torch.nn.functional.softplus(dt)
-    steps = dt[0].clamp(*dt_limit).float()
+    steps = dt[0].float()
+    if tuple(dt_limit) != (0.0, float("inf")):
+        steps = torch.where(cache.is_prompt()[:, None], steps.clamp(*dt_limit), steps)
     values = hidden_states[0].float()
     groups = values.shape[1] // B.shape[2]
     keys, queries = [item[0].float().repeat_interleave(groups, dim=1) for item in (B, C)]

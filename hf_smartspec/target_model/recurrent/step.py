@@ -86,6 +86,10 @@ class RecurrentStep:
         seen = (words[..., None] >> torch.arange(64, device=device)) & 1
         self.sees = seen.flatten(2)[:, None, :, : self.parents.shape[1]].bool()
         self.causal = torch.ones(chunk, chunk, dtype=torch.bool, device=device).tril()[None, None]
+        self._starts = starts
+        # A row's prompt is as long as the batch's longest, less what that one is ahead.
+        ends = [item.row.least_length - item.row.ahead - item.row.length for item in rows]
+        self._num_prompt = np.clip(ends, 0, num_fed)
         self._sources: dict[int, torch.Tensor] = {}
         self.windows: dict[Key, torch.Tensor] = {}
         self.scanned: dict[Key, Scanned] = {}
@@ -148,6 +152,13 @@ class RecurrentStep:
                 found[:, place] = parents[found[:, place + 1]]
             self._sources[width] = to_device(found, self.device)
         return self._sources[width]
+
+    def is_prompt(self) -> torch.Tensor:
+        """Return for every token whether it belongs to a prompt, `[N]`, bool."""
+        found = np.zeros(len(self._parents), np.int64)
+        for start, num in zip(self._starts, self._num_prompt):
+            found[start : start + num] = 1
+        return to_device(found, self.device).bool()
 
     def tails(self, values: torch.Tensor) -> torch.Tensor:
         """Return the values of the tails' tokens, `[R, W, ...]`, of those of all tokens, `[N, ...]`."""

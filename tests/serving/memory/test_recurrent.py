@@ -61,16 +61,23 @@ def test_weights_that_change_while_a_request_runs():
         change_weights_while_running(engine, [3, 4, 5, 6, 7, 8], 60, other)
 
 
-def test_conversations_go_on_from_their_states_and_prefixes_are_not_cut():
-    """A row is reused whole: its text is the beginning of the next prompt, or it is no use."""
-    model, prompt = model_of("qwen3_next"), np.random.default_rng(0).integers(3, 40, 40).tolist()
-    with Engine(model, drafting(), max_batch_size=3) as engine:
-        answer = engine.get_result(engine.add_request(prompt, **LONG), TIMEOUT).generated_tokens
-        longer, other = [*prompt, *answer, 5, 6, 7], [*prompt, 5, 6, 7]
-        for text, num_reused in ((other, 0), (longer, len(prompt) + len(answer) - 1)):
+def test_prompts_go_on_from_states_that_are_kept():
+    """
+    A row is reused whole, as in a conversation that goes on. Where a prompt departs from a kept text, its states are
+    kept for the next prompt with the same beginning.
+    """
+    model, rng = model_of("qwen3_next"), np.random.default_rng(0)
+    begin = rng.integers(3, 40, 70).tolist()
+    with Engine(model, drafting(), max_batch_size=4, max_prefill_tokens=50) as engine:
+        answer = engine.get_result(engine.add_request([*begin, 3, 4], **LONG), TIMEOUT).generated_tokens
+        longer = [*begin, 3, 4, *answer, 5, 6]
+        for text, num_reused in (
+            ([*begin, 7, 8], 0), ([*begin, 9, 8], 70), (longer, 101), ([*begin, 10], 70), (begin[:40], 0)
+        ):  # fmt: skip
+            before = engine._memory.num_reused
             found = engine.get_result(engine.add_request(text, **LONG), TIMEOUT)
             assert found.generated_tokens == Asked(text, LONG).alone(model)
-            assert engine._memory.num_reused == num_reused
+            assert engine._memory.num_reused - before == num_reused, text
 
 
 def test_states_are_counted_as_memory():
