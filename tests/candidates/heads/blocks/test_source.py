@@ -75,19 +75,19 @@ def test_tokens_are_those_of_plain_decoding(target, folder, name, way):
     assert output.statistics.drafted_tokens > NUM_TOKENS, "it was asked until the end"
 
 
-@pytest.mark.parametrize("architecture", ["mistral", "bloom", *exhaustive(["gemma2"], ["gpt2"], ["phi"])])
-def test_targets_that_are_packed_or_run_row_by_row(architecture, tmp_path):
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [("mistral", SAMPLED), ("bloom", GREEDY), *exhaustive(("gemma2", GREEDY), ("gpt2", SAMPLED), ("phi", SAMPLED))],
+)
+def test_targets_that_are_packed_or_run_row_by_row(architecture, options, tmp_path):
     model = new_model(architecture, eos_token_id=None)
     model.generation_config.eos_token_id = None
     write(model, tmp_path, from_anchor=True)
-    for options in (GREEDY, SAMPLED):
-        with hf_smartspec.enabled(model):
-            expected = model.generate(**prompts(LENGTHS), **options, assistant="none")
-            output = model.generate(
-                **prompts(LENGTHS), **options, assistant=str(tmp_path), return_dict_in_generate=True
-            )
-        assert torch.equal(output.sequences, expected)
-        assert output.statistics.drafted_tokens > NUM_TOKENS, "it was asked until the end"
+    with hf_smartspec.enabled(model):
+        expected = model.generate(**prompts(LENGTHS), **options, assistant="none")
+        output = model.generate(**prompts(LENGTHS), **options, assistant=str(tmp_path), return_dict_in_generate=True)
+    assert torch.equal(output.sequences, expected)
+    assert output.statistics.drafted_tokens > NUM_TOKENS, "it was asked until the end"
 
 
 @pytest.mark.parametrize("options", [SAMPLED, *exhaustive([GREEDY])])
@@ -117,11 +117,10 @@ def test_every_kind_drafts_trees_of_which_nothing_but_the_right_tokens_stay(targ
     assert BlockDrafter.from_pretrained(folder, target).label == kind.partition(",")[0]
     with hf_smartspec.enabled(target):
         expected = target.generate(**prompts(LENGTHS), **WAYS[way], assistant="none")
-        for width in (None, 1):
-            config = SmartSpecConfig(folder, num_nodes=9, width=width)
-            output = target.generate(**prompts(LENGTHS), **WAYS[way], assistant=config, return_dict_in_generate=True)
-            assert torch.equal(output.sequences, expected)
-            assert output.statistics.drafted_tokens > NUM_TOKENS, "it was asked until the end"
+        config = SmartSpecConfig(folder, num_nodes=9, width=1 if "gated" in kind else None)
+        output = target.generate(**prompts(LENGTHS), **WAYS[way], assistant=config, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, expected)
+    assert output.statistics.drafted_tokens > NUM_TOKENS, "it was asked until the end"
 
 
 # --- What is drafted, and of what ------------------------------------------------------------------------------------
@@ -300,10 +299,10 @@ def test_a_loaded_batch_is_asked_for_no_block(target, folder):
 
     source.propose = counted
     with Engine(target, SmartSpecConfig(source), max_batch_size=6) as engine:
-        names = [engine.add_request(text, **GREEDY | {"max_new_tokens": 200}) for text in texts]
+        names = [engine.add_request(text, **GREEDY | {"max_new_tokens": 120}) for text in texts]
         outputs = [engine.get_result(name, timeout=120) for name in names]
     assert all(output.error is None for output in outputs)
-    assert 0 < len(calls) < 60
+    assert 0 < len(calls) < 40
 
 
 def test_numbers_below_one_are_refused(heads):
