@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn.functional import embedding, linear, log_softmax, silu
 
+from ....sampling.top import likeliest_tokens
 from ....target_model.written.parts import product
 
 VANILLA, GATED, RNN = "vanilla", "gated", "rnn"  # kinds of Markov heads
@@ -53,8 +54,8 @@ def independent(logits: torch.Tensor, width: int) -> Lattice:
         logits (`torch.Tensor` of shape `[R, L, own vocab]`, float32): Tokens are their places in it.
         width (`int`): Largest number of candidates.
     """
-    scores, tokens = logits.topk(min(width, logits.shape[-1]), dim=-1)
-    scores = scores - logits.logsumexp(dim=-1, keepdim=True)
+    tokens, probs = (item.view(*logits.shape[:2], -1) for item in likeliest_tokens(logits.flatten(0, 1), width))
+    scores = probs.log()
     return Lattice(tokens, scores[:, 0], scores[:, 1:, None])
 
 
