@@ -204,6 +204,8 @@ _BLOCKS = {
     "dflash": {"windows": (6, None), "causal": (True, False)},
     "dflash2": {"convolution": (2, 8), "selector_rank": 3},
     "dspark": {"from_anchor": True, "block_size": 4, "markov": "rnn", "confidence": "markov"},
+    "domino": {"is_domino": True, "from_anchor": True},
+    "xpress": {"is_xpress": True},
 }
 
 

@@ -119,7 +119,7 @@ def fitted_blocks(model: PreTrainedModel, texts: torch.Tensor, **options) -> Blo
         pieces = zip(rows, texts[:, first:start].numpy(), states[:, first:start])
         forward.forward([RowInput(row, feed, features=own) for row, feed, own in pieces])
         hidden = forward.blocks(rows, texts[:, start].tolist(), drafter.block_size)[:, drafter.first_slot :]
-        x.append(hidden.flatten(0, 1))
+        x.append(hidden[:, : drafter.num_depths].flatten(0, 1))
         tokens.append(texts[:, start + 1 : start + 1 + drafter.num_depths].flatten())
     drafter.lm_head.weight.data = _fit(torch.cat(x), torch.cat(tokens), vocab)
     return drafter
