@@ -5,6 +5,7 @@ from functools import cache
 
 import torch
 import transformers
+from packaging.version import Version
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -14,6 +15,7 @@ from transformers import (
 )
 
 from hf_smartspec.target_model.compat import drops_soft_caps
+from hf_smartspec.target_model.private import TRANSFORMERS
 
 VOCAB_SIZE = 97
 WINDOW = 5  # of sliding layers: shorter than nearly every text in the tests
@@ -137,7 +139,7 @@ _SHARED_EXPERT = _EXPERTS | {"moe_intermediate_size": 32, "shared_expert_interme
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 2}
 
 # Architectures with states in place of keys and values in some layers: these are packed, too.
-RECURRENT = {
+_RECURRENT = {
     "qwen3_5_text": ("Qwen3_5TextConfig", _LLAMA | _DELTA | {"head_dim": 16}),
     "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", _LLAMA | _DELTA | _SHARED_EXPERT | {"head_dim": 16}),
     "qwen3_next": ("Qwen3NextConfig", _LLAMA | _DELTA | _SHARED_EXPERT | {"head_dim": 8}),
@@ -174,6 +176,8 @@ RECURRENT = {
         _TOKENS | {"hidden_size": 32, "num_heads": 8, "head_dim": 8, "state_size": 8, "num_hidden_layers": 2},
     ),
 }
+
+RECURRENT = _RECURRENT if Version("5.24") <= TRANSFORMERS else {}  # earlier, layers do not call the known functions
 
 # Architectures that do not follow the attention interface, or not all of it: these run row by row.
 ROWWISE = {
@@ -267,7 +271,7 @@ PLAIN = {
     ),
 }
 
-CONFIGS = PACKED | RECURRENT | ROWWISE | ENCODER_DECODER | ENCODER_DECODER_ROWWISE | SPEECH | PLAIN
+CONFIGS = PACKED | _RECURRENT | ROWWISE | ENCODER_DECODER | ENCODER_DECODER_ROWWISE | SPEECH | PLAIN
 
 
 def new_model(

@@ -13,12 +13,12 @@ from hf_smartspec import MtpLayers
 
 from ..candidates.heads.fitted import fitted_mtp
 from ..candidates.heads.mtp_targets import load_target, write_target
-from ..models import shared_model, with_noise
+from ..models import RECURRENT, shared_model, with_noise
 
 NUM_TOKENS = 40
 NUM_MTP_LAYERS = {"glm4_moe": 1, "deepseek_v3": 2, "mellum": 1}
 USUAL = ("llama", "qwen3", "gpt2", "mistral", "gemma2", "olmo2", "mixtral", "opt", *NUM_MTP_LAYERS)
-ARCHITECTURES = (*USUAL, "qwen3_5_text", "bamba", "lfm2")  # with layers that keep states, too
+ARCHITECTURES = (*USUAL, *[name for name in ("qwen3_5_text", "bamba", "lfm2") if name in RECURRENT])
 
 WRITTEN = tuple(name for name in USUAL if name not in ("gpt2", "opt", "deepseek_v3"))  # out, by the package
 

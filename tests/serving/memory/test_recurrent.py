@@ -13,6 +13,7 @@ from ...models import RECURRENT, new_model
 from ..helpers import TIMEOUT, Asked, change_weights_while_running, check_all, random_requests, suffix
 from ..test_giving_way import check_turns, of, short_turns  # noqa: F401 (a fixture)
 
+pytestmark = pytest.mark.skipif(not RECURRENT, reason="this release's layers with states are not known")
 LONG = {"max_new_tokens": 30, "eos_token_id": None}
 
 
@@ -24,7 +25,12 @@ def drafting():
     return SmartSpecConfig(suffix(), policy=FixedLength(4))
 
 
-@pytest.mark.parametrize("architecture", part_of(list(RECURRENT), "qwen3_5_text", "kimi_linear", "bamba", "mamba2"))
+@pytest.mark.parametrize(
+    "architecture",
+    part_of(
+        list(RECURRENT), *[name for name in ("qwen3_5_text", "kimi_linear", "bamba", "mamba2") if name in RECURRENT]
+    ),
+)
 def test_many_requests_with_their_own_settings(architecture):
     """More than run at once, prompts in pieces, greedy and seeded: packed, with drafts."""
     model = model_of(architecture)
