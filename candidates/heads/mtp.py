@@ -2,6 +2,7 @@
 MTP layers (DeepSeek-V3, arXiv 2412.19437, section 2.2), with which a target was trained to predict further tokens.
 """
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from ..committed import LAST
 from .learned import FeatureDrafter
 
 MTP = "mtp"
+
+# Types whose files hold an MTP layer with full attention, of which transformers' configs say nothing.
+_QWEN = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 class MtpLayers(FeatureDrafter):
@@ -71,13 +75,14 @@ class MtpLayers(FeatureDrafter):
         """
         kind = type(target).__name__
         output: Any = target.get_output_embeddings()
-        if not getattr(target.config.get_text_config(decoder=True), "num_mtp_layers", None):
+        described = _described(target)
+        if not getattr(described.config.get_text_config(decoder=True), "num_mtp_layers", None):
             raise ValueError(f"`assistant={MTP!r}`: {kind} has no MTP layers that transformers knows of.")
         if (obstacle := packing_obstacle(target)) is not None:
             raise ValueError(f"`assistant={MTP!r}`: {obstacle}.")
         device = output.weight.device
         try:
-            model = MtpModel.from_pretrained(target, device_map={"": device})
+            model = MtpModel.from_pretrained(described, device_map={"": device})
         except Exception as error:  # of many kinds: no files, none of these names, not all of them
             raise ValueError(
                 f"`assistant={MTP!r}`: the MTP layers of {kind} cannot be read from {target.config.name_or_path!r}: "
@@ -104,3 +109,18 @@ class MtpLayers(FeatureDrafter):
 def is_mtp(name: str, config: Mapping[str, Any] | None = None) -> bool:
     """Return whether a name stands for the target's own layers."""
     return name == MTP
+
+
+def _described(target: PreTrainedModel) -> PreTrainedModel:
+    """Return the target as `MtpModel` reads it: for those of Qwen, a view whose config tells of their layer."""
+    config = target.config.get_text_config(decoder=True)
+    # MtpModel takes the class of norms from the target's last layer: those of recurrent layers need a gate.
+    if config.model_type not in _QWEN or config.layer_types[-1] != "full_attention":
+        return target
+    view: Any = copy.copy(target)  # shares all modules
+    view.config = copy.deepcopy(target.config)
+    config = view.config.get_text_config(decoder=True)
+    config.num_mtp_layers = getattr(config, "mtp_num_hidden_layers", 1)
+    config.mtp_layer_types = ["full_attention"] * config.num_mtp_layers
+    view._keys_to_ignore_on_load_unexpected = [r"^mtp\."]  # not the tensors of images
+    return view

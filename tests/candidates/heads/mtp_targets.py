@@ -8,7 +8,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ...models import VOCAB_SIZE, WINDOW
+from ...models import RECURRENT, VOCAB_SIZE, WINDOW
 
 _SIZES = {
     "vocab_size": VOCAB_SIZE,
@@ -23,6 +23,7 @@ _SIZES = {
     "pad_token_id": 0,
     "num_experts_per_tok": 2,
 }
+HYBRIDS = [name for name in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text") if name in RECURRENT]
 _GROUPS = {"first_k_dense_replace": 1, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
 _LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 TARGETS = {
@@ -34,6 +35,14 @@ TARGETS = {
         | {"num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "sliding_window": WINDOW}
         | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     ),
+    **{  # with two layers, of which one keeps states, and an MTP layer of full attention
+        name: (
+            RECURRENT[name][0],
+            RECURRENT[name][1]
+            | {"layer_types": ["linear_attention", "full_attention", "full_attention"], "eos_token_id": None},
+        )
+        for name in HYBRIDS
+    },
 }
 NUM_LAYERS = 2
 _SHARED = (f".{NUM_LAYERS}.embed_tokens.weight", f".{NUM_LAYERS}.shared_head.head.weight")
@@ -43,7 +52,7 @@ def write_target(name: str, folder: Path, num_mtp_layers: int = 1, seed: int = 0
     """A target of 2 layers, and so many MTP layers: decoder layers behind its own, with what MTP adds to them."""
     torch.manual_seed(seed)
     config_class, options = TARGETS[name]
-    config = getattr(transformers, config_class)(**options, num_hidden_layers=NUM_LAYERS + num_mtp_layers)
+    config = getattr(transformers, config_class)(**options | {"num_hidden_layers": NUM_LAYERS + num_mtp_layers})
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -58,17 +67,18 @@ def write_target(name: str, folder: Path, num_mtp_layers: int = 1, seed: int = 0
             tensors[f"{prefix}{norm}.weight"] = 1 + 0.3 * torch.randn(hidden)
         tensors[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
         tensors[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
-    if name == "mellum":
+    if name in ("mellum", *HYBRIDS):
         tensors = {_mellum_name(key): item for key, item in tensors.items() if not key.endswith(_SHARED)}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     content = json.loads((folder / "config.json").read_text())
-    content |= {"num_hidden_layers": NUM_LAYERS, "num_nextn_predict_layers": num_mtp_layers}
+    content |= {"num_hidden_layers": NUM_LAYERS}
+    content |= {} if name in HYBRIDS else {"num_nextn_predict_layers": num_mtp_layers}
     content |= {key: content[key][:NUM_LAYERS] for key in ("layer_types", "mlp_layer_types") if key in content}
     (folder / "config.json").write_text(json.dumps(content))
 
 
 def _mellum_name(name: str) -> str:
-    """As Mellum's files name the tensors of their only MTP layer."""
+    """As the files of Mellum and Qwen name the tensors of their only MTP layer."""
     own = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "shared_head.norm": "norm"}
     for part, other in own.items():
         name = name.replace(f"model.layers.{NUM_LAYERS}.{part}.", f"mtp.{other}.")
@@ -79,6 +89,6 @@ def load_target(folder: Path, monkeypatch) -> PreTrainedModel:
     """The target, whose class knows at which number its MTP layers begin, as it does for published sizes only."""
     content = json.loads((folder / "config.json").read_text())
     model_class = getattr(transformers, content["architectures"][0])
-    if content["model_type"] != "mellum":
+    if content["model_type"] not in ("mellum", *HYBRIDS):
         monkeypatch.setattr(model_class, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.[2-9]\..*"])
     return model_class.from_pretrained(folder).eval()
