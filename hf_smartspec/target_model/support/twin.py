@@ -53,6 +53,8 @@ _SIZES = [
         (r"block_multiple_of|intermediate_multiple_size|intermediate_size_mlp", 32),
         (r"experts_per_tok(en)?|moe_topk|moe_k", 2),
         (r"shared_experts|n_group|topk_group|expert_group|first_k_dense_replace", 1),
+        (r"(^|_)n_?groups", 2),  # of Mamba-2, whose heads have as many channels as `expand` times the hidden size
+        (r"expand", 1),
         (r"experts|expert_num", 4),
     )
 ]
@@ -158,7 +160,9 @@ def _num_layers(values: dict[str, Any], num_layers: int) -> int:
     ]
     lists = [value for _, value in entries if len(value) == num_layers > 0]
     kinds = [str([item[layer] for item in lists]) for layer in range(num_layers)]
-    return min(max([2, *(kinds.index(kind) + 1 for kind in set(kinds))]), num_layers)
+    lists_of_numbers = [value for key, value in values.items() if isinstance(value, list) and _names_layers(key, value)]
+    named = [value[0] + 1 for value in lists_of_numbers if value]
+    return min(max([2, *named, *(kinds.index(kind) + 1 for kind in set(kinds))]), num_layers)
 
 
 def _small(key: str, value: Any, values: dict[str, Any], num_layers: int, kept: int) -> Any:
@@ -189,7 +193,7 @@ def _small(key: str, value: Any, values: dict[str, Any], num_layers: int, kept: 
 def _names_layers(key: str, value: list[Any]) -> bool:
     """Return whether a list holds numbers of layers, rather than one entry for each layer."""
     is_rising = all(_is_number(item) for item in value) and value == sorted(set(value))
-    return is_rising and re.search(r"layers?(_ids)?$|idxs$", key) is not None
+    return is_rising and re.search(r"layers?(_ids|_indices)?$|idxs$", key) is not None
 
 
 def _shrink_rope(parameters: dict[str, Any], values: dict[str, Any]) -> None:

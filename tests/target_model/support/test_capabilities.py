@@ -8,10 +8,11 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hf_smartspec
+from hf_smartspec.target_model.forward.packed import PackedForward
 from hf_smartspec.target_model.support import capabilities as support
 from hf_smartspec.target_model.support.capabilities import packing_obstacle, rowwise_obstacle
 from hf_smartspec.target_model.support.probe import Probe
-from hf_smartspec.target_model.support.twin import BORDERS, borders, small_config, small_twin
+from hf_smartspec.target_model.support.twin import BORDERS, borders, sharpened, small_config, small_twin
 
 from ...architectures import CHANGES, small_model
 from ...covering import exhaustive
@@ -99,6 +100,27 @@ def test_twins_have_layers_of_every_kind():
     layer_types = [*["sliding_attention"] * 3, "full_attention"]
     model = new_model("gemma3_text", num_hidden_layers=8, layer_types=layer_types * 2)
     assert small_twin(model).config.layer_types == layer_types
+
+
+_MOSTLY_MAMBA = [*["mamba"] * 5, "attention", *["mamba"] * 4]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("mamba2", {}),
+        ("bamba", {"attn_layer_indices": [9, 18, 27]}),
+        ("granitemoehybrid", {"num_hidden_layers": 10, "layer_types": _MOSTLY_MAMBA}),
+        ("falcon_h1", {}),
+        ("qwen3_next", {}),
+        ("kimi_linear", {}),
+    ],
+)
+def test_twins_of_hybrids_of_the_usual_sizes_are_packed(name, changes):
+    """Large hybrids in half precision are judged by their twins alone."""
+    config = small_config(CONFIG_MAPPING[name](**changes))
+    model = sharpened(AutoModelForCausalLM.from_config(config).eval().requires_grad_(False))
+    assert Probe(model, (4, 7), 6).agrees(PackedForward)
 
 
 def test_twins_lie_on_the_cpu_wherever_new_tensors_do():
