@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import torch
 
+from ...device import has_float64
+
 
 class Scanned(NamedTuple):
     """
@@ -66,8 +68,10 @@ def scan(
     num, by_channel = key.shape[2], decay.dim() == 4
     keys = key if before is None else torch.cat([before.keys, key], dim=2)
     decays = decay if before is None else torch.cat([before.decays, decay], dim=2)
-    paths = sees.to(decay.dtype)
-    sums = paths @ decays if by_channel else (paths @ decays[..., None])[..., 0]
+    # Differences of these large sums become exponents: TF32, which a caller may allow in products, would ruin them.
+    exact = torch.float64 if has_float64(decay.device) else decay.dtype
+    sums = (sees.to(exact) @ (decays if by_channel else decays[..., None]).to(exact)).to(decay.dtype)
+    sums = sums if by_channel else sums[..., 0]
     last, hidden = sums[:, :, -num:], ~sees[:, :, -num:]
     if by_channel:
         into = last.exp()

@@ -61,6 +61,22 @@ def state_space(query, key, value, decay, beta, state):
     return torch.stack(outputs, dim=1), state.mT
 
 
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_sums_of_decays_are_exact_where_products_need_not_be(by_channel):
+    """As with TF32 on GPUs: processors with products in bfloat16 use these for "medium"."""
+    generator, size = torch.Generator().manual_seed(0), 64
+    key, value = torch.randn(2, 1, HEADS, size, DK, generator=generator)
+    decay = -8 * torch.rand(1, HEADS, size, *[DK] * by_channel, generator=generator)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        sees = torch.ones(1, 1, size, size, dtype=torch.bool).tril()
+        _, scanned = scan(key, key, value, decay, None, torch.zeros(1, HEADS, DK, DK), sees)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    torch.testing.assert_close(scanned.sums, decay.double().cumsum(2).float(), atol=0, rtol=2e-7)
+
+
 @pytest.mark.parametrize("rule", [gated_delta, by_channel, state_space])
 @given(parents=trees(), seed=st.integers(0, 2**31))
 @settings(max_examples=examples(12), deadline=None)
