@@ -80,8 +80,7 @@ class EngineMemory(RequestMemory):
 
     @property
     def num_bytes(self) -> int:
-        states = self.cache.num_state_bytes if isinstance(self.cache, StateCache) else 0
-        return self.cache.num_lines * self.bytes_per_token + states
+        return self.cache.num_lines * self.bytes_per_token + self.cache.num_state_bytes
 
     @property
     def cache(self) -> SlotCache:
@@ -168,9 +167,10 @@ class EngineMemory(RequestMemory):
             row = request.row
             if row is not None and row.length == row.pause > 0 and len(running) < self.scheduler.max_batch_size:
                 length, row.pause = row.pause, 0
-                with suppress(MemoryError):
+                with suppress(MemoryError, RuntimeError):  # torch raises the latter
                     copied = self._new_row(length, None, SharedBase())
-                    self.cache.copy(row, copied, length)
+                    with self._removed_on_failure(copied):
+                        self.cache.copy(row, copied, length)
                     copied.length = length
                     self.prefixes.add(copied, CachedText(request.text()[:length], namespace=request.call.namespace))
 
@@ -262,7 +262,7 @@ class EngineMemory(RequestMemory):
     def release(self, request: Request) -> None:
         """Keep the row of an ended request until its memory is needed."""
         row = request.cache_row
-        row.num_nodes = 0
+        self.forward.commit([row], [()])  # without a draft that was under verification
         self.prefixes.add(row, _cached(request))
 
     def suspend(self, request: Request) -> None:

@@ -139,6 +139,11 @@ class SlotCache(Cache):
         """Bytes of one token's keys and values in all layers that have been written."""
         return sum(memory.element_size() * memory[0].numel() for memory in self._memories())
 
+    @property
+    def num_state_bytes(self) -> int:
+        """Bytes of memory beside keys and values."""
+        return 0
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -172,7 +177,7 @@ class SlotCache(Cache):
         for number, memory in enumerate(self._spare):
             if (memory.shape, memory.dtype, memory.device) == wanted:
                 return self._spare.pop(number)
-        return _zeros(like, self.num_lines, *shape)
+        return zeros(like, self.num_lines, *shape)
 
     def release(self) -> list[torch.Tensor]:
         """Empty the cache, and return its memory, zeroed where rows have lain, for a later `borrow`."""
@@ -354,7 +359,7 @@ class SlotCache(Cache):
             return
         is_new = num_lines != self.num_lines
         moves = [move for move in moves if is_new or move[0] != move[1]]
-        others = [_zeros(memory, num_lines, *memory.shape[1:]) for memory in memories] if is_new else memories
+        others = [zeros(memory, num_lines, *memory.shape[1:]) for memory in memories] if is_new else memories
         if moves:
             first, place, count = np.array(moves).T
             within = np.concatenate([np.arange(number) for number in count])
@@ -441,7 +446,8 @@ class SlotCache(Cache):
             row.length = int(mask.sum())
 
 
-def _zeros(like: torch.Tensor, *shape: int) -> torch.Tensor:
+def zeros(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    """Return zeros in the dtype and on the device of `like`, which may be written to in any mode."""
     # Not uninitialised memory: masked columns are multiplied by 0, and 0 * NaN is NaN.
     with torch.inference_mode(False):  # an inference tensor could not be written to outside inference mode
         return torch.zeros(shape, dtype=like.dtype, device=like.device)

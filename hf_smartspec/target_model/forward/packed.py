@@ -125,12 +125,17 @@ class PackedForward(RaggedForward):
                 return self._compute(layout)
             assert isinstance(self.cache, StateCache), "the cache that the model needs"
             self.cache.begin(planned.rows, self.device)
-            with self.recurrent.step(self.cache):
-                return self._compute(layout)
+            try:
+                with self.recurrent.step(self.cache):
+                    return self._compute(layout)
+            except BaseException:  # some layers have run these tokens, and others have not
+                for item in planned.rows:
+                    self.cut(item.row, 0)
+                raise
 
     def cut(self, row: CacheRow, length: int) -> None:
         """Cut a row, to nothing if it has states, which cannot be taken back."""
-        if isinstance(self.cache, StateCache) and length < row.length:
+        if isinstance(self.cache, StateCache) and (length < row.length or not length):
             length = 0
             self.cache.clear(row)
         super().cut(row, length)

@@ -8,7 +8,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from ...device import to_device
-from ..cache.slot_cache import SlotCache
+from ..cache.slot_cache import SlotCache, zeros
 from ..layout.rows import CacheRow, RowInput
 from .scan import scan, state_after
 from .step import Key, RecurrentStep
@@ -49,8 +49,12 @@ class StateCache(SlotCache):
         assert row.prefix_row is None, "a state is not shared"
         taken = set(self._places.values())
         self._places[row] = next(place for place in range(len(taken) + 1) if place not in taken)
-        while len(taken) >= self._num_places:
-            self._grow()
+        try:
+            while len(taken) >= self._num_places:
+                self._grow()
+        except BaseException:  # for lack of memory: no request would own the row
+            self.remove(row)
+            raise
         self.clear(row)
         return row
 
@@ -82,13 +86,16 @@ class StateCache(SlotCache):
         self._windows, self._states, self._open = {}, {}, {}
 
     def _grow(self) -> None:
-        self._num_places *= 2
+        """Make room for more rows. All memory is allocated before any of it is used, so that a failure changes none."""
+        num = 2 * self._num_places
         if self.most_rows is not None:
-            self._num_places = max(min(self._num_places, self.most_rows), len(self._places))
-        for memories in (self._windows, self._states):
+            num = max(min(num, self.most_rows), len(self._places))
+        both = self._windows, self._states
+        grown = [{key: zeros(memory, num, *memory.shape[1:]) for key, memory in memories.items()} for memories in both]
+        for memories, larger in zip(both, grown):
             for key, memory in memories.items():
-                memories[key] = memory.new_zeros(self._num_places, *memory.shape[1:])
-                memories[key][: len(memory)] = memory
+                larger[key][: len(memory)] = memory
+        self._num_places, (self._windows, self._states) = num, grown
 
     @property
     def num_state_bytes(self) -> int:
@@ -206,7 +213,7 @@ class StateCache(SlotCache):
         assert step is not None, "states are read by a packed forward only"
         memory = self._windows.get(self._key)
         if memory is None:
-            memory = self._windows[self._key] = inputs.new_zeros(self._num_places, width - 1, inputs.shape[1])
+            memory = self._windows[self._key] = zeros(inputs, self._num_places, width - 1, inputs.shape[1])
         windows, known = memory[step.at], None
         if step.before is not None:
             known = step.before.windows[self._key][step.own]
@@ -250,10 +257,9 @@ class StateCache(SlotCache):
         assert step is not None, "states are read by a packed forward only"
         memory = self._states.get(own)
         if memory is None:
-            shape = self._num_places, *key.shape[1:], value.shape[2]
             if is_transposed:
                 self._transposed.add(own)
-            memory = self._states[own] = key.new_zeros(shape)
+            memory = self._states[own] = zeros(key, self._num_places, *key.shape[1:], value.shape[2])
         given = query, key, value, decay, beta
         output = None
         if step.rounds:

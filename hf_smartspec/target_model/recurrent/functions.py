@@ -164,9 +164,11 @@ def recurrent_layers(model: PreTrainedModel) -> RecurrentLayers | None:
         called = set(getattr(getattr(forward, "__code__", None), "co_names", ()))
         needed = [{_CONVOLUTION}] if "update_conv_state" in called else []
         needed += [set(_SCANS)] if "update_recurrent_state" in called else []
-        if not all(called & names for names in needed):
+        if not needed:
+            continue
+        own = forward.__globals__
+        replaced = called & set(_REPLACEMENTS) & own.keys()  # not methods or attributes of these names
+        if not all(replaced & names for names in needed):
             return None
-        if needed:
-            own = forward.__globals__
-            found.setdefault(id(own), (own, set()))[1].update(called & set(_REPLACEMENTS))
+        found.setdefault(id(own), (own, set()))[1].update(replaced)
     return RecurrentLayers(list(found.values())) if found else None

@@ -8,10 +8,11 @@ from transformers import DynamicCache
 from hf_smartspec.drafts.tree import DraftTree
 from hf_smartspec.target_model.forward.packed import PackedForward
 from hf_smartspec.target_model.layout.rows import RowInput
+from hf_smartspec.target_model.recurrent import cache as states
 from hf_smartspec.target_model.recurrent.cache import StateCache
 from hf_smartspec.target_model.recurrent.functions import recurrent_layers
 
-from ...models import RECURRENT, VOCAB_SIZE, shared_model
+from ...models import RECURRENT, VOCAB_SIZE, new_model, shared_model
 
 pytestmark = pytest.mark.skipif(not RECURRENT, reason="this release's layers with states are not known")
 
@@ -141,6 +142,58 @@ def test_whole_rows_are_copied_and_cut_rows_begin_anew():
     forward.forward([RowInput(row, text[:9])])
     check_states(model, forward, row, text[:9])
     check_states(model, forward, other, text)
+
+
+@torch.no_grad()
+def test_rows_of_a_failed_forward_begin_anew(monkeypatch):
+    """Its first layers have run the tokens, and the last ones have not; pieces of prompts are in the states at once."""
+    model, text = new_model("qwen3_next"), np.arange(5, 45)
+    forward = PackedForward(model)
+    forward.cache.chunk = 7
+    rows = [forward.add(), forward.add()]
+    forward.forward([RowInput(row, text[:12]) for row in rows])
+    with monkeypatch.context() as patch, pytest.raises(TypeError):
+        patch.setattr(model.model.norm, "forward", None)
+        forward.forward([RowInput(rows[0], text[12:])])
+    assert [row.length for row in rows] == [0, 12]
+    forward.forward([RowInput(row, text[row.length :]) for row in rows])
+    for row in rows:
+        check_states(model, forward, row, text)
+
+
+@torch.no_grad()
+def test_states_may_be_written_to_outside_inference_mode():
+    model, text = shared_model("qwen3_next"), np.arange(5, 25)
+    forward = PackedForward(model)
+    with torch.inference_mode():
+        row, _ = forward.add(), forward.add()
+        forward.forward([RowInput(row, text[:9])])
+    forward.forward([RowInput(row, text[9:])])
+    check_states(model, forward, row, text)
+
+
+@torch.no_grad()
+def test_a_row_without_memory_for_its_states_is_not_added(monkeypatch):
+    model, text = shared_model("qwen3_next"), np.arange(5, 25)
+    forward = PackedForward(model)
+    row = forward.add()
+    forward.forward([RowInput(row, text)])
+    with monkeypatch.context() as patch, pytest.raises(TypeError):
+        patch.setattr(states, "zeros", None)
+        forward.add()
+    assert forward.cache.rows == [row]
+    other = forward.add()
+    forward.forward([RowInput(other, text)])
+    for item in (row, other):
+        check_states(model, forward, item, text)
+
+
+def test_layers_that_call_functions_of_their_own_are_unknown():
+    class Layer(torch.nn.Module):
+        def forward(self, inputs, cache):
+            return self.causal_conv1d_fn(cache.update_conv_state(inputs, 0))
+
+    assert recurrent_layers(Layer()) is None, "only a file's own functions can be replaced"
 
 
 @torch.no_grad()
