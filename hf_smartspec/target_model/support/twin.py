@@ -43,7 +43,8 @@ _SIZES = [
     for names, most in (
         (r"vocab_size(_per_layer_input)?", 97),
         (r"max_position_embeddings|n_positions|max_seq_len|n_ctx|context_length|max_(target|source)_positions", 512),
-        (r"qk_head_dim|lora_rank|kv_channels", 16),
+        (r"attention_hidden_size", 64),  # of Zamba, twice the hidden size
+        (r"qk_head_dim|attention_head_dim|lora_rank|kv_channels", 16),
         (r"head_dim|headdim|head_size|d_head|dim_head|d_kv|state_size|d_state", 8),
         (r"rotary_dim", 4),
         (r"(key_value|kv)_heads|query_groups", 2),

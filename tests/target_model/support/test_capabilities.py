@@ -112,6 +112,8 @@ _MOSTLY_MAMBA = [*["mamba"] * 5, "attention", *["mamba"] * 4]
         ("bamba", {"attn_layer_indices": [9, 18, 27]}),
         ("granitemoehybrid", {"num_hidden_layers": 10, "layer_types": _MOSTLY_MAMBA}),
         ("falcon_h1", {}),
+        ("nemotron_h", {}),
+        ("zamba2", {}),
         ("qwen3_next", {}),
         ("kimi_linear", {}),
     ],
