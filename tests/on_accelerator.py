@@ -12,6 +12,7 @@ import torch
 import hf_smartspec
 from hf_smartspec import BlockDrafter, PromptLookupCandidates, SmartSpecConfig, device
 from hf_smartspec.candidates.heads.eagle.heads import EagleHeads
+from hf_smartspec.candidates.heads.eagle.parallel import ParallelCandidates
 from hf_smartspec.candidates.heads.feature_source import FeatureCandidates
 from hf_smartspec.decoding import loop, verify
 from hf_smartspec.decoding.loop import DecodingLoop
@@ -41,6 +42,7 @@ from .accelerator_cases import (
 )
 from .candidates.heads.blocks.published import random_drafter, z_lab
 from .candidates.heads.by_heart import texts_of, trained_eagle
+from .candidates.heads.fitted import fitted_parallel
 from .candidates.models.translated.pairs import character_tokenizer, with_tokens_of
 from .covering import IS_EXHAUSTIVE, covering, exhaustive
 from .generate.helpers import noisy_copy, prompts, tiny_llama, tiny_tokenizer
@@ -320,6 +322,25 @@ def test_blocks_are_drafted_with_one_wait(on_cpu, on_device, expected, steps, tm
             ids = {key: item.to(target.device) for key, item in inputs.items()}
             settings = {"max_new_tokens": NUM_TOKENS, "return_dict_in_generate": True} | OPTIONS[name]
             found.append(target.generate(**ids, assistant=SmartSpecConfig(heads, num_nodes=9), **settings))
+    assert tokens_of(found[0]) == tokens_of(found[1]) == tokens_of(expected[name])
+    statistics = [(item.statistics.drafted_tokens, item.statistics.accepted_tokens) for item in found]
+    assert statistics[0] == statistics[1] and statistics[0][0] > NUM_TOKENS
+    assert max(counts["waits"] for counts in steps) == 2, "for the draft, and for the picks"
+
+
+@pytest.mark.parametrize("name", ["sampled", *exhaustive(["greedy"])])
+def test_parallel_heads_draft_with_one_wait(on_cpu, on_device, expected, steps, tmp_path, name):
+    texts = on_cpu[0].generate(**prompts(LENGTHS[:1]), max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None)
+    fitted_parallel(on_cpu[0], texts).save_pretrained(tmp_path)
+    inputs, found = prompts(LENGTHS), []
+    for target in (on_cpu[0], on_device[0]):
+        heads = EagleHeads.from_pretrained(tmp_path, target)
+        steps.clear()
+        with hf_smartspec.enabled(target):
+            ids = {key: item.to(target.device) for key, item in inputs.items()}
+            settings = {"max_new_tokens": NUM_TOKENS, "return_dict_in_generate": True} | OPTIONS[name]
+            config = SmartSpecConfig(ParallelCandidates(heads), num_nodes=9)
+            found.append(target.generate(**ids, assistant=config, **settings))
     assert tokens_of(found[0]) == tokens_of(found[1]) == tokens_of(expected[name])
     statistics = [(item.statistics.drafted_tokens, item.statistics.accepted_tokens) for item in found]
     assert statistics[0] == statistics[1] and statistics[0][0] > NUM_TOKENS

@@ -107,9 +107,7 @@ def add_gumbel_noise(scores: torch.Tensor, seeds: Sequence[int | None], position
     noise exceeds the score plus noise of the best-scored token. Returns a new tensor; no device is waited for.
     """
     noise = noise_keys(seeds, positions)
-    if noise is None:
-        return scores.clone()
-    return add_noise(scores, NoiseKeys(*send_together(noise, scores.device)))
+    return scores.clone() if noise is None else add_noise(scores, noise)
 
 
 def noisy_argmax(scores: torch.Tensor, seeds: Sequence[int | None], positions: Sequence[int]) -> list[int]:
@@ -157,9 +155,11 @@ def noise_keys(seeds: Sequence[int | None], positions: Sequence[int]) -> NoiseKe
 
 
 def add_noise(scores: torch.Tensor, noise: NoiseKeys) -> torch.Tensor:
-    """Return `add_gumbel_noise` of scores, from keys on the same device."""
+    """Return `add_gumbel_noise` of scores, from keys on the host or on the same device."""
     if not has_float64(scores.device):  # the noise is computed in float64
         return add_noise(scores.cpu(), NoiseKeys(*(item.cpu() for item in noise))).to(scores.device)
+    if noise.keys.device.type == "cpu":
+        noise = NoiseKeys(*send_together(noise, scores.device))
     if not len(noise.lines):
         return _noisy(scores.clone(), noise.keys)
     return scores.index_copy(0, noise.lines, _noisy(scores.index_select(0, noise.lines), noise.keys))

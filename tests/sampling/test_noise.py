@@ -11,7 +11,15 @@ from scipy import stats
 
 from hf_smartspec import SeededGumbelLogitsProcessor
 from hf_smartspec.sampling import noise as module
-from hf_smartspec.sampling.noise import add_gumbel_noise, draft_seed, gumbel_noise, noisy_argmax, row_seed
+from hf_smartspec.sampling.noise import (
+    add_gumbel_noise,
+    add_noise,
+    draft_seed,
+    gumbel_noise,
+    noise_keys,
+    noisy_argmax,
+    row_seed,
+)
 from hf_smartspec.sampling.top import argmax
 
 VOCAB_SIZE = 50
@@ -175,6 +183,12 @@ def test_all_rows_get_their_noise_at_once_and_devices_agree_on_it(dtype, data):
     if None not in own_seeds:
         module._add_densely(scores, module.noise_keys(own_seeds, positions).keys[:, None])
         assert torch.equal(scores, expected)
+
+
+@pytest.mark.parametrize("seeds", [[1, 2], [None, 2]])
+def test_keys_on_the_host_are_sent_to_the_scores(seeds):
+    scores = torch.zeros(2, 9, device="meta")  # of no values, but no device is mixed with another
+    assert add_noise(scores, noise_keys(seeds, [3, 4])).device == scores.device
 
 
 def test_noise_leaves_rows_without_a_seed_and_its_input_alone():

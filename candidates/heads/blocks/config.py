@@ -133,6 +133,9 @@ def read_config(
     if gate not in (0, heads := sizes.num_attention_heads, heads * (sizes.head_dim or 0)):
         raise ValueError(f"`{_GATE}` has {gate} rows, and must have one for each of {heads} heads, or of their numbers")
     first_slot = 0 if _is_from_anchor(entries, kind) else 1
+    num_depths = block_size - (1 if kind == DOMINO else first_slot)
+    if not num_depths:
+        raise ValueError(f"`block_size` must be at least 2, and is {block_size}: no slot predicts a token")
     draft_vocab = int(entries.get("draft_vocab_size") or shapes.get("d2t", (sizes.vocab_size,))[0])
     if kind == DFLASH2 and draft_vocab != sizes.vocab_size:
         raise ValueError(f"DFlash2 drafts all {sizes.vocab_size} tokens, and `draft_vocab_size` is {draft_vocab}")
@@ -144,7 +147,7 @@ def read_config(
         hidden_layers=_hidden_layers(entries, shapes, target_hidden, target),
         block_size=block_size,
         first_slot=first_slot,
-        num_depths=block_size - (1 if kind == DOMINO else first_slot),
+        num_depths=num_depths,
         causal=_causal(entries, types),
         windows=windows,
         mask_token=_mask_token(entries, target) if mask_token is None else mask_token,
@@ -222,6 +225,8 @@ def _options(entries: Mapping[str, Any], kind: str, shapes: Mapping[str, Sequenc
             raise ValueError(f"`markov_head_type` is {types[0]!r}, and known are {VANILLA!r}, {GATED!r} and {RNN!r}")
         options = {"markov_rank": rank, "markov_head_type": types[0]}
     confidence = shapes.get("confidence_head.proj.weight")
+    if kind in (DFLASH2, DOMINO):
+        return options  # their lattices read no confidence
     if confidence is not None or (kind == DSPARK and entries.get("enable_confidence_head")):
         reads = entries.get("confidence_head_with_markov", True) if confidence is None else confidence[-1] != hidden
         options |= {"enable_confidence_head": True, "confidence_head_with_markov": kind == DSPARK and bool(reads)}
@@ -337,7 +342,12 @@ def _hidden_layers(
         raise ValueError(f"`{OUTPUTS}` {outputs} and `{inputs_name}` {inputs} contradict one another: {by_outputs}")
     found = inputs or by_outputs
     if not found:
-        found = default_layers(entries.get("num_target_layers") or num, entries["num_hidden_layers"])
+        counted = _sizes_of(entries, {"num_target_layers": num})["num_target_layers"]
+        found = default_layers(counted, entries["num_hidden_layers"])
+        if not all(0 <= layer <= num for layer in found):
+            raise ValueError(
+                f"a drafter that reads layers {found}, of a target of {counted}, does not fit one of {num}"
+            )
     reads, each = shapes.get("fc.weight", (0, 0))[-1], shapes.get(_ADAPTER, (target_hidden,))[0]
     if reads and reads != len(found) * each:
         raise ValueError(

@@ -61,10 +61,10 @@ def read(name: str | Path, target: PreTrainedModel) -> tuple[BlockConfig, dict[s
     tensors = read_tensors(folder)
     try:
         tensors = _without_copies(_renamed(tensors, entries_of(found)), target)
-        check_numbers({key: item for key, item in tensors.items() if key not in _IDS})
         mask, token = _mask_embedding(folder / MASK_EMBEDDING)
         if mask is not None:
             tensors["mask_embedding"] = mask
+        check_numbers({key: item for key, item in tensors.items() if key not in _IDS})
         shapes = {key: tuple(item.shape) for key, item in tensors.items()}
         config = read_config(found, shapes, token, target)
         _check_ids(tensors, config)
@@ -115,11 +115,14 @@ def _mask_embedding(path: Path) -> tuple[torch.Tensor | None, int | None]:
     """Return the embedding of the mask token and this token, where a file of its own has them."""
     if not path.exists():
         return None, None
-    content = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # of many kinds: it is damaged, cannot be opened, or asks for more than tensors
+        raise ValueError(f"`{MASK_EMBEDDING}` cannot be read, or holds more than tensors: {error}") from None
     embedding, token = (content.get(key) for key in _MASK) if isinstance(content, dict) else (content, None)
     if not isinstance(embedding, torch.Tensor):
         raise ValueError(f"`{MASK_EMBEDDING}` must hold a tensor, alone or as {_MASK[0]!r}")
-    return embedding, token
+    return embedding.flatten(), None if token is None else int(token)
 
 
 def _check_ids(tensors: Mapping[str, torch.Tensor], config: BlockConfig) -> None:

@@ -6,10 +6,10 @@ from functools import partial
 import numpy as np
 import torch
 
-from ....device import fetch_together, send_together, to_device
+from ....device import fetch_together, to_device
 from ....drafts.price import LevelPrice
 from ....drafts.tree import DraftTree
-from ....sampling.noise import NoiseKeys, add_noise, noise_keys
+from ....sampling.noise import add_noise, noise_keys
 from ....sampling.processors import process_lines
 from ....target_model.drafters.blocks import BlockForward
 from ....validate import check_positive
@@ -87,7 +87,9 @@ class BlockCandidates(HiddenStateCandidates):
         forward = self._ragged
         assert isinstance(forward, BlockForward)
         anchors = [state.tokens[-1] for state in states]
-        num_slots = self.heads.first_slot + min(self.heads.num_depths, most_depths)
+        # Whole blocks as they were trained: Domino's may have a last slot that predicts nothing, but is seen.
+        is_whole = most_depths >= self.heads.num_depths
+        num_slots = self.heads.block_size if is_whole else self.heads.first_slot + most_depths
         hidden = forward.blocks([state.row for state in states], anchors, num_slots)
         before = [[state.first_token, *state.tokens[-2:]][-2] for state in states]
         sent = to_device(np.array([anchors, before], np.int64), hidden.device)
@@ -112,7 +114,7 @@ class BlockCandidates(HiddenStateCandidates):
         if ids is not None:
             scores = scores.new_full((len(scores), self.heads.vocab_size), -torch.inf).index_copy_(1, ids, scores)
         scores = process_lines(scores, [(state.processing, num) for state in states])
-        scores = add_noise(scores, NoiseKeys(*send_together(noise, scores.device)))
+        scores = add_noise(scores, noise)
         return (scores if ids is None else scores[:, ids]).view(logits.shape)
 
 

@@ -50,6 +50,18 @@ REFUSED = {
     "vocabulary": (_entry(vocab_size=98), r"98 tokens does not fit one of 97"),
     "activation": (_entry(hidden_act="none"), r"`hidden_act` is 'none'"),
     "sinks": (_entry(add_swa_attention_sink_bias=True), r"sinks \(`add_swa_attention_sink_bias`\)"),
+    "no slot": (_entry(block_size=1), r"`block_size` must be at least 2, and is 1: no slot predicts"),
+    "confidence": (
+        lambda tensors, config: (
+            tensors.update({"confidence_head.proj.weight": torch.ones(1, 32)}),
+            config.update(architectures=["DFlash2DraftModel"]),
+        ),
+        r"does not have: confidence_head.proj.weight",
+    ),
+    "layers": (
+        lambda tensors, config: (config.update(num_target_layers=36), config["dflash_config"].pop("target_layer_ids")),
+        r"reads layers \[2, 34\], of a target of 36, does not fit one of 2",
+    ),
     "partial rotation": (
         _entry(rope_scaling={"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}),
         r"turn 4 of 8 numbers",
@@ -72,3 +84,17 @@ def test_what_is_refused(target, tmp_path, case):
     with pytest.raises(ValueError, match=message) as error:
         BlockDrafter.from_pretrained(tmp_path, target)
     assert str(tmp_path) in str(error.value)
+
+
+def test_files_of_the_mask_tokens_embedding(target, tmp_path):
+    z_lab(random_drafter(32, 97), 97, tmp_path)
+    path = tmp_path / "mask_embedding.pt"
+    torch.save({"embedding": torch.ones(1, 32), "mask_token_id": torch.tensor(7)}, path)
+    drafter = BlockDrafter.from_pretrained(tmp_path, target)
+    assert drafter.spec.mask_token == 7 and torch.equal(drafter.embed(torch.tensor([3]), 2)[0, 1], torch.ones(32))
+    torch.save(torch.full((32,), torch.nan), path)
+    with pytest.raises(ValueError, match="`mask_embedding` is damaged"):
+        BlockDrafter.from_pretrained(tmp_path, target)
+    path.write_bytes(b"no tensors")
+    with pytest.raises(ValueError, match=r"`mask_embedding.pt` cannot be read"):
+        BlockDrafter.from_pretrained(tmp_path, target)
