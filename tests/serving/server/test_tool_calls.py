@@ -6,7 +6,7 @@ import json
 import openai
 import pytest
 
-from hf_smartspec.serving.server.chat_template.rendering import render
+from hf_smartspec.serving.server.chat_template.rendering import MessageReader, render
 from hf_smartspec.serving.server.chat_template.tool_calls import forced_form
 from hf_smartspec.serving.server.request.fields import ChatFields
 from hf_smartspec.serving.server.request.grammar import Grammars
@@ -145,6 +145,14 @@ def test_responses_call_tools_too(painter, stream):
         calls = [item for item in output if item.type == "function_call"]
         assert len(calls) == 1 and calls[0].name in ("paint", "look_up"), output
         assert choice == "required" or json.loads(calls[0].arguments)["colour"] in COLOURS
+
+
+def test_a_prompt_that_does_not_begin_answers_as_the_parser_expects_is_no_part_of_them(demo):
+    """As of fine-tuned models with a chat template of their own, whose parser is known by their type."""
+    other = with_form(demo, *FORMS["json"])
+    other.tokenizer.response_template |= {"start_anchor": "<|im_start|>assistant\n"}
+    found = MessageReader(other, other.chat_ids("Paint the door."), None).feed("Done.", "stop")
+    assert found == ["Done."]
 
 
 @pytest.mark.parametrize("has_begun", [False, True])

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving.utils import (
@@ -18,6 +18,9 @@ from ....log import get_logger
 from ..errors import ApiError
 from ..request.fields import Message
 from ..served import ServedModel
+
+if TYPE_CHECKING:
+    from transformers.utils.chat_parsing import ResponseParser
 
 logger = get_logger(__name__)
 
@@ -78,6 +81,20 @@ def has_parser(served: ServedModel) -> bool:
     return get_response_template(served.tokenizer, served.model) is not None
 
 
+def parser_of(
+    served: ServedModel, prompt: Sequence[int], tools: Sequence[dict[str, Any]] | None = None
+) -> "ResponseParser | None":
+    """
+    Return transformers' parser for the answer to a prompt; None where it has none. A parser that does not find in the
+    prompt how answers begin, as after the chat template of a fine-tuned Qwen, would take it for text of the answer: it
+    gets no prompt.
+    """
+    anchor = (get_response_template(served.tokenizer, served.model) or {}).get("start_anchor")
+    if isinstance(anchor, str) and anchor not in served.tokenizer.decode(list(prompt)):
+        prompt = ()
+    return build_response_parser(served.tokenizer, served.model, list(prompt), tools=tools)
+
+
 class MessageReader:
     """
     Reader that splits an answer into text, reasoning and tool calls, as its text comes. Items are `str`, and
@@ -92,7 +109,7 @@ class MessageReader:
     """
 
     def __init__(self, served: ServedModel, prompt: Sequence[int], tools: Sequence[dict[str, Any]] | None):
-        self._parser = build_response_parser(served.tokenizer, served.model, list(prompt), tools=tools)
+        self._parser = parser_of(served, prompt, tools)
         self._first = [] if self._parser is None else response_events_to_chunks(self._parser.initial_events)
         self._unread = ""  # text since the last item
         self._specials = [] if self._parser is None else served.tokenizer.all_special_tokens

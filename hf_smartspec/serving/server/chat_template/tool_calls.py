@@ -7,7 +7,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerBase
-from transformers.cli.serving.utils import build_response_parser, get_response_template
+from transformers.cli.serving.utils import get_response_template
 
 from ..errors import ApiError
 from ..request.fields import NamedTool, ToolFields
@@ -15,6 +15,7 @@ from ..request.grammar import LAYOUT, MOST_CHARS
 from ..served import ServedModel
 from .arguments import accepted_text, with_types
 from .call_syntax import CallSyntax, find_syntax, length_in_common
+from .rendering import parser_of
 
 _FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _TEXT = r"/(.|\n)*/"
@@ -89,7 +90,7 @@ def _function_of(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_reasoning(served: ServedModel, prompt: Sequence[int]) -> bool:
     """Return whether the prompt ends within reasoning."""
-    parser = build_response_parser(served.tokenizer, served.model, list(prompt))
+    parser = parser_of(served, prompt)
     assert parser is not None, "there is a template"
     events = [event["type"] for event in parser.initial_events if event.get("field") in _REASONING]
     return events.count("region_open") > events.count("region_close")
