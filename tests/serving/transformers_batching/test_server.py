@@ -6,12 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import hf_smartspec
 from hf_smartspec.serving.transformers_batching.manager import SpeculativeBatchingManager
 from hf_smartspec.serving.transformers_batching.server import own_settings
 
-from ...generate.helpers import tiny_llama, tiny_tokenizer
+from ...generate.helpers import EOS, VOCAB_SIZE, set_special_tokens, tiny_llama, tiny_tokenizer
+from ...models import RECURRENT, new_model
 from ..helpers import TIMEOUT
 
 openai = pytest.importorskip("openai")
@@ -28,10 +30,15 @@ CASES = [
 TEXTS = ["abcab", "xyzzyxyz"]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def recurrent():
+    """A model that transformers does not batch."""
+    return set_special_tokens(new_model("lfm2", vocab_size=VOCAB_SIZE), EOS)
+
+
+@pytest.fixture(scope="module", params=[tiny_llama, recurrent] if RECURRENT else [tiny_llama])
+def folder(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    model = tiny_llama()
+    model = request.param()
     model.generation_config.do_sample = True
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
@@ -87,7 +94,7 @@ def test_clients_get_their_own_settings_streaming_and_not(folder, server):
         found = list(pool.map(lambda job: answer(client, folder, *job), jobs))
     (manager,) = [started._generation_state._cb_manager]
     assert isinstance(manager._cb, SpeculativeBatchingManager)
-    with hf_smartspec.enabled(tiny_llama()) as model:
+    with hf_smartspec.enabled(AutoModelForCausalLM.from_pretrained(folder)) as model:
         expected = {text: [alone(model, tiny_tokenizer(), text, case) for case in CASES] for text in TEXTS}
     for (text, case, is_streaming), got in zip(jobs, found):
         assert got == expected[text][CASES.index(case)], (text, case, is_streaming)

@@ -5,16 +5,23 @@ import torch
 
 import hf_smartspec
 
-from ...generate.helpers import tiny_llama, tiny_tokenizer
+from ...covering import exhaustive
+from ...generate.helpers import EOS, VOCAB_SIZE, set_special_tokens, tiny_llama, tiny_tokenizer
+from ...models import RECURRENT, new_model
 
 pytest.importorskip("trl")
 
 
-def train(folder, assistant):
+def recurrent():
+    """A model that transformers does not batch."""
+    model = new_model("qwen3_next", vocab_size=VOCAB_SIZE)
+    return set_special_tokens(model.requires_grad_(True), EOS)
+
+
+def train(folder, policy, assistant):
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
-    policy = hf_smartspec.enable(tiny_llama(), assistant=assistant)
     options = GRPOConfig(
         output_dir=str(folder),
         per_device_train_batch_size=4,
@@ -32,7 +39,7 @@ def train(folder, assistant):
         use_transformers_continuous_batching=True,
     )
     trainer = GRPOTrainer(
-        model=policy,
+        model=hf_smartspec.enable(policy, assistant=assistant),
         reward_funcs=lambda completions, **_: [float(item.count("a") + len(item) / 10) for item in completions],
         args=options,
         train_dataset=Dataset.from_list([{"prompt": "abcab"}, {"prompt": "xyzxyzxyz"}]),
@@ -44,8 +51,9 @@ def train(folder, assistant):
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of names that TRL still uses
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_training_does_not_depend_on_what_drafts(tmp_path, deprecated_by_itself):
-    plain, fast = (train(tmp_path, name) for name in ("none", "suffix"))
+@pytest.mark.parametrize("new_policy", [tiny_llama, *exhaustive(*[(recurrent,)] * bool(RECURRENT))])
+def test_training_does_not_depend_on_what_drafts(new_policy, tmp_path, deprecated_by_itself):
+    plain, fast = (train(tmp_path, new_policy(), name) for name in ("none", "suffix"))
     for trainer in (plain, fast):
         assert trainer.model.smartspec_statistics.num_calls == 2  # steps: all rollouts went through an engine
         assert trainer.model.training
@@ -54,4 +62,4 @@ def test_training_does_not_depend_on_what_drafts(tmp_path, deprecated_by_itself)
     losses = [[item["loss"] for item in trainer.state.log_history if "loss" in item] for trainer in (plain, fast)]
     assert losses[0] == losses[1] and len(losses[0]) == 2
     assert all(torch.equal(*pair) for pair in zip(plain.model.parameters(), fast.model.parameters()))
-    assert not torch.equal(plain.model.lm_head.weight, tiny_llama().lm_head.weight)
+    assert not torch.equal(plain.model.lm_head.weight, new_policy().lm_head.weight)
