@@ -260,6 +260,8 @@ def _sizes(entries: Mapping[str, Any], target: PreTrainedModel) -> LlamaConfig:
         _positive(entries, name)
     if entries.get("hidden_act") not in (None, *ACT2FN):
         raise ValueError(f"`hidden_act` is {entries['hidden_act']!r}, and known are {', '.join(sorted(ACT2FN))}")
+    if (share := entries.get("partial_rotary_factor")) not in (None, 1):
+        raise ValueError(f"`partial_rotary_factor` is {share!r}, and rotary embeddings must turn whole heads")
     used = {name: entries[name] for name in _SIZES if entries.get(name) is not None}
     if entries.get("model_type") == _MUSE:
         used.setdefault("rope_theta", 500_000.0)

@@ -14,6 +14,7 @@ from ....sampling.processors import process_lines
 from ....target_model.drafters.blocks import BlockForward
 from ....validate import check_positive
 from ..hidden_states import HiddenStateCandidates, KnownStates
+from .config import XPRESS
 from .drafter import BlockDrafter
 from .scores import Lattice
 from .trees import best_trees, with_confidence
@@ -87,8 +88,9 @@ class BlockCandidates(HiddenStateCandidates):
         forward = self._ragged
         assert isinstance(forward, BlockForward)
         anchors = [state.tokens[-1] for state in states]
-        # Whole blocks as they were trained: Domino's may have a last slot that predicts nothing, but is seen.
-        is_whole = most_depths >= self.heads.num_depths
+        # Whole blocks as they were trained: Domino's may have a last slot that predicts nothing but is seen, and xPress
+        # reads the mean over all slots.
+        is_whole = most_depths >= self.heads.num_depths or self.heads.label == XPRESS
         num_slots = self.heads.block_size if is_whole else self.heads.first_slot + most_depths
         hidden = forward.blocks([state.row for state in states], anchors, num_slots)
         before = [[state.first_token, *state.tokens[-2:]][-2] for state in states]

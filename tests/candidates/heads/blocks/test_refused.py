@@ -66,6 +66,7 @@ REFUSED = {
         _entry(rope_scaling={"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}),
         r"turn 4 of 8 numbers",
     ),
+    "partial rotation at the top": (_entry(partial_rotary_factor=0.5), r"`partial_rotary_factor` is 0.5"),
     "gate": (_with("layers.0.self_attn.g_proj.weight", torch.ones(5, 32)), r"has 5 rows"),
     "sizes": (_entry(intermediate_size=None), r"`intermediate_size` must be a positive integer"),
 }

@@ -278,14 +278,19 @@ def test_blocks_have_no_more_slots_than_trees_can_have_depths(heads, monkeypatch
     assert sizes == [heads.first_slot + 2, heads.first_slot + 4, heads.block_size]
 
 
-def test_whole_blocks_have_all_slots_that_they_were_trained_with(tmp_path, monkeypatch):
-    """Domino's last one predicts nothing where slots predict the place after their own."""
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [({"is_domino": True, "from_anchor": True}, [4, 6, 6]), ({"is_xpress": True}, [6, 6, 6])],
+)
+def test_blocks_have_the_slots_that_they_were_trained_with(tmp_path, monkeypatch, kind, expected):
+    """Domino's last one may predict nothing, and is seen by the others; xPress reads the mean of all."""
     target, sizes, blocks = shared_model("llama"), [], BlockForward.blocks
     monkeypatch.setattr(BlockForward, "blocks", lambda *args: sizes.append(args[-1]) or blocks(*args))
-    folder = write(target, tmp_path, outputs=(-1, 0), is_domino=True, from_anchor=True)
+    folder = write(target, tmp_path, outputs=(-1, 0), **kind)
     source = BlockCandidates(BlockDrafter.from_pretrained(folder, target), width=1)
     begun(source, "a", 9)
-    assert [len(source.propose(["a"], [limit])[0]) for limit in (4, 5, 9)] == [4, 5, 5] and sizes == [4, 6, 6]
+    assert [len(source.propose(["a"], [limit])[0]) for limit in (4, 5, 9)] == [4, 5, 5]
+    assert sizes == expected
 
 
 def test_requests_without_all_hidden_states_get_no_draft(heads):
