@@ -1,5 +1,7 @@
 """GRPO by TRL with `use_transformers_continuous_batching`: rollouts are drafted, and nothing else changes."""
 
+import copy
+
 import pytest
 import torch
 
@@ -53,7 +55,8 @@ def train(folder, policy, assistant):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("new_policy", [tiny_llama, *exhaustive(*[(recurrent,)] * bool(RECURRENT))])
 def test_training_does_not_depend_on_what_drafts(new_policy, tmp_path, deprecated_by_itself):
-    plain, fast = (train(tmp_path, new_policy(), name) for name in ("none", "suffix"))
+    policy = new_policy()
+    plain, fast = (train(tmp_path, copy.deepcopy(policy), name) for name in ("none", "suffix"))
     for trainer in (plain, fast):
         assert trainer.model.smartspec_statistics.num_calls == 2  # steps: all rollouts went through an engine
         assert trainer.model.training
@@ -62,4 +65,4 @@ def test_training_does_not_depend_on_what_drafts(new_policy, tmp_path, deprecate
     losses = [[item["loss"] for item in trainer.state.log_history if "loss" in item] for trainer in (plain, fast)]
     assert losses[0] == losses[1] and len(losses[0]) == 2
     assert all(torch.equal(*pair) for pair in zip(plain.model.parameters(), fast.model.parameters()))
-    assert not torch.equal(plain.model.lm_head.weight, new_policy().lm_head.weight)
+    assert not torch.equal(plain.model.lm_head.weight, policy.lm_head.weight)
