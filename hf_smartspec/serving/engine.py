@@ -73,7 +73,7 @@ class Engine:
         >>> tokenizer.decode(output.generated_tokens)
 
     Raises:
-        ValueError: if the model has an encoder that does not read tokens.
+        ValueError: if the model has an encoder that does not read tokens, or one row's states exceed `max_kv_bytes`.
     """
 
     def __init__(

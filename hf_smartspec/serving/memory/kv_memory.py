@@ -40,6 +40,9 @@ class EngineMemory(RequestMemory):
         model (`PreTrainedModel`): The target.
         max_batch_size (`int`): Requests that run at once.
         budget (`Budget`): Bound on keys and values, drafters' included.
+
+    Raises:
+        ValueError: if a bound in bytes is below the states of one row.
     """
 
     def __init__(self, model: PreTrainedModel, max_batch_size: int, budget: Budget):
@@ -69,6 +72,11 @@ class EngineMemory(RequestMemory):
         if not self._bytes_per_row:
             return max_batch_size, 0
         if budget.max_tokens is None:
+            if self.max_bytes < self._bytes_per_row:
+                raise ValueError(
+                    f"One request's states take {self._bytes_per_row} bytes, but the engine's `max_kv_bytes` allows "
+                    f"{self.max_bytes}: raise it to more than {self._bytes_per_row}."
+                )
             max_batch_size = min(max_batch_size, max(self.max_bytes // (2 * self._bytes_per_row), 1))
         else:
             self.max_bytes += max_batch_size * self._bytes_per_row

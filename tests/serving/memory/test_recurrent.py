@@ -103,3 +103,11 @@ def test_states_are_counted_as_memory():
         engine._runner.loop.step = watched
         check_all(engine, model, random_requests(8, longest=12, max_new_tokens=6))
     assert max(rows for _, rows in taken) == 3 and max(num_bytes for num_bytes, _ in taken) <= most
+
+
+def test_a_bound_below_the_states_of_one_row_is_refused():
+    model = model_of("qwen3_next")
+    size = Engine(model)._memory._bytes_per_row
+    with pytest.raises(ValueError, match=rf"take {size} bytes, .*`max_kv_bytes` allows {size - 1}: raise it"):
+        Engine(model, max_kv_bytes=size - 1)
+    assert Engine(model, max_kv_bytes=2 * size)._memory.scheduler.max_batch_size == 1
