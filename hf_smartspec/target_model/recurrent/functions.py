@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from ..compat import modules_of
+from ..compat import TESTED_MODEL_TYPES, modules_of
 from .cache import StateCache
 
 _CONVOLUTION = "causal_conv1d_fn"
@@ -158,6 +158,8 @@ def _redirected(function: Callable, replacement: Callable) -> Callable:
 
 def recurrent_layers(model: PreTrainedModel) -> RecurrentLayers | None:
     """Return the model's recurrent layers; None if it has none, or some of a kind that is not known."""
+    if type(model).__module__.startswith("transformers.") and model.config.model_type in TESTED_MODEL_TYPES:
+        return None  # these have layers of attention only: no call pays for a walk through their modules
     found: dict[int, tuple[dict[str, Any], set[str]]] = {}
     for kind in {type(module) for module in modules_of(model)}:
         forward = inspect.unwrap(kind.forward)

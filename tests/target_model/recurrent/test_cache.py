@@ -6,9 +6,11 @@ import torch
 from transformers import DynamicCache
 
 from hf_smartspec.drafts.tree import DraftTree
+from hf_smartspec.target_model.compat import TESTED_MODEL_TYPES
 from hf_smartspec.target_model.forward.packed import PackedForward
 from hf_smartspec.target_model.layout.rows import RowInput
 from hf_smartspec.target_model.recurrent import cache as states
+from hf_smartspec.target_model.recurrent import functions
 from hf_smartspec.target_model.recurrent.cache import StateCache
 from hf_smartspec.target_model.recurrent.functions import recurrent_layers
 
@@ -194,6 +196,18 @@ def test_layers_that_call_functions_of_their_own_are_unknown():
             return self.causal_conv1d_fn(cache.update_conv_state(inputs, 0))
 
     assert recurrent_layers(Layer()) is None, "only a file's own functions can be replaced"
+
+
+def test_plain_models_are_not_searched_for_recurrent_layers(monkeypatch):
+    model = shared_model("llama")
+    with monkeypatch.context() as patch:
+        patch.setattr(functions, "TESTED_MODEL_TYPES", ())
+        assert recurrent_layers(model) is None
+    assert not TESTED_MODEL_TYPES & {shared_model(name).config.model_type for name in RECURRENT}
+    monkeypatch.setattr(functions, "modules_of", None)
+    assert recurrent_layers(model) is None
+    with pytest.raises(TypeError):
+        recurrent_layers(shared_model("lfm2"))  # not stateful by its class
 
 
 @torch.no_grad()
