@@ -61,11 +61,11 @@ class StateCache(SlotCache):
     def remove(self, row: CacheRow) -> None:
         super().remove(row)
         del self._places[row]
-        self._open.pop(row, None)
+        self._close(row)
 
     def clear(self, row: CacheRow) -> None:
         """Set a row's states to those before any token."""
-        self._open.pop(row, None)
+        self._close(row)
         for memory in (*self._windows.values(), *self._states.values()):
             memory[self._places[row]].zero_()
 
@@ -83,7 +83,7 @@ class StateCache(SlotCache):
 
     def forget(self) -> None:
         super().forget()
-        self._windows, self._states, self._open = {}, {}, {}
+        self._windows, self._states, self._open, self._step = {}, {}, {}, None
 
     def _grow(self) -> None:
         """Make room for more rows. All memory is allocated before any of it is used, so that a failure changes none."""
@@ -153,13 +153,20 @@ class StateCache(SlotCache):
         """Bring the states of rows to the end of their paths."""
         by_step: dict[RecurrentStep, list[tuple[CacheRow, Sequence[int]]]] = {}
         for row, path in zip(rows, paths):
-            if (step := self._open.pop(row, None)) is not None:
+            if (step := self._close(row)) is not None:
                 by_step.setdefault(step, []).append((row, path))
         for step, items in by_step.items():
             numbers, ends = step.ends_of([row for row, _ in items], [path for _, path in items])
             is_moved = ends >= 0
             if is_moved.any():
                 self._advance(step, numbers[is_moved], ends[is_moved])
+
+    def _close(self, row: CacheRow) -> RecurrentStep | None:
+        """Take a row out of its step, if any, and return this. Without open rows, no step's large arrays are kept."""
+        step = self._open.pop(row, None)
+        if not self._open:
+            self._step = None
+        return step
 
     def _advance(self, step: RecurrentStep, numbers: np.ndarray, ends: np.ndarray) -> None:
         """Compute the states of some rows of a step after the tokens `ends` of their tails."""

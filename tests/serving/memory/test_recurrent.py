@@ -59,7 +59,8 @@ def test_cancelled_requests_leave_others_alone():
             engine.cancel_request(name)
         assert engine.get_result(kept, TIMEOUT).generated_tokens == Asked([3, 4, 5], LONG).alone(model)
         check_all(engine, model, random_requests(3))
-        assert not engine._memory.cache._open, "kept rows do not keep the steps that they ended in"
+        cache = engine._memory.cache
+        assert not cache._open and cache._step is None, "kept rows do not keep the steps that they ended in"
 
 
 def test_weights_that_change_while_a_request_runs():
