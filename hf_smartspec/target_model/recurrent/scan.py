@@ -19,6 +19,8 @@ import torch
 
 from ...device import has_float64
 
+_MOST_PAIRS = 2**25  # pairs of nodes, times the keys' channels, of which two float32 arrays exist at once
+
 
 class Scanned(NamedTuple):
     """
@@ -73,30 +75,40 @@ def scan(
     sums = (sees.to(exact) @ (decays if by_channel else decays[..., None]).to(exact)).to(decay.dtype)
     sums = sums if by_channel else sums[..., 0]
     last, hidden = sums[:, :, -num:], ~sees[:, :, -num:]
+    into = last.exp() if by_channel else last.exp()[..., None]
+    lefts = [query, key] if beta is not None and keys.shape[2] > 1 else [query]
     if by_channel:
-        into = last.exp()
-        between = (last[:, :, :, None] - sums[:, :, None]).masked_fill_(hidden[..., None], -torch.inf).exp_()
+        size = max(_MOST_PAIRS * num // max(key.numel() * keys.shape[2], 1), 1)
+        groups = [slice(first, first + size) for first in range(0, num, size)]
+        found = [
+            _scores_by_channel([left[:, :, part] for left in lefts], keys, last[:, :, part], sums, hidden[:, :, part])
+            for part in groups
+        ]
+        scores = [torch.cat(parts, dim=2) for parts in zip(*found)]
     else:
-        into = last.exp()[..., None]
         between = (last[:, :, :, None] - sums[:, :, None]).masked_fill_(hidden, -torch.inf).exp_()
-
-    def scores(left: torch.Tensor) -> torch.Tensor:
-        if by_channel:
-            return ((left[:, :, :, None] * between) * keys[:, :, None]).sum(-1)
-        return (left @ keys.mT) * between
+        scores = [(left @ keys.mT) * between for left in lefts]
 
     writes = value
     if beta is not None:
         writes = beta[..., None] * (value - (key * into) @ state)
-        if keys.shape[2] > 1:
-            system = beta[..., None] * scores(key)
+        if len(scores) > 1:
+            system = beta[..., None] * scores[1]
             if before is not None:
                 writes = writes - system[..., :-num] @ before.writes
             writes = torch.linalg.solve_triangular(system[..., -num:], writes, upper=False, unitriangular=True)
     if before is not None:
         writes = torch.cat([before.writes, writes], dim=2)
-    output = (query * into) @ state + scores(query) @ writes
+    output = (query * into) @ state + scores[0] @ writes
     return output, Scanned(keys, writes, decays, sums)
+
+
+def _scores_by_channel(
+    lefts: list[torch.Tensor], keys: torch.Tensor, last: torch.Tensor, sums: torch.Tensor, hidden: torch.Tensor
+) -> list[torch.Tensor]:
+    """Return Σ_c left_ic e^(G_ic - G_jc) k_jc, `[R, H, W, T]`, for queries or keys of some nodes i."""
+    between = (last[:, :, :, None] - sums[:, :, None]).masked_fill_(hidden[..., None], -torch.inf).exp_()
+    return [(left[:, :, :, None] * between).mul_(keys[:, :, None]).sum(-1) for left in lefts]
 
 
 def state_after(state: torch.Tensor, scanned: Scanned, ends: torch.Tensor, path: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_smartspec.target_model.recurrent import scan as module
 from hf_smartspec.target_model.recurrent.scan import scan, state_after
 
 from ...covering import examples
@@ -75,6 +76,27 @@ def test_sums_of_decays_are_exact_where_products_need_not_be(by_channel):
     finally:
         torch.set_float32_matmul_precision(before)
     torch.testing.assert_close(scanned.sums, decay.double().cumsum(2).float(), atol=0, rtol=2e-7)
+
+
+@pytest.mark.parametrize("most", [1, 2 * 2 * HEADS * 21 * DK])
+def test_scores_by_channel_of_groups_of_nodes_are_those_of_all(most, monkeypatch):
+    generator, size = torch.Generator().manual_seed(0), 21
+    query, key, decay = torch.randn(3, 2, HEADS, size, DK, generator=generator)
+    value, beta = torch.randn(2, HEADS, size, DV, generator=generator), torch.rand(2, HEADS, size, generator=generator)
+    sees = torch.ones(2, 1, size, size, dtype=torch.bool).tril()
+    inputs = query, key, value, -decay.exp(), beta, torch.randn(2, HEADS, DK, DV, generator=generator), sees
+    expected, left = scan(*inputs)
+    sizes, of_some = [], module._scores_by_channel
+
+    def watched(lefts, keys, last, sums, hidden):
+        sizes.append(last.shape[2])
+        return of_some(lefts, keys, last, sums, hidden)
+
+    monkeypatch.setattr(module, "_MOST_PAIRS", most)
+    monkeypatch.setattr(module, "_scores_by_channel", watched)
+    found, other = scan(*inputs)
+    assert torch.equal(found, expected) and all(map(torch.equal, left, other))
+    assert sizes == ([1] * size if most == 1 else [2] * 10 + [1])
 
 
 @pytest.mark.parametrize("rule", [gated_delta, by_channel, state_space])
