@@ -226,10 +226,10 @@ class StateCache(SlotCache):
             known = step.before.windows[self._key][step.own]
             windows = torch.cat([windows, known.flatten(0, 1)])
         inputs = torch.cat([inputs, windows.flatten(0, 1)])
-        taken = inputs[step.sources(width, len(windows))]
-        after = step.tails(taken[:, 1:])
+        sources = step.sources(width, len(windows))
+        after = inputs[step.tails(sources)[..., 1:]]
         step.windows[self._key] = after if known is None else torch.cat([known, after], dim=1)
-        output = (taken.float() * weight.T.float()).sum(1)
+        output = inputs[sources].float().mul_(weight.T.float()).sum(1)  # in place: larger than the inputs by the width
         if bias is not None:
             output = output + bias.float()
         return output.to(weight.dtype)
