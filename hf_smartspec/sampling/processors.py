@@ -106,11 +106,13 @@ class TokenPicker:
                 logits = processor(None, logits)
             return logits
         if self._rows:
-            texts, scored = _texts(rows, logits.device), torch.empty_like(logits)
+            texts = _texts(rows, logits.device)
+            scored: dict[int, torch.Tensor] = {}  # lines are taken one by one: lists of them would go to the device
             for lines in self._served_together(rows, texts):
                 ids = torch.cat([texts[line] for line in lines])
-                scored[lines] = self._rows[rows[lines[0]].index](ids, logits[lines])  # type: ignore[arg-type]
-            return scored
+                scores = torch.stack([logits[line] for line in lines])
+                scored |= zip(lines, self._rows[rows[lines[0]].index](ids, scores))  # type: ignore[arg-type]
+            return torch.stack([scored[line] for line in range(len(rows))])
         return self._process_batch(rows, logits, batch)
 
     def _served_together(self, rows: Sequence[PickedRow], texts: Sequence[torch.Tensor]) -> list[list[int]]:
