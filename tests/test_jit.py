@@ -291,7 +291,7 @@ def test_every_kernel_lies_in_a_folder_whose_sources_it_is_compiled_from():
         "drafts",
         "goodput",
         "suffix",
-        "blocks",
+        "heads",
         "layout",
         "cpu",
         "sampling",

@@ -54,7 +54,7 @@ FIGURES: dict[str, dict[str, Figure]] = {
             (Play(SIMULATED, "simulate --figures 1"),),
         ),
         "3": Figure(
-            "tokens in a batch, and steps of a request, behind Figure 1",
+            "tokens in a batch, and steps of a request, under the load of Figure 1",
             "the more tokens are proposed, the larger is the batch, and the fewer are the steps",
             (Play(SIMULATED, "simulate --figures 3"),),
         ),

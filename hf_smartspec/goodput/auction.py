@@ -24,7 +24,7 @@ from .stage_record import StageRecord, size_class
 from .worth import Paces
 
 _SPEEDUP_DECAY = 0.98  # decay per step of the tokens that the speed-up is the ratio of
-_SPEEDUP_STRENGTH = 10.0  # weight of the prior that there is no speed-up, in tokens
+_STRENGTH = 10.0  # weight of the prior that there is no speed-up, in tokens
 _PROBE_SHARE = 0.01  # share of the time for drafts that are not expected to pay
 _BASELINE_INTERVAL = 200  # steps with speculation in a row before one without: the cost of plain steps stays known
 _UNKNOWN = 0.16  # doubt (log standard deviation of cost ratios) above which a size is tried
@@ -102,9 +102,7 @@ class GoodputAuction(LengthPolicy):
         self._plan = self._earlier_plan = Plan()  # plans of the latest two steps: the earlier may be observed later
         self.speedup = 1.0
         # By `size_class`: what speculation gains with one row says nothing about a large batch.
-        self._speedups: defaultdict[int, DecayedRate] = defaultdict(
-            partial(DecayedRate, tries=_SPEEDUP_STRENGTH, hits=_SPEEDUP_STRENGTH)
-        )
+        self._speedups = defaultdict[int, DecayedRate](partial(DecayedRate, tries=_STRENGTH, hits=_STRENGTH))
         self._paces = Paces()
         self._probe_seconds = 0.0  # time saved for the next probe
         self._num_since_baseline = 0
@@ -308,9 +306,8 @@ class GoodputAuction(LengthPolicy):
         plan, cost = self._plan, self.cost
         context, _, width = rows.forward_size(0, 0)
         fixed, per_width = (cost.alpha + cost.beta * width) * context, cost.beta * rows.num_context
-        costs = np.array(
-            [len(rows), self._least_profit(rows), self._price(rows), fixed, per_width, cost.host, plan.prefill_seconds]
-        )
+        least = (1 - self.speedup + self.margin) * len(rows)  # plain decoding's profit, and the margin
+        costs = np.array([len(rows), least, self._price(rows), fixed, per_width, cost.host, plan.prefill_seconds])
         scanned = order, forest.row, gains, _WIDTHS, _NUM_NARROW, costs
         counts = np.empty(len(rows), np.int64)
         best = Won(*best_prefix(*scanned, *cost.by_tokens(rows.num_batched, len(order) + 1), counts, mask))
@@ -329,10 +326,6 @@ class GoodputAuction(LengthPolicy):
         widest = int(np.bincount(forest.row[mask]).max())
         expected = float(cost.seconds(*rows.forward_size(tried.num_nodes, 1 + widest)))
         return best, tried._replace(seconds=expected - plan.prefill_seconds)
-
-    def _least_profit(self, rows: StepRows) -> float:
-        """Return the least profit of a step with speculation: plain decoding's, and the margin."""
-        return (1 - self.speedup + self.margin) * len(rows)
 
     def _shares(self, rows: StepRows, trees: Sequence[DraftTree]) -> dict[Stage, float]:
         """Return the shares in the drafts' benefit of the stages that were asked, by the promise that each added."""
@@ -359,7 +352,8 @@ class GoodputAuction(LengthPolicy):
         if len(rows) and not plan.is_baseline:
             worth = plan.worth if plan.rows is rows else 1.0
             accepted = float(np.sum(worth * np.asarray(outcome.accepted)))
-            size, speedup = size_class(rows), self._speedups[size_class(rows)]
+            size = size_class(rows)
+            speedup = self._speedups[size]
             saved = accepted * plan.plain_seconds / (max(speedup.rate, 1.0) * len(rows)) - plan.added_seconds
             if plan.break_even is None:
                 for stage, share in plan.shares.items():

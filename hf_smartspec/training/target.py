@@ -1,4 +1,4 @@
-"""What drafters take from their target: sizes, weights to begin with, hidden states, and what they learn."""
+"""Parts of a target that drafters are trained with: sizes, first weights, hidden states, and probabilities to learn."""
 
 from collections.abc import Sequence
 from typing import Any

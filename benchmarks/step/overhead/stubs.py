@@ -13,7 +13,7 @@ from hf_smartspec.drafts.tree import DraftTree
 from hf_smartspec.goodput import CostModel
 from hf_smartspec.simulator.clock import EventClock
 from hf_smartspec.simulator.forward import ForwardSize
-from hf_smartspec.target_model.cache.slot_cache import SlotLayer
+from hf_smartspec.target_model.cache.slot_layer import SlotLayer
 from hf_smartspec.target_model.forward.packed import PackedForward
 from hf_smartspec.target_model.layout.rows import CacheRow, RowInput
 from hf_smartspec.target_model.layout.step_layout import StepLayout

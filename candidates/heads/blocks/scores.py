@@ -1,4 +1,4 @@
-"""What block drafters say of the tokens after an anchor: candidates of each depth, and their probabilities."""
+"""Scores of block drafters for the tokens after an anchor: candidates of each depth, and their probabilities."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple

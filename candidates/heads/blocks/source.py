@@ -14,10 +14,10 @@ from ....sampling.processors import process_lines
 from ....target_model.drafters.blocks import BlockForward
 from ....validate import check_positive
 from ..hidden_states import HiddenStateCandidates, KnownStates
+from ..trees import best_trees
 from .config import XPRESS
 from .drafter import BlockDrafter
 from .scores import Lattice
-from .trees import best_trees, with_confidence
 
 _NUM_NODES, _MOST_NODES = 16, 64  # of a draft; where prices end it
 _WIDTH = 8  # candidates of a depth
@@ -134,3 +134,13 @@ def _probabilities(lattice: Lattice) -> tuple[np.ndarray, np.ndarray, np.ndarray
     tokens, first, given, confidence = fetch_together([*tensors, lattice.confidence])
     after = confidence[:, 1:, : given.shape[2]]
     return tokens, with_confidence(first, confidence[:, 0, 0]), with_confidence(given, after)
+
+
+def with_confidence(probs: np.ndarray, confidence: np.ndarray) -> np.ndarray:
+    """
+    Return probabilities of candidates `[..., k]` of which the likeliest is accepted with a probability of `confidence`
+    `[...]`; the others share the rest as they would without (DSpark, arXiv 2607.05147).
+    """
+    best = probs.max(axis=-1, keepdims=True)
+    others = probs * ((1 - confidence[..., None]) / np.maximum(1 - best, 1e-6))
+    return np.where(probs == best, confidence[..., None], others).astype(np.float32)

@@ -16,7 +16,7 @@ from ...committed import Committed
 from ...models.draft_growth import Growth
 from ..feature_source import FeatureCandidates
 from ..medusa.source import DepthCalibration
-from ..medusa.trees import best_trees, full_tree
+from ..trees import best_trees, full_tree
 from .config import DEPTHS, MASK_TOKEN
 from .heads import EagleHeads
 
@@ -80,7 +80,7 @@ class ParallelCandidates(FeatureCandidates):
             if shape:
                 found = [full_tree(tuple(shape)).of(*row) for row in zip(tokens, worth, limits)]
             else:
-                found = best_trees(tokens, worth, limits)
+                found = best_trees(tokens, worth[:, 0], worth[:, 1:, None], limits)
             trees |= zip(asked, found)
             self._drafted |= zip(asked, zip(tokens, probs))
         return [trees[name] for name in request_ids]

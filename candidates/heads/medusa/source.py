@@ -14,8 +14,8 @@ from ....validate import check_positive
 from ...base import TreeCandidateGenerator
 from ...committed import HIDDEN_STATES, LAST, Committed
 from ...request import SourceRequest
+from ..trees import FixedTree, best_trees, full_tree
 from .heads import MedusaHeads
-from .trees import FixedTree, best_trees, full_tree
 
 _NUM_NODES, _WIDTH = 32, 8  # of a tree at most; candidates of each head, unless a fixed tree has more
 _NUM_SCORES = 64  # of a table of calibrated probabilities
@@ -118,7 +118,7 @@ class MedusaCandidates(TreeCandidateGenerator):
     ) -> list[DraftTree]:
         tree = full_tree(widths) if widths else self._tree
         if tree is None:
-            return best_trees(tokens, probs, limits)
+            return best_trees(tokens, probs[:, 0], probs[:, 1:, None], limits)
         return [tree.of(*row) for row in zip(tokens, probs, limits)]
 
 

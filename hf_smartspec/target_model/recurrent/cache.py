@@ -8,7 +8,8 @@ import torch
 from transformers.cache_utils import Cache
 
 from ...device import to_device
-from ..cache.slot_cache import SlotCache, zeros
+from ..cache.slot_cache import SlotCache
+from ..cache.slot_layer import zeros
 from ..layout.rows import CacheRow, RowInput
 from .scan import scan, state_after
 from .step import Key, RecurrentStep

@@ -10,7 +10,8 @@ from ...cpu.attention import most_width
 from ...cpu.few_tokens import ANY
 from ...log import get_logger
 from ..attention.tree_attention import packed_attention
-from ..cache.slot_cache import SlotCache, SlotLayer
+from ..cache.slot_cache import SlotCache
+from ..cache.slot_layer import SlotLayer
 from ..layout.step_layout import StepLayout
 from .compiled import CompiledDecoder, can_compile
 from .plan import DecoderPlan, FeaturePlan, LayerPlan

@@ -19,7 +19,7 @@ ACTIVATIONS = {
 @dataclass
 class Published:
     """
-    Tensors under short names, those of further layers behind the layer's number, and what a config says of them. With
+    Tensors under short names, those of further layers after the layer's number, and what a config says of them. With
     `third`, these are heads of EAGLE-3, which look at `layers` of the target's hidden states. In the layers `sliding`,
     tokens see the last `window` up to their own, if that is given.
     """
@@ -146,7 +146,7 @@ def text_logits(
 
 def parallel_logits(heads: Published, target, text: torch.Tensor, states: torch.Tensor, num: int) -> torch.Tensor:
     """
-    Logits `[num, own vocab]` of P-EAGLE's depths behind a text `[n]` with hidden states `[n - 1, ...]`: the first as
+    Logits `[num, own vocab]` of P-EAGLE's depths after a text `[n]` with hidden states `[n - 1, ...]`: the first as
     EAGLE-3's, each further one from the mask token and `mask_hidden`, seeing the text and the depths before it.
     """
     length = len(text) - 1

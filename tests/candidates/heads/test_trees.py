@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_smartspec.candidates.heads.medusa.trees import FixedTree, best_trees, full_tree
+from hf_smartspec.candidates.heads.trees import FixedTree, best_trees, full_tree
 
 
 def random_candidates(seed, batch, depth, width):
@@ -25,7 +25,7 @@ def expected_tokens(tree):
 def test_no_other_tree_of_as_many_nodes_promises_more(seed, batch, depth, width, data):
     tokens, probs = random_candidates(seed, batch, depth, width)
     limits = data.draw(st.lists(st.integers(0, 5), min_size=batch, max_size=batch))
-    for row, (tree, limit) in enumerate(zip(best_trees(tokens, probs, limits), limits)):
+    for row, (tree, limit) in enumerate(zip(best_trees(tokens, probs[:, 0], probs[:, 1:, None], limits), limits)):
         tree.check_integrity(50)
         paths = [path for length in range(1, depth + 1) for path in product(range(width), repeat=length)]
         assert len(tree) == min(limit, len(paths))
@@ -47,7 +47,7 @@ def every_path(tree):
 
 def test_a_few_nodes_against_all_closed_subsets():
     tokens, probs = random_candidates(1, 1, 2, 3)
-    (tree,) = best_trees(tokens, probs, [4])
+    (tree,) = best_trees(tokens, probs[:, 0], probs[:, 1:, None], [4])
     paths = [(rank,) for rank in range(3)] + list(product(range(3), repeat=2))
     closed = [
         subset for subset in combinations(paths, 4) if all(len(path) == 1 or path[:1] in subset for path in subset)

@@ -184,15 +184,13 @@ def test_keys_may_learn_together_but_for_those_that_do_not(answers, draft, tmp_p
 @pytest.mark.end_to_end
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the command would take the GPU")
 def test_the_command_learns_and_learns_on_after_a_new_start(tmp_path):
-    """
-    On the embedded target: `smartspec serve --learn`, ended by SIGTERM and started again. Tokens per step are none of
-    its business: whether this draft pays depends on the machine's load.
-    """
+    """On the embedded target: `smartspec serve --learn`, ended by SIGTERM and started again."""
     answers = answers_of(EMBEDDED)
     draft = save_random(EMBEDDED.parent / "draft", EMBEDDED, tmp_path / "draft")
     options = json.dumps(OPTIONS | {"background": False})
     words = ["--port", "0", "--dtype", "float32", "--assistant", "none", "--draft", str(draft)]
     words += ["--learn", str(tmp_path / "learnt"), "--learn-options", options]
+    lengths: list[float] = []
     for turn, num_rounds in enumerate((4, 1)):
         said = tmp_path / f"said{turn}"
         process = processes.start(processes.run_logged, ["serve", f"demo={EMBEDDED}", *words], said)
@@ -203,6 +201,7 @@ def test_the_command_learns_and_learns_on_after_a_new_start(tmp_path):
                         body = {"prompt": prompt, "max_tokens": NUM_TOKENS}
                         found = client.post("/v1/completions", json=body).json()
                         assert found["choices"][0]["text"] == answer
+                        lengths.append(found["metrics"]["speculative_decoding"]["mean_acceptance_length"])
                 name = 'smartspec:learning_requests_total{model_name="demo"} '
                 (line,) = [line for line in client.get("/metrics").text.splitlines() if line.startswith(name)]
                 assert float(line.removeprefix(name)) >= 16 + 4 * turn, "a new start goes on counting"
@@ -212,6 +211,10 @@ def test_the_command_learns_and_learns_on_after_a_new_start(tmp_path):
         finally:
             process.kill()
             process.join()
+    # Not before the new start: that server has found the untrained draft useless, and of four texts, too few are held
+    # out to show that it no longer is.
+    first, again = (sum(lengths[place : place + 4]) / 4 for place in (0, 16))
+    assert first < 1.2 < again
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_smartspec.target_model.cache.slot_cache import SlotCache, SlotLayer
+from hf_smartspec.target_model.cache.slot_cache import SlotCache
+from hf_smartspec.target_model.cache.slot_layer import SlotLayer
 from hf_smartspec.target_model.layout.kernels.lines import move_lines
 
 from ...covering import examples

@@ -55,7 +55,7 @@ class Published:
 
     def block(self, states: torch.Tensor, embeds: torch.Tensor, start: int) -> torch.Tensor:
         """
-        Hidden states after the final norm of slots with `embeds` `[S, hidden]` at positions `start` and further, behind
+        Hidden states after the final norm of slots with `embeds` `[S, hidden]` at positions `start` and further, after
         positions up to there whose target's `states` are `[start, K * hidden]`.
         """
         context, x, num = self.combine(states), embeds, len(embeds)
@@ -149,7 +149,7 @@ def rotated(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 def markov_step(
     tensors: Mapping, token: int, state: torch.Tensor, h: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What DSpark's head adds to the logits of a slot after a token, and the state at the next slot."""
+    """Return DSpark's addition to the logits of a slot after a token, and the state at the next slot."""
     own = {name.removeprefix("markov_head."): item for name, item in tensors.items()}
     e, added = own["markov_w1.weight"][token], own["markov_w1.weight"][token]
     if "gate_proj.weight" in own:
@@ -288,7 +288,7 @@ def _slots(drafter: Published) -> dict:
 
 
 def _causal(drafter: Published) -> dict:
-    """What a config says of masks: nothing where they are the usual ones, by types of layers."""
+    """Return a config's entries for masks: none where they are the usual ones, by types of layers."""
     usual = [window is not None for window in drafter.windows]
     return {} if list(drafter.causal) == usual else {"is_causal": drafter.causal[0]}
 

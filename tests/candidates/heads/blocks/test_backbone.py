@@ -280,7 +280,7 @@ def test_a_slot_sees_later_ones_unless_blocks_are_causal_and_no_further_back_tha
 
 
 def test_blocks_embed_the_anchor_and_mask_tokens_as_the_target_does(tmp_path):
-    """With Gemma's factor, without Muse's norm; a file may bring an embedding of the mask token."""
+    """They have Gemma's factor, and not Muse's norm; a file may bring an embedding of the mask token."""
     target = shared_model("gemma2")
     hidden, vocab = sizes(target)
     published = random_drafter(hidden, vocab)

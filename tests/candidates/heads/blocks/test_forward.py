@@ -40,7 +40,7 @@ def states_of(drafter, lengths) -> list[torch.Tensor]:
 
 
 def append(forward, rows, states, lengths) -> None:
-    """Of every text as much as it lacks up to these lengths."""
+    """Feed every text as far as it lacks tokens up to these lengths."""
     inputs = [
         RowInput(row, torch.zeros(length - row.length).long().numpy(), features=own[row.length : length])
         for row, own, length in zip(rows, states, lengths)

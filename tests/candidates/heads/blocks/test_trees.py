@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_smartspec.candidates.heads.blocks.trees import best_trees, with_confidence
+from hf_smartspec.candidates.heads.blocks.source import with_confidence
+from hf_smartspec.candidates.heads.trees import best_trees
 
 
 def random_lattice(seed, batch, depth, width, is_independent):

@@ -1,6 +1,6 @@
-"""The nodes of a block's lattice in order of their path probability, by a heap (DDTree, arXiv 2604.12989)."""
+"""Nodes of a lattice of candidates in order of their path probability, by a heap (DDTree, arXiv 2604.12989)."""
 
-from .....jit import compiled, inner
+from ....jit import compiled, inner
 
 
 @compiled
