@@ -36,7 +36,9 @@ def test_many_requests_with_their_own_settings(architecture):
     model = model_of(architecture)
     with Engine(model, drafting(), max_batch_size=4, max_prefill_tokens=9) as engine:
         assert isinstance(engine._memory.cache, StateCache)
-        check_all(engine, model, random_requests(16))
+        requests = random_requests(16)
+        check_all(engine, model, requests)
+        check_all(engine, model, requests[:4])  # answers that are remembered
         statistics = engine.statistics
         assert statistics.accepted_tokens > 0
         assert statistics.forwards < statistics.generated_tokens, "requests share forwards"
@@ -86,6 +88,23 @@ def test_prompts_go_on_from_states_that_are_kept():
             found = engine.get_result(engine.add_request(text, **LONG), TIMEOUT)
             assert found.generated_tokens == Asked(text, LONG).alone(model)
             assert engine._memory.num_reused - before == num_reused, text
+
+
+def test_without_memory_for_a_copy_of_states_prompts_are_run_anew(monkeypatch):
+    model, begin = model_of("qwen3_next"), list(range(3, 38)) * 2
+    failed = []
+
+    def copy(*args):
+        failed.append(args)
+        raise RuntimeError("not enough memory")  # as torch says it
+
+    with Engine(model, drafting(), max_batch_size=4) as engine:
+        engine.get_result(engine.add_request([*begin, 3, 4], **LONG), TIMEOUT)
+        monkeypatch.setattr(StateCache, "copy", copy)
+        for text in ([*begin, 7, 8], [*begin, 9, 8]):
+            found = engine.get_result(engine.add_request(text, **LONG), TIMEOUT)
+            assert found.generated_tokens == Asked(text, LONG).alone(model)
+        assert failed and len(engine._memory.cache.rows) == 3, "rows of the three requests, and of no copy"
 
 
 def test_states_are_counted_as_memory():
