@@ -34,10 +34,10 @@ class StateCache(SlotCache):
     def __init__(self, num_slots: int = 1, capacity: int = 256, most_lines: int | None = None, chunk: int = 64):
         super().__init__(num_slots, capacity, most_lines)
         self.chunk = chunk
-        self._places: dict[CacheRow, int] = {}
-        self._num_places = num_slots
-        self._windows: dict[Key, torch.Tensor] = {}  # `[places, width - 1, channels]`
-        self._states: dict[Key, torch.Tensor] = {}  # `[places, heads, dk, dv]`
+        self._entries: dict[CacheRow, int] = {}
+        self._num_entries = num_slots
+        self._windows: dict[Key, torch.Tensor] = {}  # `[entries, width - 1, channels]`
+        self._states: dict[Key, torch.Tensor] = {}  # `[entries, heads, dk, dv]`
         self._transposed: set[Key] = set()  # of states that transformers keeps as `[heads, dv, dk]`
         self._open: dict[CacheRow, RecurrentStep] = {}  # steps whose tokens are not in the row's state yet
         self._step: RecurrentStep | None = None
@@ -48,10 +48,10 @@ class StateCache(SlotCache):
     def add(self, *args: Any, **kwargs: Any) -> CacheRow:
         row = super().add(*args, **kwargs)
         assert row.prefix_row is None, "a state is not shared"
-        taken = set(self._places.values())
-        self._places[row] = next(place for place in range(len(taken) + 1) if place not in taken)
+        taken = set(self._entries.values())
+        self._entries[row] = next(entry for entry in range(len(taken) + 1) if entry not in taken)
         try:
-            while len(taken) >= self._num_places:
+            while len(taken) >= self._num_entries:
                 self._grow()
         except BaseException:  # for lack of memory: no request would own the row
             self.remove(row)
@@ -61,14 +61,14 @@ class StateCache(SlotCache):
 
     def remove(self, row: CacheRow) -> None:
         super().remove(row)
-        del self._places[row]
+        del self._entries[row]
         self._close(row)
 
     def clear(self, row: CacheRow) -> None:
         """Set a row's states to those before any token."""
         self._close(row)
         for memory in (*self._windows.values(), *self._states.values()):
-            memory[self._places[row]].zero_()
+            memory[self._entries[row]].zero_()
 
     def copy(self, source: CacheRow, target: CacheRow, length: int) -> None:
         """Copy a whole row."""
@@ -76,10 +76,10 @@ class StateCache(SlotCache):
         self._settle([source])
         super().copy(source, target, length)
         for memory in (*self._windows.values(), *self._states.values()):
-            memory[self._places[target]] = memory[self._places[source]]
+            memory[self._entries[target]] = memory[self._entries[source]]
 
     def release(self) -> list[torch.Tensor]:
-        self._windows, self._states, self._open, self._step, self._places = {}, {}, {}, None, {}
+        self._windows, self._states, self._open, self._step, self._entries = {}, {}, {}, None, {}
         return super().release()
 
     def forget(self) -> None:
@@ -88,20 +88,20 @@ class StateCache(SlotCache):
 
     def _grow(self) -> None:
         """Make room for more rows. All memory is allocated before any of it is used, so that a failure changes none."""
-        num = 2 * self._num_places
+        num = 2 * self._num_entries
         if self.most_rows is not None:
-            num = max(min(num, self.most_rows), len(self._places))
+            num = max(min(num, self.most_rows), len(self._entries))
         both = self._windows, self._states
         grown = [{key: zeros(memory, num, *memory.shape[1:]) for key, memory in memories.items()} for memories in both]
         for memories, larger in zip(both, grown):
             for key, memory in memories.items():
                 larger[key][: len(memory)] = memory
-        self._num_places, (self._windows, self._states) = num, grown
+        self._num_entries, (self._windows, self._states) = num, grown
 
     @property
     def num_state_bytes(self) -> int:
         """Bytes of the memory of states."""
-        return self._num_places * self.bytes_per_row
+        return self._num_entries * self.bytes_per_row
 
     @property
     def bytes_per_row(self) -> int:
@@ -113,13 +113,13 @@ class StateCache(SlotCache):
         self, rows: Sequence[CacheRow], columns: Sequence[torch.Tensor], total_length: int, cache: Cache
     ) -> Cache:
         self._settle(rows)
-        places = [self._places[row] for row in rows]
+        entries = [self._entries[row] for row in rows]
         for (layer, number), memory in self._windows.items():
-            inputs = torch.nn.functional.pad(memory[places].mT, (1, 0))  # one more, which is not read
+            inputs = torch.nn.functional.pad(memory[entries].mT, (1, 0))  # one more, which is not read
             cache.update_conv_state(inputs, layer, state_idx=number, conv_kernel_size=inputs.shape[2])
         for (layer, number), memory in self._states.items():
             is_transposed = (layer, number) in self._transposed
-            states = memory[places].mT if is_transposed else memory[places]
+            states = memory[entries].mT if is_transposed else memory[entries]
             cache.update_recurrent_state(states, layer, state_idx=number)
         return super().export(rows, columns, total_length, cache)
 
@@ -138,8 +138,8 @@ class StateCache(SlotCache):
         (step,) = before
         if step is None:
             self._settle([item.row for item in rows])
-        places = [self._places[item.row] for item in rows]
-        self._step = RecurrentStep(rows, places, self.chunk, device, step)
+        entries = [self._entries[item.row] for item in rows]
+        self._step = RecurrentStep(rows, entries, self.chunk, device, step)
         self._open |= dict.fromkeys(self._step.rows, self._step)
 
     def commit(self, rows: Sequence[CacheRow], paths: Sequence[Sequence[int]]) -> None:
@@ -172,8 +172,8 @@ class StateCache(SlotCache):
     def _advance(self, step: RecurrentStep, numbers: np.ndarray, ends: np.ndarray) -> None:
         """Compute the states of some rows of a step after the tokens `ends` of their tails."""
         is_whole = len(numbers) == len(step.rows) and bool((numbers == np.arange(len(numbers))).all())
-        own, last, places = to_device(np.stack([numbers, ends, step.places[numbers]]), step.device)
-        at = step.at if is_whole else places
+        own, last, entries = to_device(np.stack([numbers, ends, step.entries[numbers]]), step.device)
+        at = step.at if is_whole else entries
         for key, windows in step.windows.items():
             self._windows[key][at] = windows[own, last]
         path = step.sees[own, 0, last]
@@ -221,7 +221,7 @@ class StateCache(SlotCache):
         assert step is not None, "states are read by a packed forward only"
         memory = self._windows.get(self._key)
         if memory is None:
-            memory = self._windows[self._key] = zeros(inputs, self._num_places, width - 1, inputs.shape[1])
+            memory = self._windows[self._key] = zeros(inputs, self._num_entries, width - 1, inputs.shape[1])
         windows, known = memory[step.at], None
         if step.before is not None:
             known = step.before.windows[self._key][step.own]
@@ -267,17 +267,17 @@ class StateCache(SlotCache):
         if memory is None:
             if is_transposed:
                 self._transposed.add(own)
-            memory = self._states[own] = zeros(key, self._num_places, *key.shape[1:], value.shape[2])
+            memory = self._states[own] = zeros(key, self._num_entries, *key.shape[1:], value.shape[2])
         given = query, key, value, decay, beta
         output = None
         if step.rounds:
             output = torch.empty_like(value)
-        for places, tokens in step.rounds:
+        for entries, tokens in step.rounds:
             parts = [None if item is None else item[tokens].transpose(1, 2) for item in given]
-            found, scanned = scan(*parts, state=memory[places], sees=step.causal)  # type: ignore[arg-type,misc]
-            ends = torch.full_like(places, tokens.shape[1] - 1)
+            found, scanned = scan(*parts, state=memory[entries], sees=step.causal)  # type: ignore[arg-type,misc]
+            ends = torch.full_like(entries, tokens.shape[1] - 1)
             every = torch.ones_like(tokens, dtype=torch.bool)
-            memory[places] = state_after(memory[places], scanned, ends, every)
+            memory[entries] = state_after(memory[entries], scanned, ends, every)
             output[tokens] = found.transpose(1, 2)  # type: ignore[index]
         parts = [None if item is None else step.tails(item).transpose(1, 2) for item in given]
         before = None if step.before is None else step.before.scanned[own].of(step.own)

@@ -23,14 +23,14 @@ class RecurrentStep:
 
     Args:
         rows (sequence of `RowInput`): The rows, in the order of their tokens.
-        places (sequence of `int`): The rows' places in the memory of states.
+        entries (sequence of `int`): The rows' entries in the memory of states.
         chunk (`int`): Tokens of a piece, C.
         device (`torch.device`): Device of the layers.
         before (`RecurrentStep`, *optional*): The step that has run the first nodes of all rows' drafts.
 
     Attributes:
-        at (`slice` or `torch.Tensor` of shape `[R]`): The places.
-        rounds (list of pairs of `torch.Tensor`): For each round, the places of the rows that run a piece, `[P]`, and
+        at (`slice` or `torch.Tensor` of shape `[R]`): The entries.
+        rounds (list of pairs of `torch.Tensor`): For each round, the entries of the rows that run a piece, `[P]`, and
             the pieces' tokens, `[P, C]`.
         tail (`torch.Tensor` of shape `[R, W]`): The tails' tokens in this step, padded; None where these are all tokens
             in order.
@@ -45,7 +45,7 @@ class RecurrentStep:
     def __init__(
         self,
         rows: Sequence[RowInput],
-        places: Sequence[int],
+        entries: Sequence[int],
         chunk: int,
         device: torch.device,
         before: "RecurrentStep | None" = None,
@@ -57,7 +57,7 @@ class RecurrentStep:
         heads = np.maximum(num_fed - 1, 0) // chunk * chunk  # tokens of whole pieces
         sizes, begins = counts - heads, starts + heads
         width, num_before = int(sizes.max()), 0 if before is None else before.parents.shape[1]
-        self.places, self.fed_in_tail = np.array(places), num_fed - heads
+        self.entries, self.fed_in_tail = np.array(entries), num_fed - heads
         own = np.zeros(len(rows), int) if before is None else np.array([before.rows[row] for row in self.rows])
         self._lay_out_tails(rows, sizes, width, own)
         self._parents = self._packed_parents(starts, heads, num_before)
@@ -71,12 +71,12 @@ class RecurrentStep:
         for piece in range(int(heads.max()) // chunk):
             running = np.flatnonzero(heads > piece * chunk)
             pieces = np.arange(piece * chunk, (piece + 1) * chunk)
-            rounds += [self.places[running], starts[running][:, None] + pieces]
-        tensors = [self.places, own, padded, np.flatnonzero(is_token.reshape(-1)), bits, *rounds]
+            rounds += [self.entries[running], starts[running][:, None] + pieces]
+        tensors = [self.entries, own, padded, np.flatnonzero(is_token.reshape(-1)), bits, *rounds]
         sent = send_together([torch.from_numpy(item) for item in tensors], device)
         at, self.own, tail, unpadded, words, *rest = sent
-        first, is_dense = int(self.places[0]), bool(is_token.all())
-        is_range = bool((self.places == np.arange(first, first + len(rows))).all())
+        first, is_dense = int(self.entries[0]), bool(is_token.all())
+        is_range = bool((self.entries == np.arange(first, first + len(rows))).all())
         self.at = slice(first, first + len(rows)) if is_range else at
         self.tail = None if is_dense and not heads.any() else tail
         self.unpadded = None if is_dense else unpadded
@@ -97,7 +97,7 @@ class RecurrentStep:
     def _lay_out_tails(self, rows: Sequence[RowInput], sizes: np.ndarray, width: int, own: np.ndarray) -> None:
         """
         Set `parents`, those of all tokens within their tails, `[R, T]`: -1 for the first ones, -2 for padding; and
-        `nodes`, the places of the rows' draft nodes in their tails.
+        `nodes`, the positions of the rows' draft nodes in their tails.
         """
         self.parents = np.full((len(rows), width), _NO_TOKEN)
         self.nodes = [np.arange(fed, fed + item.num_nodes) for fed, item in zip(self.fed_in_tail, rows)]
@@ -112,10 +112,10 @@ class RecurrentStep:
             num_nodes = item.num_nodes
             self.parents[number, start : start + size - num_nodes] = np.arange(-1, size - num_nodes - 1)
             if num_nodes:
-                parents, places = np.asarray(item.tree.parents)[item.first_node :], self.nodes[number]
+                parents, positions = np.asarray(item.tree.parents)[item.first_node :], self.nodes[number]
                 last = self.fed_in_tail[number] - 1
-                own_places = places[item.first_node :]
-                self.parents[number, own_places] = np.where(parents < 0, last, places[np.maximum(parents, 0)])
+                new = positions[item.first_node :]
+                self.parents[number, new] = np.where(parents < 0, last, positions[np.maximum(parents, 0)])
 
     def _packed_parents(self, starts: np.ndarray, heads: np.ndarray, num_before: int) -> np.ndarray:
         """
@@ -126,8 +126,8 @@ class RecurrentStep:
         for number, (start, head) in enumerate(zip(starts.tolist(), heads.tolist())):
             own = self.parents[number, num_before:]
             own = own[own != _NO_TOKEN]
-            place = np.where(own < 0, -1 - number, -1 - (len(starts) + number * num_before + own))  # of its window
-            parents = np.where(own >= num_before, own - num_before + start + head, place)
+            window = np.where(own < 0, number, len(starts) + number * num_before + own)
+            parents = np.where(own >= num_before, own - num_before + start + head, -1 - window)
             if head:
                 parents[0] = start + head - 1
                 parts.append(np.arange(start - 1, start + head - 1))
@@ -137,8 +137,8 @@ class RecurrentStep:
 
     def sources(self, width: int, num_windows: int) -> torch.Tensor:
         """
-        Return for every token the places of its `width` nearest inputs, itself last, among the step's inputs, followed
-        by the inputs of `num_windows` windows. `[N, width]`.
+        Return the sources of every token's convolution, itself last, `[N, width]`: indices into the step's inputs,
+        followed by the inputs of `num_windows` windows.
         """
         if width not in self._sources:
             num, reach = len(self._parents), width - 1
@@ -148,8 +148,8 @@ class RecurrentStep:
             parents[:num][roots] = before[-self._parents[roots] - 1, -1]
             found = np.empty((num, width), np.int64)
             found[:, -1] = np.arange(num)
-            for place in range(reach - 1, -1, -1):
-                found[:, place] = parents[found[:, place + 1]]
+            for column in range(reach - 1, -1, -1):
+                found[:, column] = parents[found[:, column + 1]]
             self._sources[width] = to_device(found, self.device)
         return self._sources[width]
 
