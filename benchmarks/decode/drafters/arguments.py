@@ -7,7 +7,7 @@ from hf_smartspec.commands.common.arguments import add_target_arguments, positiv
 
 from ...kit.arguments import add_options, add_session_arguments
 
-STEPS, TREES, SPEED = PARTS = ("steps", "trees", "speed")
+STEPS, TREES, BLOCKS, SPEED = PARTS = ("steps", "trees", "blocks", "speed")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,8 +26,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
     add_options(
         parser,
-        ("--nodes", positive, [4, 8, 16], "N", "of a draft in part steps, and the most of them in part trees"),
+        (
+            "--nodes",
+            positive,
+            [4, 8, 16],
+            "N",
+            "of a draft in part steps, and the most of them in parts trees and blocks",
+        ),
         ("--width", positive, 4, "W", "of draft models' trees in part steps"),
+        ("--levels", positive, [1, 2, 3, 4], "N", "of drafts that grow level by level, beside blocks"),
         ("--batch-size", positive, [1, 8], "B", "rows"),
         ("--limit", positive, 6, "N", "prompts of each kind"),
         ("--max-new-tokens", positive, 96, "N", "of each prompt"),

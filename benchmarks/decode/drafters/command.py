@@ -21,8 +21,8 @@ from ...kit.claims import Claim
 from ...kit.models import described
 from ...kit.session import Case, Section, new_session, print_head
 from ...kit.tables import Rows, as_markdown, print_lines
-from .arguments import PARTS, SPEED, STEPS, TREES
-from .report import notes, tables
+from .arguments import BLOCKS, PARTS, SPEED, STEPS, TREES
+from .report import block_claims, notes, tables
 from .runs import DrafterBench
 
 _REFERENCE = "draft"  # what others are compared with comes before them
@@ -58,6 +58,10 @@ def _sections(
     report["reference"] = next(iter(models), "")
     heads = {item.name: item.assistant for item in drafters if isinstance(item.assistant, MedusaHeads)}
 
+    def blocks() -> Iterator[Case]:
+        own = _as_it_is(larger, load_model(name, args.dtype, args.device))
+        return bench.blocks(own, load_drafters(names, DrafterFiles(own)), data, args.batch_size, args.levels)
+
     def speed() -> Iterator[Case]:
         own = _as_it_is(larger, load_model(name, args.dtype, args.device))
         files = DrafterFiles(own, larger if num_parameters(args) else None)
@@ -66,6 +70,7 @@ def _sections(
     cases: dict[str, Callable[[], Iterable[Case]]] = {
         STEPS: lambda: bench.steps(small, drafters, data),
         TREES: lambda: bench.trees(small, heads, data),
+        BLOCKS: blocks,
         SPEED: speed,
     }
     return [Section(part, cases[part], claims=claims, show=lambda *_: None) for part in PARTS if part in args.parts]
@@ -73,7 +78,8 @@ def _sections(
 
 def claims(rows: Rows) -> list[Claim]:
     different = sum(item["num_different"] for row in rows.values() for item in row["rows"])
-    return [Claim("all outputs are those of plain generate", not different, f"{different} differ" if different else "")]
+    same = Claim("all outputs are those of plain generate", not different, f"{different} differ" if different else "")
+    return [same, *block_claims([item for row in rows.values() for item in row["rows"]])]
 
 
 def _texts(args: argparse.Namespace) -> dict[str, list[Texts]]:

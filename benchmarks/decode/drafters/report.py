@@ -10,17 +10,19 @@ from hf_smartspec.commands.common.names import JOINT
 from hf_smartspec.commands.speed.loop import PLAIN
 from hf_smartspec.decoding.statistics import GenerationStatistics
 
+from ...kit.claims import Claim
 from ...kit.tables import Lines, Row
-from .arguments import SPEED, STEPS, TREES
-from .runs import NONE
+from .arguments import BLOCKS, SPEED, STEPS, TREES
+from .runs import CHAIN, NONE, TREE
 
 ALL = "all"
+LEAST_GAIN = 1.15  # tokens per step of a block's trees by those of its chains
 
 
 def tables(report: dict[str, Any]) -> list[Lines]:
     """Return the tables of the parts that have been measured."""
     rows = flat(report)
-    made = [_steps(rows, report), _trees(rows, report), _speed(rows, report)]
+    made = [_steps(rows, report), _trees(rows, report), *_blocks(rows), _equal_times(rows), _speed(rows, report)]
     return [lines for lines in made if lines.rows]
 
 
@@ -49,6 +51,8 @@ def notes(report: dict[str, Any]) -> str:
         f"x plain: tokens per second by those of plain generate, prompts included, goodput deciding how much, with the "
         f"target {size} in {system['dtype']}. Drafters are not enlarged with it; their own parameters: "
         f"{', '.join(own) or 'none'}. Larger batches have rows of all kinds.\n"
+        f"Blocks: batches of all kinds with the target as it is in {system['dtype']}; trees of at most "
+        f"{max(options['nodes'])} nodes.\n"
         "Identical: every output is that of plain generate; tied: some differ where two tokens score alike up to "
         "rounding. Suffix trees know earlier answers of the same kind only."
     )
@@ -125,6 +129,72 @@ def _trees(rows: Sequence[Row], report: dict[str, Any]) -> Lines:
     nodes = max(report["environment"]["conditions"]["nodes"])
     title = f"Medusa heads, tokens per step with {nodes} nodes, float32; fixed trees are the best ones of other prompts"
     return Lines(title, ["trees", *kinds, ALL, "accepted", "identical"], lines)
+
+
+def _blocks(rows: Sequence[Row]) -> list[Lines]:
+    """Return a table for each batch size."""
+    found = [row for row in rows if row["part"] == BLOCKS]
+    columns = ["drafts", "tokens per step", "accepted", "ms", "tokens/s", f"x {NONE}", "identical"]
+    tables = []
+    for size in _of(found, "batch_size"):
+        mine = [row for row in found if row["batch_size"] == size and row["drafter"] != PLAIN]
+        rates = {row["drafter"]: row["tokens_per_second"] for row in mine}
+        lines = []
+        for row in mine:
+            total, (seconds, per_step) = _total([row]), _time_and_tokens(_total([row]))
+            lines.append(
+                [
+                    row["drafter"],
+                    f"{per_step:.2f}",
+                    f"{total.accepted_tokens / max(total.steps, 1):.2f}",
+                    f"{1e3 * seconds:.2f}",
+                    f"{rates[row['drafter']]:.1f}",
+                    f"{rates[row['drafter']] / rates[NONE]:.2f}",
+                    _identical([row]),
+                ]
+            )
+        title = (
+            f"Blocks, batch {size}; accepted: drafted tokens per step of a row; ms: of drafting, per step of the batch"
+        )
+        tables.append(Lines(title, columns, lines))
+    return tables
+
+
+def _equal_times(rows: Sequence[Row]) -> Lines:
+    """
+    Return each block drafter's chains and trees beside those of other drafters whose drafting time is nearest.
+    """
+    found = [row for row in rows if row["part"] == BLOCKS and row.get("form") in (CHAIN, TREE)]
+    lines = []
+    for row in (row for row in found if row["is_block"]):
+        own, own_tokens = _time_and_tokens(_total([row]))
+        others = [
+            other for other in found
+            if not other["is_block"] and (other["form"], other["batch_size"]) == (row["form"], row["batch_size"])
+        ]  # fmt: skip
+        for name in _of(others, "source"):
+            measured = [(*_time_and_tokens(_total([other])), other) for other in others if other["source"] == name]
+            seconds, tokens, other = min(measured, key=lambda item: abs(item[0] - own))
+            times, per_step = (f"{1e3 * own:.2f}", f"{1e3 * seconds:.2f}"), (f"{own_tokens:.2f}", f"{tokens:.2f}")
+            rates = (f"{item['tokens_per_second']:.1f}" for item in (row, other))
+            names = f"{row['drafter']}; {other['drafter']}; batch {row['batch_size']}"
+            lines.append([names, *times, *per_step, f"{own_tokens / tokens:.2f}", *rates])
+    columns = ["block; other", "ms", "other", "tokens per step", "other", "ratio", "tokens/s", "other"]
+    return Lines("Blocks at equal drafting time: beside each, the draft whose time is nearest", columns, lines)
+
+
+def block_claims(rows: Sequence[Row]) -> list[Claim]:
+    """Return for each block drafter and batch size whether its trees yield more tokens per step than its chains."""
+    claims = []
+    by_form = {(row["source"], row["batch_size"], row["form"]): row for row in rows if row.get("is_block")}
+    for name, size, form in by_form:
+        if form == TREE:
+            chain, tree = (_total([by_form[name, size, form]]) for form in (CHAIN, TREE))
+            ratio = tree.mean_accepted_length / chain.mean_accepted_length
+            detail = f"{tree.mean_accepted_length:.2f} / {chain.mean_accepted_length:.2f} = {ratio:.2f}"
+            text = f"trees of {name} yield at least {LEAST_GAIN} x the tokens per step of its chains, batch {size}"
+            claims.append(Claim(text, ratio >= LEAST_GAIN, detail))
+    return claims
 
 
 def _speed(rows: Sequence[Row], report: dict[str, Any]) -> Lines:

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from hf_smartspec.candidates import MedusaCandidates, MedusaHeads
+from hf_smartspec.candidates import BlockDrafter, MedusaCandidates, MedusaHeads
+from hf_smartspec.candidates.heads.learned import FeatureDrafter
 from hf_smartspec.commands.common.drafters import Drafter
 from hf_smartspec.commands.common.recordings import DataSet, Recording, answered
 from hf_smartspec.commands.speed.loop import PLAIN, Method, Results, Settings, Tally, measure
@@ -23,6 +24,7 @@ from ...kit.tables import Row
 
 NONE, MIXED = "none", "mixed"
 CALIBRATED, RAW, FIXED = "calibrated trees", "trees by raw probabilities", "the best fixed tree"
+CHAIN, TREE, GOODPUT = "chain", "tree", "goodput decides"
 _WARM_UP = 8  # tokens
 _APART = 10**6  # between the numbers of rows of the two halves
 
@@ -41,6 +43,7 @@ def _figures(tally: Tally, plain: Tally) -> Row:
     if tally.calls:
         seconds = [call.decode_seconds_per_token for call in tally.calls]
         row |= {"speedup": tally.speedup(plain), "decode_speedup": tally.decode_speedup(plain)}
+        row |= {"tokens_per_second": tally.tokens_per_second}
         row |= {"decode_seconds_per_token": float(np.nanmedian(seconds))}
     return row
 
@@ -80,6 +83,56 @@ class DrafterBench:
                 place = {"kind": item.name, "batch_size": min(size, len(item.prompts)), "nodes": 0}
                 run = partial(self._measured, target, methods, item, place, self.repetitions)
                 yield Case(f"{item.name}, batch {size}", run)
+
+    def blocks(
+        self,
+        target: PreTrainedModel,
+        drafters: Sequence[Drafter],
+        data: Sequence[DataSet],
+        batch_sizes: Sequence[int],
+        levels: Sequence[int],
+    ) -> Iterator[Case]:
+        """
+        Yield batches with rows of all kinds, in turn, in which block drafters draft whole blocks, as chains and as
+        trees, and drafters that grow level by level draft so many levels; and both as goodput decides.
+        """
+        blocks = [item for item in drafters if isinstance(item.assistant, BlockDrafter)]
+        growing = [item for item in drafters if isinstance(item.assistant, PreTrainedModel | FeatureDrafter)]
+        methods, shapes = [Method(NONE, NONE)], {}
+        for item in [*blocks, *growing] if blocks else ():
+            for num_levels, options in self._shapes(item, levels):
+                form = GOODPUT if not options else CHAIN if options.get("width") == 1 else TREE
+                about = f" of {num_levels} levels, {options['num_nodes']} nodes" if options else ""
+                methods.append(Method(f"{item.name}, {form}{about}", item.assistant, options=options))
+                shapes[methods[-1].name] = {"source": item.name, "form": form, "is_block": item in blocks}
+        for size in batch_sizes if blocks else ():
+            own = mixed(data)
+            place = {"kind": MIXED, "batch_size": min(size, len(own.prompts)), "nodes": max(self.num_nodes)}
+            yield Case(f"batch {size}", partial(self._with_shapes, target, methods, own, place, shapes))
+
+    def _shapes(self, drafter: Drafter, levels: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """
+        Yield numbers of levels, and options of drafts that have them, trees with the same number of nodes; no options
+        where goodput decides.
+        """
+        most = max(self.num_nodes)
+        if isinstance(drafter.assistant, BlockDrafter):
+            num = drafter.assistant.num_depths
+            yield num, {"num_nodes": num, "width": 1}
+            yield num, {"num_nodes": most}
+        else:
+            for num in levels:
+                yield num, {"num_nodes": num, "width": 1}
+                width = -(-most // max(num - 1, 1))
+                if num > 1 and width > 1 and -(-most // width) + 1 == num:  # as `GrowingCandidates` grows trees
+                    yield num, {"num_nodes": most, "width": width}
+        yield 0, {}
+
+    def _with_shapes(
+        self, target: PreTrainedModel, methods: Sequence[Method], data: DataSet, place: Row, shapes: dict[str, Row]
+    ) -> Row:
+        rows = self._measured(target, methods, data, place, self.repetitions)["rows"]
+        return {"rows": [row | shapes.get(row["drafter"], {}) for row in rows]}
 
     def trees(self, target: PreTrainedModel, heads: dict[str, MedusaHeads], data: Sequence[DataSet]) -> Iterator[Case]:
         """

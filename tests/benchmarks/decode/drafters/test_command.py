@@ -3,10 +3,13 @@
 import json
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from benchmarks.decode.drafters import command, runs
 from benchmarks.decode.drafters.report import flat
 from hf_smartspec.commands.speed.loop import PLAIN
+from hf_smartspec.training.blocks import new_drafter
+from hf_smartspec.training.eagle import new_heads
 from tests.folders import save_tiny_models
 
 from ....commands.helpers import save_fitted_heads
@@ -57,6 +60,29 @@ def test_all_parts(folder, tmp_path, capsys):
     for title in ("Tokens per step", "Medusa heads", "cost-matched to 0 M parameters"):
         assert title in text and title.split()[0] in shown
     assert "| suffix+medusa | 6 |" in text and "x draft" in text and "NO" not in text
+
+
+def test_blocks_stand_beside_heads_that_draft_for_as_long(folder, tmp_path, capsys):
+    target = AutoModelForCausalLM.from_pretrained(folder / "target")
+    new_drafter(target, 1, "dspark", block_size=3, num_layers=1, neurons=8).save_pretrained(folder / "blocks")
+    new_heads(target, neurons=8).save_pretrained(folder / "eagle")
+    out = tmp_path / "results.json"
+    names = ["--drafters", folder / "eagle", folder / "blocks", "suffix"]
+    options = ["--parts", "blocks", "--nodes", "6", "--levels", "1", "4", "--batch-size", "4"]
+    assert call(folder, *names, *options, "--json", out) in (0, 1)
+    rows = flat(json.loads(out.read_text()))
+    assert not any(row["num_different"] for row in rows)
+    drafts = {row["drafter"]: row for row in rows}
+    own = ["blocks, chain of 3 levels, 3 nodes", "blocks, tree of 3 levels, 6 nodes", "blocks, goodput decides"]
+    others = [f"eagle, {form}" for form in ("chain of 1 levels, 1 nodes", "tree of 4 levels, 6 nodes")]
+    assert {"none", PLAIN, *own, *others, "eagle, goodput decides"} <= set(drafts)
+    assert all(row["tokens_per_second"] > 0 and row["batch_size"] == 4 for row in rows)
+    for name in own[:2]:
+        counts = drafts[name]["statistics"]
+        assert 0 < counts["drafted_tokens"] <= counts["steps"] * int(name.split()[-2])
+    shown = " ".join(capsys.readouterr().out.split())
+    for text in ("Blocks, batch 4", "equal drafting time", "1.15 x the tokens per step of its chains, batch 4"):
+        assert text in shown
 
 
 @pytest.mark.exhaustive  # all benches resume by their kit

@@ -7,13 +7,14 @@ import pytest
 import torch
 
 import hf_smartspec
-from benchmarks.decode.drafters.report import at_equal_time
+from benchmarks.decode.drafters.report import _equal_times, at_equal_time, block_claims
 from benchmarks.decode.drafters.runs import accuracies, best_fixed_tree, mixed
 from hf_smartspec import SmartSpecConfig
 from hf_smartspec.candidates.heads.kinds import source_of
 from hf_smartspec.commands.common.cost_matched import enlarge
 from hf_smartspec.commands.common.drafters import NarrowedCandidates
 from hf_smartspec.commands.common.recordings import DataSet, Recording
+from hf_smartspec.decoding.statistics import GenerationStatistics
 from hf_smartspec.goodput import Calibrator
 from tests.candidates.heads.fitted import fitted_eagle, fitted_heads, fitted_speculator
 from tests.generate.helpers import prompts, tiny_llama
@@ -83,6 +84,24 @@ def test_equal_drafting_time_is_interpolated():
     known = [(0.01, 2.0), (0.03, 3.0)]
     for seconds, tokens in ((0.0, 1.0), (0.005, 1.5), (0.01, 2.0), (0.02, 2.5), (0.03, 3.0), (1.0, 3.0)):
         assert at_equal_time(known, seconds) == pytest.approx(tokens)
+
+
+def test_blocks_are_compared_with_what_takes_nearest_to_as_long():
+    def row(source, form, tokens, seconds, is_block=False):
+        counts = GenerationStatistics(steps=10, forwards=10, generated_tokens=tokens, seconds_draft=seconds)
+        name = f"{source} {form} {seconds}"
+        place = {"part": "blocks", "batch_size": 1, "drafter": name, "tokens_per_second": float(tokens)}
+        return place | {"source": source, "form": form, "is_block": is_block, "statistics": counts.as_dict()}
+
+    rows = [row("b", "chain", 20, 0.03, True), row("b", "tree", 24, 0.04, True)]
+    rows += [row("e", "chain", 15, 0.01), row("e", "chain", 16, 0.028), row("e", "tree", 12, 0.06)]
+    lines = _equal_times(rows).rows
+    assert [line[0] for line in lines] == ["b chain 0.03; e chain 0.028; batch 1", "b tree 0.04; e tree 0.06; batch 1"]
+    assert [line[5] for line in lines] == ["1.25", "2.00"] and lines[0][1:5] == ["3.00", "2.80", "2.00", "1.60"]
+    (claim,) = block_claims(rows)
+    assert claim.holds and claim.detail == "2.40 / 2.00 = 1.20"
+    rows[1] = row("b", "tree", 22, 0.04, True)
+    assert not block_claims(rows)[0].holds
 
 
 def test_kinds_take_turns_in_a_mix():
