@@ -30,10 +30,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "dots3_note_text": {"swa_head_dim": 16},
     "gemma3n_text": {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
-    "recurrent_gemma": {"num_hidden_layers": 3},
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 16], "axial_pos_shape": [16, 32]},
     "xmod": {"default_language": "en_XX"},
 }

@@ -175,9 +175,29 @@ _RECURRENT = {
         "Mamba2Config",
         _TOKENS | {"hidden_size": 32, "num_heads": 8, "head_dim": 8, "state_size": 8, "num_hidden_layers": 2},
     ),
+    "mamba": ("MambaConfig", _TOKENS | {"hidden_size": 32, "state_size": 8, "num_hidden_layers": 2}),
+    "falcon_mamba": ("FalconMambaConfig", _TOKENS | {"hidden_size": 32, "state_size": 8, "num_hidden_layers": 2}),
+    "jamba": (
+        "JambaConfig",
+        _LLAMA | _EXPERTS | {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4},
+    ),
 }
 
+# The same, but in transformers padding changes their texts: batches are packed without it only.
+_UNPADDED = {
+    "minimax": (  # brings a cache of its own, whose masks forget padding
+        "MiniMaxConfig",
+        _LLAMA
+        | {"head_dim": 8, "num_local_experts": 4, "block_size": 4}
+        | {"layer_types": ["linear_attention", "full_attention"]},
+    ),
+    "recurrent_gemma": (
+        "RecurrentGemmaConfig",
+        _LLAMA | {"num_hidden_layers": 3, "lru_width": 32, "head_dim": 8, "attention_window_size": WINDOW},
+    ),
+}
 RECURRENT = _RECURRENT if Version("5.24") <= TRANSFORMERS else {}  # earlier, layers do not call the known functions
+UNPADDED = _UNPADDED if RECURRENT else {}
 
 # Architectures that do not follow the attention interface, or not all of it: these run row by row.
 ROWWISE = {
@@ -249,16 +269,12 @@ ENCODER_DECODER_ROWWISE = {"m2m_100": ("M2M100Config", _BEHIND_ENCODER)}
 
 # Models that cannot take tokens back, or run several at once: these are decoded plainly.
 PLAIN = {
-    "mamba": ("MambaConfig", _TOKENS | {"hidden_size": 32, "state_size": 8, "num_hidden_layers": 2}),
-    "jamba": (  # a state space with a decay for every channel and state, beside attention
-        "JambaConfig",
-        _LLAMA | _EXPERTS | {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4},
-    ),
-    "minimax": (  # brings a cache of its own
-        "MiniMaxConfig",
+    "rwkv": ("RwkvConfig", _TOKENS | {"hidden_size": 32, "num_hidden_layers": 2}),
+    "zamba": (  # several recurrences in a layer
+        "ZambaConfig",
         _LLAMA
-        | {"head_dim": 8, "num_local_experts": 4, "block_size": 4}
-        | {"layer_types": ["linear_attention", "full_attention"]},
+        | {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4, "num_key_value_heads": 4}
+        | {"mamba_d_state": 8, "mamba_dt_rank": 4},
     ),
     "openai-gpt": ("OpenAIGPTConfig", _GPT),  # has no cache
     "bert": ("BertConfig", _BART | {"intermediate_size": 64}),  # looks ahead unless it is told that it is a decoder
@@ -271,7 +287,7 @@ PLAIN = {
     ),
 }
 
-CONFIGS = PACKED | _RECURRENT | ROWWISE | ENCODER_DECODER | ENCODER_DECODER_ROWWISE | SPEECH | PLAIN
+CONFIGS = PACKED | _RECURRENT | _UNPADDED | ROWWISE | ENCODER_DECODER | ENCODER_DECODER_ROWWISE | SPEECH | PLAIN
 
 
 def new_model(

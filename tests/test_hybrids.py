@@ -16,7 +16,7 @@ from .cases import left_padded, prompts_of
 from .commands.helpers import EMBEDDED, call
 from .covering import exhaustive, part_of
 from .generate.helpers import EOS, PAD, Spy, set_special_tokens
-from .models import RECURRENT, new_model, noisy_model, with_noise
+from .models import RECURRENT, UNPADDED, new_model, noisy_model, with_noise
 from .serving.helpers import TIMEOUT
 
 pytestmark = pytest.mark.skipif(not RECURRENT, reason="this release's layers with states are not known")
@@ -59,6 +59,20 @@ def test_generate_batch_which_transformers_refuses(architecture):
     hf_smartspec.enable(model, assistant="auto")  # a default serves them, too
     assert isinstance(model.init_continuous_batching(config), SpeculativeBatchingManager)
     assert tokens(model.generate_batch(PROMPTS, config)) == expected
+
+
+@pytest.mark.parametrize("architecture", UNPADDED)
+@pytest.mark.parametrize("settings", [GREEDY, SAMPLED])
+def test_models_whose_texts_padding_changes_are_packed_without_it(architecture, settings):
+    model = model_of(architecture)
+    spy, inputs = Spy(DraftModelCandidates(with_noise(copy.deepcopy(model)))), left_padded(prompts_of([6, 6, 6]))
+    expected = model.generate(**inputs, **settings, seed=5, assistant="none")
+    assert torch.equal(model.generate(**inputs, **settings, seed=5, assistant=spy), expected)
+    drafted = spy.drafted
+    assert spy.accepted > 0
+    ragged = model.generate(**INPUTS, **settings, seed=5, assistant="none")
+    assert torch.equal(model.generate(**INPUTS, **settings, seed=5, assistant=spy), ragged)
+    assert spy.drafted == drafted, "decoded without speculation"
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from ..drafts.tree import DraftTree
 from ..goodput import GoodputAuction, LengthPolicy
 from ..log import get_logger
 from ..target_model.cache.kept_memory import release_memory
-from ..target_model.compat import CACHE, cached_length, is_synchronized, splits_outputs
+from ..target_model.compat import CACHE, cached_length, is_synchronized, new_cache, splits_outputs
 from ..target_model.encoded import EncodedForward
 from ..target_model.forward.packed import PackedForward
 from ..target_model.forward.ranks import ranks_of
@@ -237,7 +237,7 @@ def _export_cache(call: DecodingCall, total_length: int, prepared: Any) -> Any:
         return call.forward.export(rows, columns, total_length, own)
     assert isinstance(call.forward, PackedForward)
     if prepared is None or cached_length(prepared) > 0:
-        prepared = DynamicCache(config=call.forward.model.config.get_text_config(decoder=True))
+        prepared = new_cache(call.forward.model)
     return call.forward.cache.export(rows, columns, total_length, prepared)
 
 

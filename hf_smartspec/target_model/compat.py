@@ -1,6 +1,7 @@
 """Code that depends on the version of transformers or torch."""
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import nn
-from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.generation import utils as generation_utils
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 from transformers.utils import ModelOutput
@@ -82,6 +83,15 @@ def is_stateful(model: PreTrainedModel) -> bool:
     models, and of those with a cache of their own in place of transformers' (MiniMax, XLNet, ...).
     """
     return bool(model._is_stateful) or not model._supports_default_dynamic_cache()  # type: ignore[operator]
+
+
+def new_cache(model: PreTrainedModel) -> Cache:
+    """Return an empty cache of the class that `generate` uses for a decoder."""
+    if model._supports_default_dynamic_cache():  # type: ignore[operator]
+        return DynamicCache(config=model.config.get_text_config(decoder=True))
+    own = sys.modules[type(model).__module__]  # of MiniMax
+    classes = [item for item in vars(own).values() if isinstance(item, type) and item.__module__ == own.__name__]
+    return next(item for item in classes if issubclass(item, Cache))()
 
 
 def cached_length(cache: Any) -> int:

@@ -16,6 +16,7 @@ from transformers import (
 
 import hf_smartspec
 
+from ..models import RECURRENT
 from .helpers import BOS, EOS, PAD, VOCAB_SIZE, Oracle, Spy, prompts, set_special_tokens, tiny_llama
 
 TOKENS = {"vocab_size": VOCAB_SIZE, "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
@@ -94,7 +95,7 @@ def build(name, implementation=None):
 def routing(model):
     """`generate` with an assistant that knows what is to come; checks that it was of use."""
 
-    def generate(model=model, drafts=model.config.model_type != "mamba", **kwargs):
+    def generate(model=model, drafts=model.config.model_type != "mamba" or bool(RECURRENT), **kwargs):
         reference = model.generate(**kwargs | {"return_dict_in_generate": False})
         mask = None if model.config.is_encoder_decoder else kwargs.get("attention_mask")
         spy = Spy(Oracle(reference, mask))

@@ -18,7 +18,7 @@ from ..models import RECURRENT, shared_model, with_noise
 NUM_TOKENS = 40
 _MTP = {"glm4_moe": 1, "deepseek_v3": 2, "mellum": 1}
 USUAL = ("llama", "qwen3", "gpt2", "mistral", "gemma2", "olmo2", "mixtral", "opt", *_MTP)
-ARCHITECTURES = (*USUAL, *[name for name in ("qwen3_5_text", "bamba", "lfm2") if name in RECURRENT])
+ARCHITECTURES = (*USUAL, *[name for name in ("qwen3_5_text", "bamba", "jamba", "lfm2") if name in RECURRENT])
 NUM_MTP_LAYERS = _MTP | ({"qwen3_5_text": 1} if "qwen3_5_text" in RECURRENT else {})
 
 WRITTEN = tuple(name for name in USUAL if name not in ("gpt2", "opt", "deepseek_v3"))  # out, by the package

@@ -12,6 +12,7 @@ from hf_smartspec.candidates.base import NoCandidates
 from hf_smartspec.serving import scheduler
 from hf_smartspec.serving.memory import prefix_cache
 from hf_smartspec.target_model.compat import RequestStatus
+from hf_smartspec.target_model.support import capabilities
 
 from ..architectures import small_model
 from ..candidates.heads.fitted import fitted_eagle, fitted_heads
@@ -78,7 +79,7 @@ def test_whoever_gives_way_gets_its_own_tokens(model, short_turns, name, max_tok
 
 
 @pytest.mark.parametrize(
-    "architecture", ["bloom", "mamba", "jamba", "t5", *exhaustive(["openai-gpt"], ["bart"], ["m2m_100"])]
+    "architecture", ["bloom", "rwkv", "zamba", "t5", *exhaustive(["openai-gpt"], ["bart"], ["m2m_100"])]
 )
 def test_other_ways_to_run_models(short_turns, architecture):
     model = set_special_tokens(new_model(architecture), EOS)
@@ -88,7 +89,8 @@ def test_other_ways_to_run_models(short_turns, architecture):
         assert engine._memory.num_bytes == 0 or architecture in ("t5", "bart")
 
 
-def test_models_that_keep_their_state_in_themselves(short_turns):
+def test_models_that_keep_their_state_in_themselves(short_turns, monkeypatch):
+    monkeypatch.setattr(capabilities, "recurrent_layers", lambda model: None)
     model = set_special_tokens(small_model("recurrent_gemma"), EOS)
     # Prompts of one token see, also in plain `generate`, what the text before them has left in the modules.
     requests = [asked for asked in random_requests(8, longest=12, max_new_tokens=12) if len(asked.prompt) > 1]

@@ -62,6 +62,8 @@ class PackedForward(RaggedForward):
         self.rotary = LengthwiseRotary(model)
         is_own = choose is None or bool(self.rotary)  # these embeddings are chosen on the host, by lengths
         self.recordings = None if is_own else recordings_for(self.device)
+        # MiniMax would insist on a cache of its own.
+        self._takes_any_cache = model._supports_default_dynamic_cache()  # type: ignore[operator]
         self._cache_name = cache_name(model.forward)
         self._selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
@@ -150,7 +152,7 @@ class PackedForward(RaggedForward):
             input_ids=layout.tokens,
             position_ids=layout.positions,
             attention_mask=layout.tokens.new_zeros(1, 1, 1, 1),
-            use_cache=True,
+            use_cache=self._takes_any_cache,  # the cache is passed all the same
             return_dict=True,
             **kwargs,
         )

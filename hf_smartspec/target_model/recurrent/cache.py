@@ -1,6 +1,6 @@
 """The slot cache of models with recurrent layers: states of rows beside keys and values."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,8 @@ from ...device import to_device
 from ..cache.slot_cache import SlotCache
 from ..cache.slot_layer import zeros
 from ..layout.rows import CacheRow, RowInput
-from .scan import scan, state_after
+from .diagonal import scan_levels
+from .scan import scan
 from .step import Key, RecurrentStep
 
 
@@ -37,7 +38,9 @@ class StateCache(SlotCache):
         self._entries: dict[CacheRow, int] = {}
         self._num_entries = num_slots
         self._windows: dict[Key, torch.Tensor] = {}  # `[entries, width - 1, channels]`
-        self._states: dict[Key, torch.Tensor] = {}  # `[entries, heads, dk, dv]`
+        self._states: dict[
+            Key, torch.Tensor
+        ] = {}  # `[entries, heads, dk, dv]`; of diagonal ones `[entries, channels, n]`
         self._transposed: set[Key] = set()  # of states that transformers keeps as `[heads, dv, dk]`
         self._open: dict[CacheRow, RecurrentStep] = {}  # steps whose tokens are not in the row's state yet
         self._step: RecurrentStep | None = None
@@ -115,13 +118,22 @@ class StateCache(SlotCache):
         self._settle(rows)
         entries = [self._entries[row] for row in rows]
         for (layer, number), memory in self._windows.items():
+            if not isinstance(layer, int):
+                continue
             inputs = torch.nn.functional.pad(memory[entries].mT, (1, 0))  # one more, which is not read
             cache.update_conv_state(inputs, layer, state_idx=number, conv_kernel_size=inputs.shape[2])
+        super().export(rows, columns, total_length, cache)
         for (layer, number), memory in self._states.items():
+            if not isinstance(layer, int):
+                continue
             is_transposed = (layer, number) in self._transposed
             states = memory[entries].mT if is_transposed else memory[entries]
-            cache.update_recurrent_state(states, layer, state_idx=number)
-        return super().export(rows, columns, total_length, cache)
+            if hasattr(cache, "set_linear_cache"):  # MiniMax, which keeps states in the dtype of keys
+                keys: Any = cache.layers[-1].keys  # type: ignore[union-attr]
+                cache.set_linear_cache(layer, states.to(keys.dtype))
+            else:
+                cache.update_recurrent_state(states, layer, state_idx=number)
+        return cache
 
     # One step
 
@@ -180,7 +192,7 @@ class StateCache(SlotCache):
         for key, scanned in step.scanned.items():
             if not is_whole:
                 scanned = scanned.of(own)
-            self._states[key][at] = state_after(self._states[key][at], scanned, last, path)
+            self._states[key][at] = scanned.state_after(self._states[key][at], last, path)
 
     # What transformers' layers call
 
@@ -206,6 +218,10 @@ class StateCache(SlotCache):
         return recurrent_states
 
     # What the replaced functions call
+
+    def enter(self, layer: Any) -> None:
+        """Let what is run next be a layer's, given by its number; by itself, if it keeps its states in itself."""
+        self._key = layer, 0
 
     def convolve(self, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """
@@ -261,27 +277,80 @@ class StateCache(SlotCache):
         Returns:
             `torch.Tensor` of shape `[N, heads, dv]`.
         """
-        step, own = self._step, self._key
+        if is_transposed:
+            self._transposed.add(self._key)
+        step = self._step
         assert step is not None, "states are read by a packed forward only"
+
+        def run(state: torch.Tensor, is_piece: bool, before: Any, query, key, value, decay, beta):  # type: ignore
+            sees = step.causal if is_piece else step.sees
+            return scan(query, key, value, decay, beta, state, sees, before)
+
+        return self._scan_all(run, (*key.shape[1:], value.shape[2]), query, key, value, decay, beta)
+
+    def scan_diagonal(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        decay: torch.Tensor,
+        rates: torch.Tensor,
+    ) -> torch.Tensor:
+        """
+        Compute a diagonal recurrence along every token's ancestors: `diagonal.scan_levels`, for all rows.
+
+        Args:
+            query, key (`torch.Tensor` of shape `[N, n]`): C, in the dtype in which states are read, and B.
+            value, decay (`torch.Tensor` of shape `[N, channels]`), rates (`torch.Tensor` of shape `[channels, n]`): x,
+                Δ and A, in float32 as the keys.
+
+        Returns:
+            `torch.Tensor` of shape `[N, channels]`.
+        """
+        step = self._step
+        assert step is not None, "states are read by a packed forward only"
+
+        def run(state: torch.Tensor, is_piece: bool, before: Any, query, key, value, decay):  # type: ignore
+            levels = step.levels_of_pieces(len(state)) if is_piece else step.levels
+            output, trail = scan_levels(query, key, value, decay, rates, state, levels, before)
+            return output, trail if is_piece else trail._replace(last=None)  # no states are kept beside the rows' own
+
+        return self._scan_all(run, rates.shape, query, key, value, decay)
+
+    def _scan_all(
+        self,
+        run: Callable[..., tuple[torch.Tensor, Any]],
+        shape: Sequence[int],
+        *given: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """
+        Run the pieces of prompts and the tails, each with `run`.
+
+        Args:
+            run (`Callable`): Takes the states of some rows, whether it runs pieces, what the step before has left, and
+                the rows' inputs, with nodes as their third dimension. Returns outputs, and what it leaves.
+            shape (sequence of `int`): Shape of a state.
+            given (`torch.Tensor` of shape `[N, ...]`, *optional*): Inputs.
+
+        Returns:
+            Outputs of shape `[N, ...]`.
+        """
+        step, own, query, value = self._step, self._key, given[0], given[2]
+        assert step is not None and query is not None and value is not None
+        if own in step.scanned:
+            raise NotImplementedError("Layers with several recurrences are not packed.")  # those of Zamba
         memory = self._states.get(own)
         if memory is None:
-            if is_transposed:
-                self._transposed.add(own)
-            memory = self._states[own] = zeros(key, self._num_entries, *key.shape[1:], value.shape[2])
-        given = query, key, value, decay, beta
-        output = None
-        if step.rounds:
-            output = torch.empty_like(value)
+            memory = self._states[own] = zeros(value, self._num_entries, *shape)
+        output = torch.empty_like(value, dtype=query.dtype) if step.rounds else None
         for entries, tokens in step.rounds:
             parts = [None if item is None else item[tokens].transpose(1, 2) for item in given]
-            found, scanned = scan(*parts, state=memory[entries], sees=step.causal)  # type: ignore[arg-type,misc]
-            ends = torch.full_like(entries, tokens.shape[1] - 1)
-            every = torch.ones_like(tokens, dtype=torch.bool)
-            memory[entries] = state_after(memory[entries], scanned, ends, every)
+            found, scanned = run(memory[entries], True, None, *parts)
+            memory[entries] = scanned.state_at_end(memory[entries])
             output[tokens] = found.transpose(1, 2)  # type: ignore[index]
         parts = [None if item is None else step.tails(item).transpose(1, 2) for item in given]
         before = None if step.before is None else step.before.scanned[own].of(step.own)
-        found, step.scanned[own] = scan(*parts, state=memory[step.at], sees=step.sees, before=before)  # type: ignore[arg-type,misc]
+        found, step.scanned[own] = run(memory[step.at], False, before, *parts)
         tails = found.transpose(1, 2).flatten(0, 1)
         if step.unpadded is not None:
             tails = tails[step.unpadded]

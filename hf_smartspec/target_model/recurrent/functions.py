@@ -1,9 +1,11 @@
 """
 Functions of transformers' modelling files that compute recurrent layers, and what replaces them in packed forwards, as
-tree attention replaces attention functions. A layer is known by the functions that its forward calls.
+tree attention replaces attention functions. A layer is known by the functions that its forward calls. Where a forward
+computes all by itself, it is replaced as a whole.
 """
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -93,12 +95,97 @@ def _state_space(
     return output.contiguous()[None], output.new_empty(0)
 
 
+def _selective_scan(
+    cache: StateCache,
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,  # noqa: N803
+    B: torch.Tensor,  # noqa: N803
+    C: torch.Tensor,  # noqa: N803
+    D: torch.Tensor | None = None,  # noqa: N803
+    z: torch.Tensor | None = None,
+    delta_bias: torch.Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **kwargs: Any,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Replace the scan of Mamba-1: inputs, outputs and z `[1, channels, N]`, A `[channels, n]`, B and C `[1, n, N]`."""
+    if delta_bias is not None:
+        dt = dt + delta_bias.to(dt.dtype)[:, None]
+    if delta_softplus:
+        dt = torch.nn.functional.softplus(dt)
+    steps = dt[0].T.float()
+    queries, keys = C[0].T, B[0].T.float()
+    output = cache.scan_diagonal(queries, keys, hidden_states[0].T.float() * steps, steps, A.float())
+    output = output.to(C.dtype).T[None]
+    if D is not None:
+        output = output + hidden_states * D[:, None]
+    if z is not None:
+        output = output * torch.nn.functional.silu(z)
+    return (output, output.new_empty(0)) if return_last_state else output
+
+
+def _lightning_attention(
+    cache: StateCache, layer: Any, /, hidden_states: torch.Tensor, **kwargs: Any
+) -> tuple[torch.Tensor, None]:
+    """Replace the forward of layers of lightning attention (MiniMax), whose heads decay at fixed rates."""
+    projected = layer.act_fn(layer.qkv_proj(hidden_states))[0].float()
+    num_heads = layer.num_attention_heads
+    query, key, value = projected.unflatten(1, (num_heads, -1)).split(layer.head_dim, dim=2)
+    decay = -layer.slope_rate.float().view(1, num_heads).expand(len(query), -1)
+    cache.enter(layer.layer_idx)
+    output = layer.norm(cache.scan(query, key, value, decay, None).flatten(1).to(hidden_states.dtype)[None])
+    return layer.out_proj(layer.output_gate(hidden_states).sigmoid() * output), None
+
+
+def _recurrent_block(
+    cache: StateCache, layer: Any, /, input_states: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any
+) -> tuple[torch.Tensor, None]:
+    """Replace the forward of recurrent blocks (RecurrentGemma), which keep states in themselves."""
+    cache.enter(layer)
+    convolution = layer.conv_1d
+    inputs = cache.convolve(layer.linear_x(input_states)[0], convolution.weight[:, 0], convolution.bias)
+    hidden_states = layer.rg_lru(inputs.to(input_states.dtype)[None], position_ids)
+    return layer.linear_out(hidden_states * layer.act_fn(layer.linear_y(input_states))), None
+
+
+def _gated_recurrence(
+    cache: StateCache,
+    layer: Any,
+    /,
+    hidden_states: torch.Tensor,
+    recurrent_gate: torch.Tensor,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Replace the recurrence of RG-LRU: inputs, outputs and gates `[1, N, channels]`, which are the decays."""
+    decays = recurrent_gate[0].float().log()
+    one, rates = decays.new_ones(len(decays), 1), decays.new_ones(decays.shape[1], 1)
+    output = cache.scan_diagonal(one, one, hidden_states[0].float(), decays, rates)
+    return output.to(hidden_states.dtype)[None], layer.recurrent_states
+
+
+def _unmasked(cache: StateCache, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    """Replace `apply_mask_to_padding_states`, to which some models (Mamba-1) pass masks of any shape."""
+    return hidden_states
+
+
 _SCANS: dict[str, Callable] = {
     "torch_chunk_gated_delta_rule": _gated_delta_rule,
     "chunk_kimi_delta_attention": _gated_delta_rule,
     "mamba2_chunk_scan": _state_space,
+    "mamba_selective_scan": _selective_scan,
 }
-_REPLACEMENTS = {_CONVOLUTION: _convolution, **_SCANS}
+_REPLACEMENTS: dict[str, Callable] = {
+    _CONVOLUTION: _convolution,
+    "apply_mask_to_padding_states": _unmasked,
+    **_SCANS,
+}
+# Methods, and what replaces them, by what the forwards of their classes call.
+_METHODS: dict[str, tuple[str, Callable]] = {
+    "set_linear_cache": ("forward", _lightning_attention),
+    "rg_lru": ("forward", _recurrent_block),
+    "_rnn_scan": ("_rnn_scan", _gated_recurrence),
+}
 _BY_CHANNEL = 16  # tokens of a piece where every channel decays by itself: scores of pairs are kept per channel
 _CHUNK = 64
 
@@ -108,42 +195,41 @@ class RecurrentLayers:
     The recurrent layers of a model, all of known kinds.
 
     Args:
-        modules (list of dict): The global variables of the modelling files in which functions are replaced, with the
-            names of these.
+        replaced (dict): What replaces functions of modelling files and methods of layers, by the file's module or the
+            layer's class, and name.
     """
 
-    def __init__(self, modules: list[tuple[dict[str, Any], set[str]]]):
-        self._modules = modules
-        names = set().union(*[names for _, names in modules])
-        self.chunk = _BY_CHANNEL if "chunk_kimi_delta_attention" in names else _CHUNK
+    def __init__(self, replaced: dict[tuple[Any, str], Callable]):
+        self._replaced = replaced
+        is_by_channel = any(name == "chunk_kimi_delta_attention" for _, name in replaced)
+        self.chunk = _BY_CHANNEL if is_by_channel else _CHUNK
 
     @contextmanager
     def step(self, cache: StateCache) -> Iterator[None]:
         """Within the context, let this thread's forwards of the model compute recurrent layers with a cache."""
         token = _running.set(cache)
         with _lock:
-            for own, names in self._modules:
-                for name in names:
-                    count, function = _in_use.get((id(own), name), (0, own[name]))
-                    _in_use[id(own), name] = count + 1, function
-                    own[name] = _redirected(function, _REPLACEMENTS[name]) if not count else own[name]
+            for (owner, name), replacement in self._replaced.items():
+                count, function = _in_use.get((owner, name), (0, vars(owner)[name]))
+                _in_use[owner, name] = count + 1, function
+                if not count:
+                    setattr(owner, name, _redirected(function, replacement))
         try:
             yield
         finally:
             with _lock:
-                for own, names in self._modules:
-                    for name in names:
-                        count, function = _in_use.pop((id(own), name))
-                        if count > 1:
-                            _in_use[id(own), name] = count - 1, function
-                        else:
-                            own[name] = function
+                for owner, name in self._replaced:
+                    count, function = _in_use.pop((owner, name))
+                    if count > 1:
+                        _in_use[owner, name] = count - 1, function
+                    else:
+                        setattr(owner, name, function)
             _running.reset(token)
 
 
 _running: ContextVar[StateCache | None] = ContextVar("smartspec_states", default=None)
-# Functions in use by packed forwards, by file and name: the number of forwards, and the function to restore.
-_in_use: dict[tuple[int, str], tuple[int, Callable]] = {}
+# Functions in use by packed forwards, by owner and name: the number of forwards, and the function to restore.
+_in_use: dict[tuple[Any, str], tuple[int, Callable]] = {}
 _lock = Lock()
 
 
@@ -160,17 +246,20 @@ def recurrent_layers(model: PreTrainedModel) -> RecurrentLayers | None:
     """Return the model's recurrent layers; None if it has none, or some of a kind that is not known."""
     if type(model).__module__.startswith("transformers.") and model.config.model_type in TESTED_MODEL_TYPES:
         return None  # these have layers of attention only: no call pays for a walk through their modules
-    found: dict[int, tuple[dict[str, Any], set[str]]] = {}
+    replaced: dict[tuple[Any, str], Callable] = {}
     for kind in {type(module) for module in modules_of(model)}:
         forward = inspect.unwrap(kind.forward)
         called = set(getattr(getattr(forward, "__code__", None), "co_names", ()))
+        for name in called & _METHODS.keys():
+            method, replacement = _METHODS[name]
+            replaced[next(own for own in kind.__mro__ if method in vars(own)), method] = replacement
         needed = [{_CONVOLUTION}] if "update_conv_state" in called else []
         needed += [set(_SCANS)] if "update_recurrent_state" in called else []
         if not needed:
             continue
-        own = forward.__globals__
-        replaced = called & set(_REPLACEMENTS) & own.keys()  # not methods or attributes of these names
-        if not all(replaced & names for names in needed):
+        owner = sys.modules[forward.__module__]
+        found = called & _REPLACEMENTS.keys() & vars(owner).keys()  # not methods or attributes of these names
+        if not all(found & names for names in needed):
             return None
-        found.setdefault(id(own), (own, set()))[1].update(replaced)
-    return RecurrentLayers(list(found.values())) if found else None
+        replaced |= {(owner, name): _REPLACEMENTS[name] for name in found}
+    return RecurrentLayers(replaced) if replaced else None

@@ -41,6 +41,28 @@ class Scanned(NamedTuple):
         """Return the part of some trees."""
         return Scanned(*[item[trees] for item in self])
 
+    def state_after(self, state: torch.Tensor, ends: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
+        """
+        Return the states `[R, H, dk, dv]` after a path in every tree.
+
+        Args:
+            ends (`torch.Tensor` of shape `[R]`): The last node of each path; any node where the path is empty.
+            path (`torch.Tensor` of shape `[R, T]`, bool): The nodes of the paths.
+        """
+        key, writes, _, sums = self
+        shape = len(ends), *[1] * (sums.dim() - 1)
+        last = sums.take_along_dim(ends.view(shape), dim=2) * path.any(1).view(shape)
+        hidden = ~(path[:, None] if sums.dim() == 3 else path[:, None, :, None])
+        weights = (last - sums).masked_fill_(hidden, -torch.inf).exp_()
+        kept = (last if sums.dim() == 3 else last[:, :, 0]).exp()[..., None]
+        return state * kept + (key * (weights if sums.dim() == 4 else weights[..., None])).mT @ writes
+
+    def state_at_end(self, state: torch.Tensor) -> torch.Tensor:
+        """Return the states `[R, H, dk, dv]` after all nodes of trees without branches."""
+        num, _, size = self.keys.shape[:3]
+        path = torch.ones(num, size, dtype=torch.bool, device=state.device)
+        return self.state_after(state, torch.full_like(path[:, 0], size - 1, dtype=torch.long), path)
+
 
 def scan(
     query: torch.Tensor,
@@ -65,7 +87,7 @@ def scan(
         before (`Scanned`, *optional*): What scans of the first nodes have left; where not given, W is T.
 
     Returns:
-        Outputs `[R, H, W, dv]`, and what `state_after` needs, of all nodes.
+        Outputs `[R, H, W, dv]`, and what states are computed from, of all nodes.
     """
     num, by_channel = key.shape[2], decay.dim() == 4
     keys = key if before is None else torch.cat([before.keys, key], dim=2)
@@ -109,20 +131,3 @@ def _scores_by_channel(
     """Return Σ_c left_ic e^(G_ic - G_jc) k_jc, `[R, H, W, T]`, for queries or keys of some nodes i."""
     between = (last[:, :, :, None] - sums[:, :, None]).masked_fill_(hidden[..., None], -torch.inf).exp_()
     return [(left[:, :, :, None] * between).mul_(keys[:, :, None]).sum(-1) for left in lefts]
-
-
-def state_after(state: torch.Tensor, scanned: Scanned, ends: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
-    """
-    Return the states `[R, H, dk, dv]` after a path in every tree.
-
-    Args:
-        ends (`torch.Tensor` of shape `[R]`): The last node of each path; any node where the path is empty.
-        path (`torch.Tensor` of shape `[R, T]`, bool): The nodes of the paths.
-    """
-    key, writes, _, sums = scanned
-    shape = len(ends), *[1] * (sums.dim() - 1)
-    last = sums.take_along_dim(ends.view(shape), dim=2) * path.any(1).view(shape)
-    hidden = ~(path[:, None] if sums.dim() == 3 else path[:, None, :, None])
-    weights = (last - sums).masked_fill_(hidden, -torch.inf).exp_()
-    kept = (last if sums.dim() == 3 else last[:, :, 0]).exp()[..., None]
-    return state * kept + (key * (weights if sums.dim() == 4 else weights[..., None])).mT @ writes

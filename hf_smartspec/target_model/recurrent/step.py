@@ -1,6 +1,8 @@
 """The plan of recurrent layers for one packed forward: every token's ancestors, and the pieces that scans run."""
 
 from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -8,10 +10,11 @@ import torch
 from ...device import send_together, to_device
 from ..layout.kernels.trees import ancestor_bits
 from ..layout.rows import CacheRow, RowInput
+from .diagonal import Levels, Trail, levels_of
 from .scan import Scanned
 
 _NO_TOKEN = -2
-Key = tuple[int, int]  # layer, and number of the state in it
+Key = tuple[Any, int]  # layer, by its number where transformers' cache has its states, and number of the state in it
 
 
 class RecurrentStep:
@@ -92,7 +95,8 @@ class RecurrentStep:
         self._num_prompt = np.clip(ends, 0, num_fed)
         self._sources: dict[int, torch.Tensor] = {}
         self.windows: dict[Key, torch.Tensor] = {}
-        self.scanned: dict[Key, Scanned] = {}
+        self.scanned: dict[Key, Scanned | Trail] = {}
+        self._levels_of_pieces: dict[int, Levels] = {}
 
     def _lay_out_tails(self, rows: Sequence[RowInput], sizes: np.ndarray, width: int, own: np.ndarray) -> None:
         """
@@ -152,6 +156,18 @@ class RecurrentStep:
                 found[:, column] = parents[found[:, column + 1]]
             self._sources[width] = to_device(found, self.device)
         return self._sources[width]
+
+    @cached_property
+    def levels(self) -> Levels:
+        """The tails' tokens by depth."""
+        return levels_of(self.parents, self.device)
+
+    def levels_of_pieces(self, num: int) -> Levels:
+        """Return the tokens of `num` pieces by depth."""
+        if num not in self._levels_of_pieces:
+            parents = np.tile(np.arange(-1, len(self.causal[0, 0]) - 1), (num, 1))
+            self._levels_of_pieces[num] = levels_of(parents, self.device)
+        return self._levels_of_pieces[num]
 
     def is_prompt(self) -> torch.Tensor:
         """Return for every token whether it belongs to a prompt, `[N]`, bool."""

@@ -56,6 +56,8 @@ _SIZES = [
         (r"shared_experts|n_group|topk_group|expert_group|first_k_dense_replace", 1),
         (r"(^|_)n_?groups", 2),  # of Mamba-2, whose heads have as many channels as `expand` times the hidden size
         (r"expand", 1),
+        (r"attn_layer_period", 2),  # of Jamba: every second layer attends
+        (r"attn_layer_offset", 1),
         (r"experts|expert_num", 4),
     )
 ]
@@ -163,6 +165,7 @@ def _num_layers(values: dict[str, Any], num_layers: int) -> int:
     kinds = [str([item[layer] for item in lists]) for layer in range(num_layers)]
     lists_of_numbers = [value for key, value in values.items() if isinstance(value, list) and _names_layers(key, value)]
     named = [value[0] + 1 for value in lists_of_numbers if value]
+    named += [len(values.get("block_types") or ())]  # of RecurrentGemma: a pattern, which is repeated
     return min(max([2, *named, *(kinds.index(kind) + 1 for kind in set(kinds))]), num_layers)
 
 

@@ -343,8 +343,8 @@ def test_models_that_cannot_be_packed_draft_no_trees():
 
 def test_models_that_keep_a_state_cannot_draft():
     target = shared_model("llama")
-    with hf_smartspec.enabled(target), pytest.raises(ValueError, match=r"MambaForCausalLM cannot draft: .*Use a draft"):
-        target.generate(**left_padded([[3, 4]]), max_new_tokens=4, assistant=shared_model("mamba"))
+    with hf_smartspec.enabled(target), pytest.raises(ValueError, match=r"RwkvForCausalLM cannot draft: .*Use a draft"):
+        target.generate(**left_padded([[3, 4]]), max_new_tokens=4, assistant=shared_model("rwkv"))
 
 
 def test_rows_whose_memory_moves_get_their_own_drafts(way):

@@ -9,7 +9,7 @@ from hf_smartspec.target_model.recurrent.cache import StateCache
 
 from ...covering import part_of
 from ...generate.helpers import EOS, set_special_tokens
-from ...models import RECURRENT, new_model
+from ...models import RECURRENT, UNPADDED, new_model
 from ..helpers import TIMEOUT, Asked, change_weights_while_running, check_all, random_requests, suffix
 from ..test_giving_way import check_turns, of, short_turns  # noqa: F401 (a fixture)
 
@@ -28,7 +28,9 @@ def drafting():
 @pytest.mark.parametrize(
     "architecture",
     part_of(
-        list(RECURRENT), *[name for name in ("qwen3_5_text", "kimi_linear", "bamba", "mamba2") if name in RECURRENT]
+        [*RECURRENT, *UNPADDED],
+        *[name for name in ("qwen3_5_text", "kimi_linear", "bamba", "mamba2", "jamba") if name in RECURRENT],
+        *[name for name in UNPADDED if name == "recurrent_gemma"],
     ),
 )
 def test_many_requests_with_their_own_settings(architecture):
@@ -36,7 +38,8 @@ def test_many_requests_with_their_own_settings(architecture):
     model = model_of(architecture)
     with Engine(model, drafting(), max_batch_size=4, max_prefill_tokens=9) as engine:
         assert isinstance(engine._memory.cache, StateCache)
-        requests = random_requests(16)
+        # There, prompts of one token see in plain `generate` what the text before them has left in the modules.
+        requests = [item for item in random_requests(16) if len(item.prompt) > (architecture == "recurrent_gemma")]
         check_all(engine, model, requests)
         check_all(engine, model, requests[:4])  # answers that are remembered
         statistics = engine.statistics

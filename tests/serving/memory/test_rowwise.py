@@ -9,6 +9,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_smartspec import Engine, SmartSpecConfig
 from hf_smartspec.target_model.compat import RequestStatus
+from hf_smartspec.target_model.support import capabilities
 
 from ...architectures import small_model
 from ...generate.helpers import EOS, Oracle, Spy, set_special_tokens, tiny_tokenizer
@@ -25,7 +26,7 @@ from ..helpers import (
 )
 
 DRAFTED = ["bloom", "gpt_neo"]  # with attention of its own, and with windows
-PLAIN = ["mamba", "jamba", "openai-gpt"]  # a state, a state beside attention, no cache at all
+PLAIN = ["rwkv", "zamba", "openai-gpt"]  # a state, a state beside attention, no cache at all
 LONG = {"max_new_tokens": 30, "eos_token_id": None}
 
 
@@ -80,7 +81,7 @@ class Counts(LogitsProcessor):
         return scores.index_add(1, torch.tensor([self.num_calls * 7 % 40]), torch.full((len(scores), 1), 4.0))
 
 
-@pytest.mark.parametrize("architecture", ["bloom", "mamba"])
+@pytest.mark.parametrize("architecture", ["bloom", "rwkv"])
 def test_stop_strings_criteria_and_processors_with_state(architecture):
     model, tokenizer = model_of(architecture), tiny_tokenizer()
     model.generation_config.suppress_tokens = list(range(40, 97))  # which the tokenizer does not know
@@ -108,14 +109,14 @@ def test_stop_strings_criteria_and_processors_with_state(architecture):
     assert [output.finish_reason for output in outputs] == ["stop", "stop", "stop", "length", "stop"]
 
 
-@pytest.mark.parametrize("architecture", ["bloom", "mamba"])
+@pytest.mark.parametrize("architecture", ["bloom", "rwkv"])
 def test_outputs_tell_which_source_drafted_each_token(architecture):
     model = model_of(architecture)
     with Engine(model, suffix()) as engine:
         output = engine.get_result(engine.add_request([3, 4, 5], trace=True, **LONG), timeout=TIMEOUT)
     assert output.generated_tokens == Asked([3, 4, 5], LONG).alone(model)
     assert len(output.token_sources) == 30
-    assert (set(output.token_sources) == {None}) == (architecture == "mamba")
+    assert (set(output.token_sources) == {None}) == (architecture == "rwkv")
 
 
 class Kept(BaseStreamer):
@@ -129,7 +130,7 @@ class Kept(BaseStreamer):
         self.has_ended = True
 
 
-@pytest.mark.parametrize("architecture", ["bloom", "mamba"])
+@pytest.mark.parametrize("architecture", ["bloom", "rwkv"])
 def test_streams_streamers_and_cancellation(architecture):
     model, streamer = model_of(architecture), Kept()
     with Engine(model, suffix(), max_batch_size=3) as engine:
@@ -150,7 +151,7 @@ def test_streams_streamers_and_cancellation(architecture):
     assert cancelled.generated_tokens == Asked([8, 9], settings).alone(model)
 
 
-@pytest.mark.parametrize("architecture", ["bloom", "mamba"])
+@pytest.mark.parametrize("architecture", ["bloom", "rwkv"])
 def test_a_forward_that_fails_ends_its_own_request_alone(architecture):
     model, requests = model_of(architecture), random_requests(4, longest=12, max_new_tokens=12)
     expected = all_alone(model, requests)
@@ -176,14 +177,16 @@ def test_a_forward_that_fails_ends_its_own_request_alone(architecture):
     assert failure.generated_tokens == Asked([3, 4, 5], begun).alone(model)
 
 
-@pytest.mark.parametrize("architecture", ["bloom", "mamba"])
+@pytest.mark.parametrize("architecture", ["bloom", "rwkv"])
 def test_weights_change_in_a_pause_while_a_request_runs(architecture):
     model, other = model_of(architecture), model_of(architecture, seed=7)
     with Engine(model, suffix(), max_prefill_tokens=4) as engine:
         change_weights_while_running(engine, [3, 4, 5, 6, 7, 8], 60, other)
 
 
-def test_models_that_keep_their_state_in_themselves_serve_one_request_at_a_time(caplog):
+def test_models_that_keep_their_state_in_themselves_serve_one_request_at_a_time(caplog, monkeypatch):
+    """As RecurrentGemma does, where its layers are not known."""
+    monkeypatch.setattr(capabilities, "recurrent_layers", lambda model: None)
     model = set_special_tokens(small_model("recurrent_gemma"), EOS)
     requests = random_requests(6, longest=12, max_new_tokens=8)
     with caplog.at_level(logging.WARNING), Engine(model, suffix(), max_batch_size=4) as engine:
@@ -203,11 +206,11 @@ def test_models_without_an_end_of_positions():
         check_all(engine, model, random_requests(2, longest=8, max_new_tokens=6))
 
 
-@pytest.mark.parametrize("architecture", ["bloom", "mamba", "jamba"])
+@pytest.mark.parametrize("architecture", ["bloom", "rwkv", "zamba"])
 def test_caches_stay_within_their_bound(architecture):
     model, requests, taken = model_of(architecture), random_requests(8, longest=20, max_new_tokens=12), []
     footprint = Engine(model)._memory.footprint
-    assert (footprint.state > 0) == (architecture != "bloom") and (footprint.per_token > 0) == (architecture != "mamba")
+    assert (footprint.state > 0) == (architecture != "bloom") and (footprint.per_token > 0) == (architecture != "rwkv")
     most = footprint.of_text(150) + 2 * footprint.state
     with Engine(model, suffix(), max_batch_size=8, max_kv_bytes=most) as engine:
         step = engine._runner.loop.step

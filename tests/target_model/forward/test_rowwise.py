@@ -175,7 +175,7 @@ def test_plain_decoding_gives_the_plain_tokens(architecture, batch, samples):
     assert recording.num_asked == 0, "nothing is drafted where nothing can be verified"
 
 
-@pytest.mark.parametrize("architecture", ["mamba", "openai-gpt"])
+@pytest.mark.parametrize("architecture", ["rwkv", "openai-gpt"])
 def test_the_user_is_told_that_nothing_is_speculated(architecture, caplog):
     model = copy.deepcopy(shared_model(architecture))  # one that has not been told yet
     with hf_smartspec.enabled(model), caplog.at_level(logging.WARNING):

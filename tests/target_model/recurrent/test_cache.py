@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from transformers import DynamicCache
 
 from hf_smartspec.drafts.tree import DraftTree
-from hf_smartspec.target_model.compat import TESTED_MODEL_TYPES
+from hf_smartspec.target_model.compat import TESTED_MODEL_TYPES, new_cache
 from hf_smartspec.target_model.forward.packed import PackedForward
 from hf_smartspec.target_model.layout.rows import RowInput
 from hf_smartspec.target_model.recurrent import cache as states
@@ -14,7 +13,7 @@ from hf_smartspec.target_model.recurrent import functions
 from hf_smartspec.target_model.recurrent.cache import StateCache
 from hf_smartspec.target_model.recurrent.functions import recurrent_layers
 
-from ...models import RECURRENT, VOCAB_SIZE, new_model, shared_model
+from ...models import RECURRENT, UNPADDED, VOCAB_SIZE, new_model, shared_model
 
 pytestmark = pytest.mark.skipif(not RECURRENT, reason="this release's layers with states are not known")
 
@@ -42,10 +41,14 @@ def check_state(found, expected):
 
 def check_states(model, forward, row, text):
     """The row's states, exported to transformers' cache, are those of a forward over the text."""
-    config = model.config.get_text_config(decoder=True)
-    expected, found = DynamicCache(config=config), DynamicCache(config=config)
+    if model.config.model_type == "recurrent_gemma":
+        return check_states_in_modules(model, forward, row, text)
+    expected, found = new_cache(model), new_cache(model)
     model(torch.from_numpy(text)[None], cache=expected)
     forward.cache.export([row], [torch.arange(len(text))], len(text), found)
+    for theirs, ours in zip(getattr(expected, "linear_cache", []), getattr(found, "linear_cache", []), strict=True):
+        if isinstance(theirs, torch.Tensor):
+            check_state(ours, theirs)
     for theirs, ours in zip(expected.layers, found.layers):
         for number, state in getattr(theirs, "conv_states", {}).items():
             if state is not None:
@@ -55,8 +58,17 @@ def check_states(model, forward, row, text):
                 check_state(ours.recurrent_states[number], state)
 
 
+def check_states_in_modules(model, forward, row, text):
+    model(torch.from_numpy(text)[None])
+    cache = forward.cache
+    cache._settle([row])
+    for (block, _), memory in cache._states.items():
+        check_state(memory[cache._entries[row]][:, 0], block.rg_lru.recurrent_states[0])
+        check_state(cache._windows[block, 0][cache._entries[row]], block.conv1d_state[0].T)
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("architecture", RECURRENT)
+@pytest.mark.parametrize("architecture", [*RECURRENT, *UNPADDED])
 def test_logits_of_trees_and_states_after_commits(architecture):
     """Rows that come and go, prompts in pieces over several chunks, branches that win, and drafts that fail."""
     model, rng = shared_model(architecture), np.random.default_rng(0)
@@ -91,7 +103,9 @@ def test_logits_of_trees_and_states_after_commits(architecture):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("architecture", ["qwen3_5_text", "kimi_linear", "bamba", "lfm2"])
+@pytest.mark.parametrize(
+    "architecture", ["qwen3_5_text", "kimi_linear", "bamba", "jamba", "minimax", "recurrent_gemma", "lfm2"]
+)
 def test_drafts_that_grow_by_several_forwards(architecture):
     """Levels of different widths, rows that end early, and paths that end in every level, as draft models run."""
     model, rng = shared_model(architecture), np.random.default_rng(1)
@@ -216,9 +230,9 @@ def test_other_forwards_of_the_model_run_meanwhile():
     model, ids = shared_model("qwen3_next"), torch.arange(5, 25)[None]
     expected = model(ids).logits
     layers, cache = recurrent_layers(model), StateCache()
-    functions = {name: own[name] for own, names in layers._modules for name in names}
+    functions = {key: vars(key[0])[key[1]] for key in layers._replaced}
     with layers.step(cache), layers.step(cache):
         token = recurrent_layers.__globals__["_running"].set(None)
         assert torch.equal(model(ids).logits, expected)
         recurrent_layers.__globals__["_running"].reset(token)
-    assert functions == {name: own[name] for own, names in layers._modules for name in names}, "restored"
+    assert functions == {key: vars(key[0])[key[1]] for key in layers._replaced}, "restored"

@@ -7,13 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_smartspec.target_model.recurrent import scan as module
-from hf_smartspec.target_model.recurrent.scan import scan, state_after
+from hf_smartspec.target_model.recurrent.diagonal import levels_of, scan_levels
+from hf_smartspec.target_model.recurrent.scan import scan
 
 from ...covering import examples
 from ...models import RECURRENT
 
 if RECURRENT:
     from transformers.models.bamba.modeling_bamba import mamba2_selective_state_update
+    from transformers.models.falcon_mamba.modeling_falcon_mamba import mamba_selective_state_update
     from transformers.models.kimi_linear.modeling_kimi_linear import recurrent_kimi_delta_attention
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
@@ -122,7 +124,7 @@ def test_every_node_has_the_output_and_the_state_of_its_path(rule, parents, seed
         own = [None if item is None else item[:, path] for item in (query, key, value, decay, beta)]
         expected, final = rule(*own, state)
         torch.testing.assert_close(output[:, :, node], expected[:, -1], atol=1e-5, rtol=1e-5)
-        found = state_after(state, scanned, torch.tensor([node]), sees[None, node])
+        found = scanned.state_after(state, torch.tensor([node]), sees[None, node])
         torch.testing.assert_close(found, final, atol=1e-5, rtol=1e-5)
     first = size // 2
     if first:  # the same by two scans, the second of which knows what the first one has left
@@ -135,5 +137,42 @@ def test_every_node_has_the_output_and_the_state_of_its_path(rule, parents, seed
         torch.testing.assert_close(torch.cat([begun, ended], dim=2), output, atol=1e-5, rtol=1e-5)
         for found, expected in zip(whole, scanned):
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    nothing = state_after(state, scanned, torch.tensor([0]), torch.zeros(1, size, dtype=torch.bool))
+    nothing = scanned.state_after(state, torch.tensor([0]), torch.zeros(1, size, dtype=torch.bool))
     assert torch.equal(nothing, state), "an empty path leaves the state as it is"
+
+
+@given(many=st.lists(trees(), min_size=1, max_size=3), seed=st.integers(0, 2**31))
+@settings(max_examples=examples(12), deadline=None)
+def test_levels_of_trees_have_the_outputs_and_states_of_paths(many, seed):
+    """Mamba-1, with several trees of different sizes, the first half of which was run before."""
+    num, size, channels = len(many), max(map(len, many)), 3
+    generator, rng = torch.Generator().manual_seed(seed), np.random.default_rng(seed)
+    query, key = torch.randn(2, num, DK, size, generator=generator)
+    value, decay = torch.randn(2, num, channels, size, generator=generator)
+    steps, rates = decay.exp() / 4, -torch.randn(channels, DK, generator=generator).exp()
+    state = torch.randn(num, channels, DK, generator=generator)
+    parents = np.full((num, size), -2)
+    for number, own in enumerate(many):
+        parents[number, : len(own)] = own
+    cpu = torch.device("cpu")
+    given_ = query, key, value * steps, steps
+    output, trail = scan_levels(*given_, rates, state, levels_of(parents, cpu))
+    if first := size // 2:
+        begun, left = scan_levels(
+            *[item[..., :first] for item in given_], rates, state, levels_of(parents[:, :first], cpu)
+        )
+        ended, whole = scan_levels(*[item[..., first:] for item in given_], rates, state, levels_of(parents, cpu), left)
+        assert torch.equal(torch.cat([begun, ended], dim=2), output) and all(map(torch.equal, whole, trail))
+    nodes = [int(rng.integers(-1, len(own))) for own in many]
+    path = torch.zeros(num, size, dtype=torch.bool)
+    expected = state.clone()
+    for number, (own, node) in enumerate(zip(many, nodes)):
+        for token in path_to(own, node):
+            path[number, token] = True
+            x, dt, B, C = [item[number : number + 1, :, token] for item in (value, steps, key, query)]  # noqa: N806
+            found = mamba_selective_state_update(expected[number : number + 1], x, dt, rates, B, C)
+            torch.testing.assert_close(output[number, :, token], found[0], atol=1e-5, rtol=1e-5)
+    found = trail.of(torch.arange(num)).state_after(state, torch.tensor(nodes), path)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    if all(own == list(range(-1, size - 1)) for own in many):
+        torch.testing.assert_close(trail.state_at_end(state), trail.state_after(state, None, torch.ones_like(path)))

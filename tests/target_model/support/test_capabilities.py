@@ -109,6 +109,9 @@ _MOSTLY_MAMBA = [*["mamba"] * 5, "attention", *["mamba"] * 4]
     ("name", "changes"),
     [
         ("mamba2", {}),
+        ("falcon_mamba", {}),
+        ("jamba", {}),
+        ("minimax", {}),
         ("bamba", {"attn_layer_indices": [9, 18, 27]}),
         ("granitemoehybrid", {"num_hidden_layers": 10, "layer_types": _MOSTLY_MAMBA}),
         ("falcon_h1", {}),
