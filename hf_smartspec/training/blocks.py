@@ -155,7 +155,7 @@ class BlockTraining(nn.Module):
         super().__init__()
         check_layers(drafter.hidden_layers, target)
         kind = drafter.spec.options.get("markov_head_type", VANILLA)
-        if kind != VANILLA or drafter.label not in _TRAINED:
+        if kind != VANILLA or drafter.label not in _TRAINED or any(drafter.spec.has_sinks):
             raise ValueError(f"Block drafters of this kind cannot be trained: {drafter.label}, {kind}.")
         self.drafter = drafter.requires_grad_(True)
         self.num_blocks, self.seed = num_blocks, seed

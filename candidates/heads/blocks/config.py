@@ -1,15 +1,15 @@
 """Configs of block drafters: kind, sizes, tapped layers of the target, layout of the slots, masks."""
 
+import copy
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import AutoTokenizer, LlamaConfig, PreTrainedModel
-from transformers.activations import ACT2FN
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from ..eagle.config import flat_config, rope_of
+from ..eagle.config import flag_of, flat_config
 from .scores import GATED, RNN, VANILLA
+from .sizes import FULL, MUSE, SLIDING, gemma_entries, positive, rope_of_types, rotary_share, sizes_of
 
 DFLASH, DFLASH2, DSPARK, JETSPEC = "dflash", "dflash2", "dspark", "jetspec"
 DOMINO, XPRESS = "domino", "xpress"
@@ -22,15 +22,19 @@ _DSPARK = ("DSparkModel", "DSparkDraftModel")  # ends of names
 _NESTED = ("dflash_config", "dspark_config")
 # Names of the lists of tapped layers: by the layer whose output is meant, and by the layer whose input is.
 OUTPUTS, INPUTS = "target_layer_ids", ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
-_SLIDING, _FULL = "sliding_attention", "full_attention"
-_NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-_SIZES = (*_NEEDED, "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rope_theta")
 _ADAPTER = "hidden_dim_adapter.proj.weight"  # of JetSpec
 # Tensors of the layers of Gemma 4 and Laguna.
 _GEMMA = "layers.0.pre_feedforward_layernorm.weight"
 _GATE, _STATE_NORM = "layers.0.self_attn.g_proj.weight", "aux_hidden_norms.0.weight"
-_SINKS = ("attention_sink_bias", "add_swa_attention_sink_bias")  # MiMo's
-_MUSE = "muse_glimmer_assistant"  # transformers' class of DFlash
+SINK = "attention_sink_bias"  # of a layer; also an entry
+_SINKS = (SINK, "add_swa_attention_sink_bias")  # MiMo's
+_NEOX = ("is_neox_style", "rope_is_neox_style")
+_CAUSAL = ("is_causal", "causal", "causal_head", "use_swa", "sliding_window_non_causal")
+# Entries that are true or false.
+_FLAGS = (
+    "sample_from_anchor", "shift_label", "attention_bias", "attention_k_eq_v", "enable_confidence_head",
+    "confidence_head_with_markov", *_NEOX, *_CAUSAL, *_SINKS,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,9 @@ class BlockConfig:
             own, an embedding of the mask token that is no line of these, and a map of each tapped state.
         embedding_scale, logits_scale (`float`), softcap (`float`, *optional*): Factors of the slots' embeddings and
             of the logits, and the limit of these.
+        partial_rotary_factor (`float`): Share of a head's numbers, the first ones, that rotary embeddings turn (MiMo).
+        has_sinks (tuple of `bool`): Of each layer, whether its softmax has a learned logit per head in its denominator
+            (MiMo).
         is_interleaved (`bool`): Whether rotary embeddings turn neighbouring numbers rather than halves of a head.
         is_gemma (`bool`): Whether layers are those of Gemma 4: norms after attention and after the MLP, normed values,
             attention without a scale, and a factor of each layer.
@@ -87,6 +94,8 @@ class BlockConfig:
     embedding_scale: float = 1.0
     logits_scale: float = 1.0
     softcap: float | None = None
+    partial_rotary_factor: float = 1.0
+    has_sinks: tuple[bool, ...] = ()
     is_interleaved: bool = False
     is_gemma: bool = False
     has_values: bool = True
@@ -95,6 +104,13 @@ class BlockConfig:
     norms_states: bool = False
     norms_context: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def rotary(self) -> LlamaConfig:
+        """The config of rotary embeddings, for which a head has only the numbers that they turn."""
+        config: LlamaConfig = copy.deepcopy(self.sizes)
+        config.head_dim = int(self.sizes.head_dim * self.partial_rotary_factor)
+        return config
 
 
 def entries_of(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,16 +136,16 @@ def read_config(
         ValueError: naming an entry that is missing, or whose value is not known.
     """
     entries, own = entries_of(config), _own(flat_config(config))
+    for name in _FLAGS:
+        flag_of(entries, name)
     kind = _kind(entries, shapes)
     is_gemma = _GEMMA in shapes
     if is_gemma:
-        entries = _gemma_entries(entries)
-    types, windows = _windows(entries, _positive(entries, "num_hidden_layers"))
-    sizes = _sizes(entries | _rope_of_types(entries, {_FULL} if is_gemma else set(types)), target)
-    for name in _SINKS:
-        if entries.get(name):
-            raise ValueError(f"attention with sinks (`{name}`) is not known")
-    block_size, gate = _positive(entries, "block_size"), shapes.get(_GATE, (0,))[0]
+        entries = gemma_entries(entries)
+    types, windows = _windows(entries, positive(entries, "num_hidden_layers"))
+    entries |= rope_of_types(entries, {FULL} if is_gemma else set(types))
+    sizes = sizes_of(entries, target)
+    block_size, gate = positive(entries, "block_size"), shapes.get(_GATE, (0,))[0]
     if gate not in (0, heads := sizes.num_attention_heads, heads * (sizes.head_dim or 0)):
         raise ValueError(f"`{_GATE}` has {gate} rows, and must have one for each of {heads} heads, or of their numbers")
     first_slot = 0 if _is_from_anchor(entries, kind) else 1
@@ -160,7 +176,9 @@ def read_config(
         embedding_scale=float(own.get("input_embedding_scale") or 1.0),
         logits_scale=_logits_scale(entries, own),
         softcap=own.get("final_logit_softcapping"),  # at the top, it may be the target's
-        is_interleaved=entries.get("is_neox_style", entries.get("rope_is_neox_style")) is False,
+        is_interleaved=entries.get(_NEOX[0], entries.get(_NEOX[1])) is False,
+        partial_rotary_factor=rotary_share(entries),
+        has_sinks=_have_sinks(entries, shapes, windows),
         is_gemma=is_gemma,
         has_values=not (is_gemma and entries.get("attention_k_eq_v")),
         gate_size=gate,
@@ -203,18 +221,18 @@ def _options(entries: Mapping[str, Any], kind: str, shapes: Mapping[str, Sequenc
     options: dict[str, Any] = {"causal_head": True} if kind == JETSPEC else {}
     if kind == DFLASH2:
         defaults = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
-        options = _sizes_of(entries, defaults)
+        options = _integers(entries, defaults)
         if hidden % options["conv_group_size"]:
             raise ValueError(f"`conv_group_size` {options['conv_group_size']} does not divide {hidden} channels")
     if kind == DOMINO:
         if entries.get("pure_draft_prefix_len", 1) != 1:
             raise ValueError(f"`pure_draft_prefix_len` is {entries['pure_draft_prefix_len']!r}, and known is 1")
         inner, state = (shapes.get(name, (1,)) for name in ("embed_proj.0.weight", "prefix_gru.weight_hh_l0"))
-        options = _sizes_of(entries, {"emb_dim": inner[0], "gru_hidden_dim": state[-1]})
+        options = _integers(entries, {"emb_dim": inner[0], "gru_hidden_dim": state[-1]})
         options |= {"projector_type": DOMINO, "shift_label": bool(entries.get("shift_label"))}
     if kind == XPRESS:
         defaults = {"xpress_rank": 256, "xpress_mlp_ratio": 2, "num_jacobi_passes": 6}
-        options = _sizes_of(entries, defaults)
+        options = _integers(entries, defaults)
     if kind == DSPARK:
         # Without an entry, by the tensors; without these, which are then missing, as speculators does.
         rank = entries.get("markov_rank") or shapes.get("markov_head.markov_w1.weight", (0, 256))[-1]
@@ -236,17 +254,10 @@ def _options(entries: Mapping[str, Any], kind: str, shapes: Mapping[str, Sequenc
     return options
 
 
-def _sizes_of(entries: Mapping[str, Any], defaults: Mapping[str, int]) -> dict[str, Any]:
+def _integers(entries: Mapping[str, Any], defaults: Mapping[str, int]) -> dict[str, Any]:
     """Return positive integers of the entries, by these names, or their defaults."""
     given = {name: entries[name] for name in defaults if entries.get(name) is not None}
-    return {name: _positive({**defaults, **given}, name) for name in defaults}
-
-
-def _positive(entries: Mapping[str, Any], name: str) -> int:
-    value = entries.get(name)
-    if type(value) is not int or value < 1:
-        raise ValueError(f"`{name}` must be a positive integer, and is {value!r}")
-    return value
+    return {name: positive({**defaults, **given}, name) for name in defaults}
 
 
 def _logits_scale(entries: Mapping[str, Any], own: Mapping[str, Any]) -> float:
@@ -255,63 +266,18 @@ def _logits_scale(entries: Mapping[str, Any], own: Mapping[str, Any]) -> float:
     return scale / float(entries.get("logits_mup_width_multiplier") or 1.0)
 
 
-def _sizes(entries: Mapping[str, Any], target: PreTrainedModel) -> LlamaConfig:
-    for name in _NEEDED:
-        _positive(entries, name)
-    if entries.get("hidden_act") not in (None, *ACT2FN):
-        raise ValueError(f"`hidden_act` is {entries['hidden_act']!r}, and known are {', '.join(sorted(ACT2FN))}")
-    if (share := entries.get("partial_rotary_factor")) not in (None, 1):
-        raise ValueError(f"`partial_rotary_factor` is {share!r}, and rotary embeddings must turn whole heads")
-    used = {name: entries[name] for name in _SIZES if entries.get(name) is not None}
-    if entries.get("model_type") == _MUSE:
-        used.setdefault("rope_theta", 500_000.0)
-    vocab = target.config.get_text_config(decoder=True).vocab_size
-    if entries.get("vocab_size") not in (None, vocab):
-        raise ValueError(f"a drafter for a target of {entries['vocab_size']} tokens does not fit one of {vocab}")
-    try:
-        eps = float(entries.get("rms_norm_eps") or 1e-6)
-        sizes: LlamaConfig = LlamaConfig.from_dict(used | rope_of(entries) | {"rms_norm_eps": eps, "vocab_size": vocab})
-        num = 2 * len(LlamaRotaryEmbedding(sizes).inv_freq)
-    except Exception as error:  # of many kinds, for values of other types
-        raise ValueError(f"its config cannot be used: {' '.join(str(error).split())}") from error
-    if num != sizes.head_dim:
-        raise ValueError(f"rotary embeddings turn {num} of {sizes.head_dim} numbers of a head, and must turn all")
-    return sizes
-
-
-def _gemma_entries(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of layers of Gemma 4, which are all like its layers of full attention."""
-    found = dict(entries)
-    found["head_dim"] = entries.get("global_head_dim") or entries.get("head_dim")
-    if entries.get("attention_k_eq_v"):
-        found["num_key_value_heads"] = entries.get("num_global_key_value_heads") or entries.get("num_key_value_heads")
-    found["hidden_act"] = entries.get("hidden_activation") or "gelu_pytorch_tanh"
-    return found
-
-
-def _rope_of_types(entries: Mapping[str, Any], types: Collection[str]) -> dict[str, Any]:
-    """Return the rotary embeddings of layers of these types, where a config has several."""
-    rope = entries.get("rope_parameters")
-    if not isinstance(rope, dict) or not {_SLIDING, _FULL} & set(rope):
-        return {}
-    found = [rope.get(kind) for kind in sorted(types)]
-    if any(item != found[0] for item in found):
-        raise ValueError(f"layers with rotary embeddings of several kinds are not known: `rope_parameters` {rope}")
-    return {"rope_parameters": found[0]}
-
-
 def _windows(entries: Mapping[str, Any], num: int) -> tuple[list[str], tuple[int | None, ...]]:
     """Return the types of the layers, and how many positions up to its own a query of each sees; None for all."""
     window = entries.get("sliding_window")
-    types = entries.get("layer_types") or [_SLIDING if entries.get("model_type") == _MUSE else _FULL] * num
+    types = entries.get("layer_types") or [SLIDING if entries.get("model_type") == MUSE else FULL] * num
     if entries.get("use_swa"):
-        types, window = [_SLIDING] * num, entries.get("swa_window_size")
-    if not isinstance(types, list) or len(types) != num or set(types) - {_SLIDING, _FULL}:
-        raise ValueError(f"`layer_types` is {types!r}, and must name {_SLIDING!r} or {_FULL!r} for {num} layers")
-    if _SLIDING in types and (type(window) is not int or window < 1):
+        types, window = [SLIDING] * num, entries.get("swa_window_size")
+    if not isinstance(types, list) or len(types) != num or set(types) - {SLIDING, FULL}:
+        raise ValueError(f"`layer_types` is {types!r}, and must name {SLIDING!r} or {FULL!r} for {num} layers")
+    if SLIDING in types and (type(window) is not int or window < 1):
         name = "swa_window_size" if entries.get("use_swa") else "sliding_window"
-        raise ValueError(f"`{name}` must be a positive integer for {_SLIDING!r}, got {window!r}")
-    return types, tuple(window if kind == _SLIDING else None for kind in types)
+        raise ValueError(f"`{name}` must be a positive integer for {SLIDING!r}, got {window!r}")
+    return types, tuple(window if kind == SLIDING else None for kind in types)
 
 
 def _causal(entries: Mapping[str, Any], types: Sequence[str]) -> tuple[bool, ...]:
@@ -323,9 +289,17 @@ def _causal(entries: Mapping[str, Any], types: Sequence[str]) -> tuple[bool, ...
         return (True,) * len(types)
     are_both_ways = entries.get("sliding_window_non_causal")
     if are_both_ways is None:
-        are_both_ways = entries.get("use_swa") or entries.get("model_type") == _MUSE
+        are_both_ways = entries.get("use_swa") or entries.get("model_type") == MUSE
         are_both_ways = are_both_ways or entries.get("speculators_model_type") == DFLASH2
-    return tuple(kind == _SLIDING and not are_both_ways for kind in types)
+    return tuple(kind == SLIDING and not are_both_ways for kind in types)
+
+
+def _have_sinks(entries: Mapping[str, Any], shapes: Collection[str], windows: Sequence[int | None]) -> tuple[bool, ...]:
+    """Return for each layer whether it has a sink: by tensors, and where there are none, by the config."""
+    found = tuple(f"layers.{number}.self_attn.{SINK}" in shapes for number in range(len(windows)))
+    if any(found) or not any(entries.get(name) for name in _SINKS):
+        return found
+    return tuple(window is not None or bool(entries.get(SINK)) for window in windows)
 
 
 def _hidden_layers(
@@ -344,7 +318,7 @@ def _hidden_layers(
         raise ValueError(f"`{OUTPUTS}` {outputs} and `{inputs_name}` {inputs} contradict one another: {by_outputs}")
     found = inputs or by_outputs
     if not found:
-        counted = _sizes_of(entries, {"num_target_layers": num})["num_target_layers"]
+        counted = _integers(entries, {"num_target_layers": num})["num_target_layers"]
         found = default_layers(counted, entries["num_hidden_layers"])
         if not all(0 <= layer <= num for layer in found):
             raise ValueError(

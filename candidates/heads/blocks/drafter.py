@@ -165,10 +165,10 @@ class BlockDrafter(LearnedDrafter):
         return combined
 
     def rotation(self, positions: torch.Tensor) -> Rotation:
-        """Return cosines and sines `[..., 1, head_dim]` of positions `[...]` in the text."""
+        """Return cosines and sines `[..., 1, turned numbers of a head]` of positions `[...]` in the text."""
         device = positions.device
         if device not in self._rotary:
-            self._rotary[device] = LlamaRotaryEmbedding(self.config).to(device)
+            self._rotary[device] = LlamaRotaryEmbedding(self.spec.rotary).to(device)
         like = torch.empty(0, dtype=self.dtype, device=device)
         cos, sin = self._rotary[device](like, positions.reshape(1, -1))
         shape = *positions.shape, 1, cos.shape[-1]

@@ -18,6 +18,7 @@ from .config import (
     DSPARK,
     JETSPEC,
     OUTPUTS,
+    SINK,
     XPRESS,
     BlockConfig,
     entries_of,
@@ -176,6 +177,8 @@ def write(folder: str | Path, config: BlockConfig, tensors: Mapping[str, torch.T
         "block_size": config.block_size,
         "is_neox_style": not config.is_interleaved,
         "attention_value_scale": config.value_scale,
+        "partial_rotary_factor": config.partial_rotary_factor,
+        SINK: any(config.has_sinks),
     }
     factors = {
         "input_embedding_scale": config.embedding_scale,

@@ -7,11 +7,11 @@ from torch import nn
 from torch.nn.functional import pad, softplus
 from transformers.activations import ACT2FN
 
-from .config import DFLASH2, BlockConfig
+from .config import DFLASH2, SINK, BlockConfig
 from .scores import Linear
 
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, [..., 1, head_dim]
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Attend = Callable[..., torch.Tensor]
 
 
 class SlotConvolution(nn.Module):
@@ -79,6 +79,8 @@ class BlockLayer(nn.Module):
             parts["v_norm"] = nn.RMSNorm(self.head_dim, eps, elementwise_affine=False)
             self.layer_scalar = nn.Parameter(torch.ones(1))
         self.self_attn = nn.ModuleDict(parts)
+        if config.has_sinks and config.has_sinks[number]:
+            self.self_attn.register_parameter(SINK, nn.Parameter(torch.zeros(sizes.num_attention_heads)))
         self.mlp = nn.ModuleDict(
             {
                 "gate_proj": Linear(hidden, inner, bias=False),
@@ -111,7 +113,8 @@ class BlockLayer(nn.Module):
             rotation (tuple): Result of `BlockDrafter.rotation` for the positions `[R, S]` of the slots.
             attend (`Callable`): Attention over the context and the block, see `sees`: from queries `[R, S, heads,
                 head_dim]` and the block's own keys and values `[R, S, kv_heads, head_dim]` to `[R, S, heads,
-                head_dim]`. Scores are divided by the square root of `head_dim`.
+                head_dim]`. Scores are divided by the square root of `head_dim`. Layers with sinks pass these as a
+                keyword, `sinks` `[heads]`: logits that join each head's scores, and have no values.
         """
         attended = self._within(
             self.attention_conv, self.input_layernorm(hidden), lambda normed: self._attended(normed, rotation, attend)
@@ -137,7 +140,8 @@ class BlockLayer(nn.Module):
         queries = self._rotated(self.self_attn["q_norm"](self._heads("q_proj", normed)), rotation)
         if self.layer_scalar is not None:
             queries = queries * self.head_dim**0.5  # scores have no scale
-        output = attend(queries, *self._keys_values(normed, rotation))
+        sinks = getattr(self.self_attn, SINK, None)
+        output = attend(queries, *self._keys_values(normed, rotation), **({} if sinks is None else {"sinks": sinks}))
         if "g_proj" in self.self_attn:
             gate = softplus(self.self_attn["g_proj"](normed).float()).to(output)
             output = output * gate.unflatten(-1, (output.shape[2], -1))
@@ -173,8 +177,14 @@ class BlockLayer(nn.Module):
 
     def _rotated(self, heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         cos, sin = rotation
+        if (num := cos.shape[-1]) < self.head_dim:
+            turned, kept = heads.split([num, self.head_dim - num], dim=-1)
+            return torch.cat([self._turned(turned, cos, sin), kept], dim=-1)
+        return self._turned(heads, cos, sin)
+
+    def _turned(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         if self.is_interleaved:
-            half = self.head_dim // 2
+            half = cos.shape[-1] // 2
             pairs = torch.stack([-heads[..., 1::2], heads[..., ::2]], dim=-1).flatten(-2)
             return heads * cos[..., :half].repeat_interleave(2, -1) + pairs * sin[..., :half].repeat_interleave(2, -1)
         first, second = heads.chunk(2, dim=-1)

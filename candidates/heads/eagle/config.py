@@ -61,9 +61,17 @@ def check_kind(config: Mapping[str, Any], is_third: bool) -> None:
         raise ValueError(f"these heads of EAGLE-1 have norms that are not known (`{further[0]}`)")
 
 
+def flag_of(config: Mapping[str, Any], entry: str) -> bool | None:
+    """Return an entry that is true or false, None where it is missing; raise `ValueError` for all else ("false")."""
+    value = config.get(entry)
+    if not isinstance(value, bool | None):
+        raise ValueError(f"`{entry}` must be true or false, and is {value!r}")
+    return value
+
+
 def is_set(config: Mapping[str, Any], entry: str) -> bool:
     """Return whether an entry is true, at the top or in `eagle_config`."""
-    return bool(config.get(entry) or _eagle_entries(config).get(entry))
+    return any([flag_of(config, entry), flag_of(_eagle_entries(config), entry)])
 
 
 def _parallel(config: Mapping[str, Any], has_mask: bool) -> dict[str, int]:
@@ -112,7 +120,7 @@ def layer_config(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor],
     entries |= rope_of(entries) | _windows(config, num_layers) | {"num_hidden_layers": num_layers}
     entries |= _parallel(config, "mask_hidden" in tensors) | {"norm_output": is_set(config, "norm_output")}
     # vLLM's default, and its default for files of speculators.
-    is_before = config.get("norm_before_residual")
+    is_before = flag_of(config, "norm_before_residual")
     entries["norm_before_residual"] = (
         config.get("speculators_model_type") == "eagle3" if is_before is None else is_before
     )

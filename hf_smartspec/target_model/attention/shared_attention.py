@@ -1,7 +1,7 @@
 """
-Attention of rows that share a prefix, in two pieces: the queries of all these rows over the prefix, which is read once,
-and each row's queries over its own lines. The pieces are merged by their log-sum-exps. Compiled attention of few tokens
-takes both in one pass, so that its sums are those of rows that share nothing.
+Attention in pieces that are merged by their log-sum-exps. Rows that share a prefix have two: the queries of all these
+rows over the prefix, which is read once, and each row's queries over its own lines. Compiled attention of few tokens
+takes both in one pass, so that its sums are those of rows that share nothing. A sink is a piece without values.
 """
 
 import torch
@@ -30,7 +30,7 @@ def shared_attention(
     outputs, lses = [], []
     for part in layout.parts:
         own = packed if len(layout.parts) == 1 else packed[part.tokens]
-        output, lse = _of_part(own, key, value, part, scaling, dropout)
+        output, lse = _of_part(own, key, value, part, None, scaling, dropout)
         outputs.append(output)
         lses.append(lse)
     output, lse = (outputs[0], lses[0]) if len(outputs) == 1 else (torch.cat(outputs), torch.cat(lses))
@@ -39,11 +39,33 @@ def shared_attention(
     return output
 
 
+def attention_with_sinks(
+    packed: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: StepLayout,
+    window: int | None,
+    sinks: torch.Tensor,
+) -> torch.Tensor:
+    """
+    Compute `packed_attention` of a step without shared prefixes, where each head has a *sink* (`[heads]`): a logit that
+    joins the scores in the softmax, and has no value. So a head's output is multiplied by the share of the scores.
+    """
+    assert not layout.shared, "such layers share no prefixes"
+    outputs = []
+    for part in layout.parts:
+        own = packed if len(layout.parts) == 1 else packed[part.tokens]
+        output, lse = _of_part(own, key, value, part, window, None, 0.0)
+        outputs.append(output * torch.sigmoid(lse - sinks[:, None]).to(output.dtype))
+    return torch.cat(outputs)
+
+
 def _of_part(
     packed: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     part: PaddedPart,
+    window: int | None,
     scaling: float | None,
     dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,7 +73,7 @@ def _of_part(
     Attend to the lines of a part's own rows; return output `[tokens, heads, dim]` and log-sum-exp `[tokens, heads, 1]`.
     """
     num_heads, kv_heads = packed.shape[1], key.shape[1]
-    mask = part.mask(None, num_heads // kv_heads, packed.dtype)
+    mask = part.mask(window, num_heads // kv_heads, packed.dtype)
     folded = fold(packed, part, kv_heads)
     output, lse = attention_with_lse(folded, part.view(key), part.view(value), mask, scaling, dropout)
     return unpad(unfold(output, part, num_heads), part), unpad(unfold(lse, part, num_heads), part)

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from ...drafts.tree import DraftTree
+from ..attention.shared_attention import attention_with_sinks
 from ..attention.tree_attention import packed_attention
 from ..forward.ragged import PlannedForward, RaggedForward
 from ..layout.rows import CacheRow, RowInput
@@ -39,7 +40,8 @@ class BlockLayers(Protocol):
         that a slot sees, its own included, or None), makes keys and values `[N, kv_heads, head_dim]` of committed
         tokens (`context(combined, rotation)`), and maps hidden states of a block's slots to its output, `[R, S,
         hidden_size]` (`layer(hidden, rotation, attend)`). `attend` takes queries `[R, S, heads, head_dim]`, and keys
-        and values `[R, S, kv_heads, head_dim]`, and returns `[R, S, heads, head_dim]`.
+        and values `[R, S, kv_heads, head_dim]`, and returns `[R, S, heads, head_dim]`; `sinks` `[heads]` are logits
+        that join each head's scores.
         """
 
     def rotation(self, positions: torch.Tensor) -> Rotation:
@@ -119,10 +121,13 @@ class BlockForward(RaggedForward):
         queries: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         self.cache.layout = layout
         memory = self.cache.layer(number).write(keys.flatten(0, 1), values.flatten(0, 1))
-        return packed_attention(queries.flatten(0, 1), *memory, layout, window).view(queries.shape)
+        if sinks is None:
+            return packed_attention(queries.flatten(0, 1), *memory, layout, window).view(queries.shape)
+        return attention_with_sinks(queries.flatten(0, 1), *memory, layout, window, sinks).view(queries.shape)
 
 
 def _whole(layout: StepLayout) -> StepLayout:

@@ -129,6 +129,8 @@ UNKNOWN = {
     "size": ({"hidden_size": "large"}, "config cannot be used: .*hidden_size"),
     "layer type": ({"layer_types": ["chunked_attention"]}, r"`layer_types` is \['chunked_attention'\], and must be"),
     "window": ({"layer_types": ["sliding_attention"]}, "`sliding_window` must be a positive integer .* got None"),
+    "flag": ({"norm_before_residual": "false"}, "`norm_before_residual` must be true or false, and is 'false'"),
+    "flag of a norm": ({"norm_output": 1}, "`norm_output` must be true or false, and is 1"),
     "norm": ({"norm_before_fc": True}, "`norm_before_fc` is true, and there is no `input_norm.weight`"),
     "norm of each": ({"fc_norm": True}, "`fc_norm` is true, and there is no `fc_norm.0.weight`"),
     "no layers": ({"eagle_config": {"use_aux_hidden_state": False}}, "read no layers of the target"),

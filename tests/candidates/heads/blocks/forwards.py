@@ -28,10 +28,17 @@ def run_block(
         keys, values = (torch.cat(items) for items in zip(*cache)) if start else (torch.empty(0), torch.empty(0))
         mask = layer.sees(positions[start:], positions)
 
-        def attend(query, key, value, keys=keys, values=values, mask=mask):
+        def attend(query, key, value, sinks=None, keys=keys, values=values, mask=mask):
             if start:
                 key, value = torch.cat([keys[None], key], dim=1), torch.cat([values[None], value], dim=1)
             query, key, value = (item.transpose(1, 2) for item in (query, key, value))
+            if sinks is not None:
+                groups = query.shape[1] // key.shape[1]
+                key, value = (item.repeat_interleave(groups, dim=1) for item in (key, value))
+                scores = (query @ key.mT / query.shape[-1] ** 0.5).masked_fill(~mask, -torch.inf)
+                column = sinks[:, None, None].expand(*scores.shape[:3], 1)
+                weights = torch.cat([scores, column], dim=-1).softmax(dim=-1)[..., :-1]
+                return (weights @ value).transpose(1, 2)
             return scaled_dot_product_attention(query, key, value, mask, enable_gqa=True).transpose(1, 2)
 
         hidden = layer(hidden, rotation, attend)

@@ -14,6 +14,7 @@ from .shapes import convolution_shapes, domino_shapes, markov_shapes, selector_s
 
 EPS, THETA = 1e-6, 10000.0
 _NESTED = ("output_multiplier", "final_logit_softcapping", "input_embedding_scale")  # at the top they are the target's
+_NESTED += ("attention_sink_bias", "attention_value_scale", "backbone_rotary_base")
 
 
 @dataclass
@@ -35,6 +36,7 @@ class Published:
     from_anchor: bool = False
     token_ids: torch.Tensor | None = None
     config: dict = field(default_factory=dict)  # further entries
+    turned: int | None = None  # numbers of a head that rotary embeddings turn; all by default
 
     @property
     def hidden(self) -> int:
@@ -86,13 +88,18 @@ class Published:
             value = self._heads(f"{name}.self_attn.v_proj", both, self.kv_heads)
         if is_gemma:
             value = value / torch.sqrt(value.square().mean(-1, keepdim=True) + EPS)
-        query = rotated(self._norm(f"{name}.self_attn.q_norm", query), positions[len(context) :])
-        key = rotated(self._norm(f"{name}.self_attn.k_norm", key), positions)
+        query = self._rotated(self._norm(f"{name}.self_attn.q_norm", query), positions[len(context) :])
+        key = self._rotated(self._norm(f"{name}.self_attn.k_norm", key), positions)
+        value = value * self.config.get("attention_value_scale", 1.0)
         outputs = []
         for head in range(self.heads):
             group = head // (self.heads // self.kv_heads)
             scores = query[:, head] @ key[:, group].T / (1 if is_gemma else math.sqrt(self.head_dim))
-            outputs.append(scores.masked_fill(~sees, -math.inf).softmax(-1) @ value[:, group])
+            scores = scores.masked_fill(~sees, -math.inf)
+            if f"{name}.self_attn.attention_sink_bias" in self.tensors:
+                sink = self.tensors[f"{name}.self_attn.attention_sink_bias"][head]
+                scores = torch.cat([scores, sink.expand(len(scores), 1)], dim=1)
+            outputs.append(scores.softmax(-1)[:, : len(value)] @ value[:, group])
         attended = torch.cat(outputs, dim=-1)
         if f"{name}.self_attn.g_proj.weight" in self.tensors:
             gate = torch.log1p(torch.exp(self._linear(f"{name}.self_attn.g_proj", h)))
@@ -111,6 +118,10 @@ class Published:
         gate = self._linear(f"{name}.mlp.gate_proj", z)
         inner = gate * torch.sigmoid(gate) * self._linear(f"{name}.mlp.up_proj", z)
         return x + self._convolved(f"{name}.mlp_conv", 1, u, self._linear(f"{name}.mlp.down_proj", inner))
+
+    def _rotated(self, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        num = self.head_dim if self.turned is None else self.turned
+        return torch.cat([rotated(heads[..., :num], positions), heads[..., num:]], dim=-1)
 
     def _convolved(self, name: str, which: int, u: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """DFlash2's: before (0) or after (1) a part whose input is `u`."""
@@ -187,6 +198,8 @@ def random_drafter(
     gemma: bool | None = None,
     gate: int | None = None,
     has_adapter: bool = False,
+    has_sinks: bool = False,
+    turned: int | None = None,
     config: Mapping | None = None,
     seed: int = 0,
 ) -> Published:
@@ -194,6 +207,7 @@ def random_drafter(
     A drafter of plain DFlash, unless it has DFlash2's `convolution` (size, group) and selector, or DSpark's `markov`
     head ("vanilla", "gated", "rnn") and `confidence` ("hidden": by hidden states; "markov": by the token before, too).
     With `gemma`, layers of Gemma 4 whose values are keys, too (True), or not; with `gate`, Laguna's, of so many rows.
+    With `has_sinks`, attention is MiMo's; `turned` numbers of a head are turned by rotary embeddings.
     With `own_vocab`, an output of so many tokens, in no particular places.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -222,6 +236,11 @@ def random_drafter(
     if gate is not None:
         all_shapes |= {f"layers.{layer}.self_attn.g_proj.weight": (gate, hidden) for layer in range(layers)}
         all_shapes |= {f"aux_hidden_norms.{k}.weight": (hidden,) for k in range(len(outputs))}
+    if has_sinks:  # MiMo's
+        all_shapes |= {f"layers.{layer}.self_attn.attention_sink_bias": (heads,) for layer in range(layers)}
+        entries |= {"attention_sink_bias": True, "attention_value_scale": 0.6}
+    if turned is not None:
+        entries |= {"partial_rotary_factor": turned / head_dim, "rope_theta": 7.0, "backbone_rotary_base": THETA}
     if has_adapter:
         all_shapes["hidden_dim_adapter.proj.weight"] = (hidden, hidden)
     if is_domino:
@@ -249,7 +268,7 @@ def random_drafter(
     windows = [None] * layers if windows is None else windows
     entries |= ({"attention_bias": True} if has_bias else {}) | dict(config or {})
     slots = block_size, vocab - 1, causal, windows, from_anchor
-    return Published(tensors, heads, kv_heads, head_dim, outputs, *slots, token_ids, entries)
+    return Published(tensors, heads, kv_heads, head_dim, outputs, *slots, token_ids, entries, turned)
 
 
 def layer_config(drafter: Published, vocab: int) -> dict:

@@ -53,6 +53,8 @@ KINDS = {
     "Gemma 4": ("z-lab", {"gemma": False}),
     "Laguna, gate of heads": ("prefixed", {"gate": 4}),
     "Laguna, gate of numbers": ("z-lab", {"gate": 32}),
+    "MiMo": ("z-lab", {"has_sinks": True, "turned": 4, "windows": (4, 4), "causal": False}),
+    "sinks, one layer": ("prefixed", {"has_sinks": True, "layers": 1, "outputs": (1,)}),
     "JetSpec with an adapter": ("z-lab", {"has_adapter": True, "causal": True}),
     "Domino": ("z-lab", {"is_domino": True}),
     "xPress": ("speculators xpress", {"is_xpress": True, "own_vocab": 60}),

@@ -16,6 +16,7 @@ KINDS = {
     "causal": {"head_dim": 8, "causal": True},
     "windows": {"head_dim": 8, "windows": (4, None), "causal": (True, False)},
     "window both ways": {"head_dim": 8, "windows": (4, 4), "causal": False},
+    "sinks": {"head_dim": 8, "has_sinks": True, "windows": (4, None), "causal": (True, False), "turned": 4},
     "both ways, compiled attention": {"head_dim": 16},
     "causal, compiled attention": {"head_dim": 16, "causal": True},
     "windows, compiled attention": {"head_dim": 16, "windows": (4, None), "causal": (True, False)},

@@ -49,7 +49,9 @@ REFUSED = {
     "window": (_entry(layer_types=["sliding_attention"] * 2), r"`sliding_window` must be a positive integer"),
     "vocabulary": (_entry(vocab_size=98), r"98 tokens does not fit one of 97"),
     "activation": (_entry(hidden_act="none"), r"`hidden_act` is 'none'"),
-    "sinks": (_entry(add_swa_attention_sink_bias=True), r"sinks \(`add_swa_attention_sink_bias`\)"),
+    "sinks": (_entry(attention_sink_bias=True), r"missing: layers.0.self_attn.attention_sink_bias"),
+    "flag": (_entry(is_causal="false"), r"`is_causal` must be true or false, and is 'false'"),
+    "nested flag": (_own(sample_from_anchor=1), r"`sample_from_anchor` must be true or false, and is 1"),
     "no slot": (_entry(block_size=1), r"`block_size` must be at least 2, and is 1: no slot predicts"),
     "confidence": (
         lambda tensors, config: (
@@ -62,11 +64,11 @@ REFUSED = {
         lambda tensors, config: (config.update(num_target_layers=36), config["dflash_config"].pop("target_layer_ids")),
         r"reads layers \[2, 34\], of a target of 36, does not fit one of 2",
     ),
-    "partial rotation": (
-        _entry(rope_scaling={"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}),
-        r"turn 4 of 8 numbers",
+    "partial rotation": (_entry(partial_rotary_factor=1.5), r"`partial_rotary_factor` must lie in .*, and is 1.5"),
+    "halves of pairs": (
+        _entry(rope_scaling={"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.4}),
+        r"do not turn pairs of the 8 numbers",
     ),
-    "partial rotation at the top": (_entry(partial_rotary_factor=0.5), r"`partial_rotary_factor` is 0.5"),
     "gate": (_with("layers.0.self_attn.g_proj.weight", torch.ones(5, 32)), r"has 5 rows"),
     "sizes": (_entry(intermediate_size=None), r"`intermediate_size` must be a positive integer"),
 }
