@@ -3,7 +3,7 @@ Training of block drafters (DFlash, arXiv 2602.06036; DSpark, arXiv 2607.05147):
 forward, each from an anchor of its own.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from ..candidates.heads.blocks.config import DFLASH, DSPARK, JETSPEC, default_layers, read_config
@@ -34,6 +35,7 @@ from .texts import IGNORED, Text, collate
 _MOST_RANK = 256  # of DSpark's Markov head, as in published files
 _TRAINED = (DFLASH, DSPARK, JETSPEC)
 _EPS = 1e-6  # of probabilities, whose logarithm is finite
+_MOST_LOGITS = 2**24  # that are kept at a time
 
 
 def new_drafter(
@@ -45,6 +47,7 @@ def new_drafter(
     num_layers: int = 5,
     neurons: int | None = None,
     token_ids: torch.Tensor | None = None,
+    markov_head: str = VANILLA,
     seed: int = 0,
 ) -> BlockDrafter:
     """
@@ -59,6 +62,7 @@ def new_drafter(
         neurons (`int`, *optional*): Intermediate size of the MLP; the target's by default.
         token_ids (`torch.Tensor` of shape `[own vocab]`, *optional*): Tokens that it may draft, ascending, from an
             output of its own; all by default, from the target's.
+        markov_head (`str`): DSpark's: "vanilla", "gated" or "rnn".
         seed (`int`): Seed of the weights. torch's global generators are not used.
 
     Raises:
@@ -69,7 +73,8 @@ def new_drafter(
     layers = sorted({min(max(layer, 1), num - 1) for layer in default_layers(num, num_layers)})
     own = {"mask_token_id": mask_token, "target_layer_ids": [layer - 1 for layer in layers]}
     if kind == DSPARK:
-        own |= {"markov_rank": min(_MOST_RANK, sizes.hidden_size), "enable_confidence_head": True}
+        own |= {"markov_rank": min(_MOST_RANK, sizes.hidden_size), "markov_head_type": markov_head}
+        own |= {"enable_confidence_head": True}
     num_tokens = sizes.vocab_size if token_ids is None else len(token_ids)
     entries = sizes.to_dict() | {"block_size": block_size, "draft_vocab_size": num_tokens, f"{kind}_config": own}
     spec = read_config(entries, {}, None, target)
@@ -117,20 +122,21 @@ class Slots(NamedTuple):
     The n slots of some blocks that predict tokens of responses.
 
     Args:
-        logits (`torch.Tensor` of shape `[n, own vocab]`): Logits of these tokens.
         rows, places (`torch.Tensor` of shape `[n]`, int64): The texts, and the places of the tokens in them.
-        blocks, depths (`torch.Tensor` of shape `[n]`, int64): The blocks, and how many places each token comes after
-            its block's first prediction.
-        confidence (`torch.Tensor` of shape `[n]`, *optional*): Probability that a token drafted there is accepted,
-            given that those before it were (DSpark).
+        depths (`torch.Tensor` of shape `[n]`, int64): How many places each token comes after its block's first
+            prediction.
+        before (`torch.Tensor` of shape `[n]`, int64): The tokens before these.
+        hidden (`torch.Tensor` of shape `[n, hidden_size]`): Outputs after the final norm.
+        added (`torch.Tensor` of shape `[n, rank]`): What the Markov head's map adds to the logits (DSpark); rank 0
+            where there is none.
     """
 
-    logits: torch.Tensor
     rows: torch.Tensor
     places: torch.Tensor
-    blocks: torch.Tensor
     depths: torch.Tensor
-    confidence: torch.Tensor | None
+    before: torch.Tensor
+    hidden: torch.Tensor
+    added: torch.Tensor
 
 
 class BlockTraining(nn.Module):
@@ -146,7 +152,7 @@ class BlockTraining(nn.Module):
 
     Raises:
         ValueError: for drafters that read the last layer's output, which transformers returns only after the final
-            norm, and for kinds that are not DFlash, JetSpec, or DSpark with a vanilla Markov head.
+            norm, for kinds that are not DFlash, JetSpec or DSpark, and for layers with sinks.
     """
 
     num_updates: torch.Tensor
@@ -154,9 +160,9 @@ class BlockTraining(nn.Module):
     def __init__(self, target: PreTrainedModel, drafter: BlockDrafter, num_blocks: int = 32, seed: int = 0):
         super().__init__()
         check_layers(drafter.hidden_layers, target)
-        kind = drafter.spec.options.get("markov_head_type", VANILLA)
-        if kind != VANILLA or drafter.label not in _TRAINED or any(drafter.spec.has_sinks):
-            raise ValueError(f"Block drafters of this kind cannot be trained: {drafter.label}, {kind}.")
+        if drafter.label not in _TRAINED or any(drafter.spec.has_sinks):
+            sinks = " with sinks" * any(drafter.spec.has_sinks)
+            raise ValueError(f"Block drafters of this kind cannot be trained: {drafter.label}{sinks}.")
         self.drafter = drafter.requires_grad_(True)
         self.num_blocks, self.seed = num_blocks, seed
         self.register_buffer("num_updates", torch.zeros((), dtype=torch.long))  # of the trained weights: in checkpoints
@@ -190,18 +196,48 @@ class BlockTraining(nn.Module):
             slots = self._slots(input_ids, labels, states, self._anchors(labels, 1, generator))
             if not len(slots.rows):  # a loss with gradients where texts are too short
                 return {"loss": self.drafter.fc.weight.sum() * 0.0}
-            is_learnt = labels[:, 1:] != IGNORED  # many slots predict the same token
-            own = self.drafter.token_ids
-            probs = target_probs(self.target, own, hidden[:, :-1][is_learnt], input_ids[:, 1:][is_learnt])
-            number = is_learnt.flatten().cumsum(0).view_as(is_learnt) - 1
-            wanted = probs[number[slots.rows, slots.places - 1]]
-            weights, log_probs = torch.exp(-slots.depths / self.decay), slots.logits.log_softmax(dim=-1)
-            losses = -(wanted * log_probs).sum(-1)
-            if slots.confidence is not None:
-                share = torch.minimum(wanted, log_probs.detach().exp()).sum(-1)
-                found = slots.confidence.clamp(_EPS, 1 - _EPS)
-                losses = losses - share * found.log() - (1 - share) * (1 - found).log()
-            return {"loss": (weights * losses).sum() / weights.sum()}
+            pieces = list(self._pieces(slots))
+            if len(pieces) == 1:
+                loss = self._loss(input_ids, hidden, slots)
+            else:  # lines of the vocabulary are computed again for gradients, and kept for one piece at a time
+                run = partial(checkpoint, self._loss, input_ids, hidden, use_reentrant=False, preserve_rng_state=False)
+                loss = torch.stack([run(piece) for piece in pieces]).sum()
+            return {"loss": loss / torch.exp(-slots.depths / self.decay).sum()}
+
+    def _pieces(self, slots: Slots) -> Iterator[Slots]:
+        """Yield the slots in pieces that have no more than `_MOST_LOGITS` logits."""
+        num = max(_MOST_LOGITS // self.drafter.spec.draft_vocab, 1)
+        for first in range(0, max(len(slots.rows), 1), num):
+            yield Slots(*(item[first : first + num] for item in slots))
+
+    def _loss(self, input_ids: torch.Tensor, hidden: torch.Tensor, slots: Slots) -> torch.Tensor:
+        """Return the weighted sum of some slots' losses, given the target's last hidden states of the texts."""
+        own, logits, confidence = self.drafter.token_ids, *self._scores(slots)
+        length = input_ids.shape[1]
+        places, number = torch.unique(slots.rows * length + slots.places, return_inverse=True)  # many share one
+        probs = target_probs(self.target, own, hidden.flatten(0, 1)[places - 1], input_ids.flatten()[places])
+        wanted, log_probs = probs[number], logits.log_softmax(dim=-1)
+        losses = -(wanted * log_probs).sum(-1)
+        if confidence is not None:
+            share = torch.minimum(wanted, log_probs.detach().exp()).sum(-1)
+            found = confidence.clamp(_EPS, 1 - _EPS)
+            losses = losses - share * found.log() - (1 - share) * (1 - found).log()
+        return (torch.exp(-slots.depths / self.decay) * losses).sum()
+
+    def _scores(self, slots: Slots) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """
+        Return logits `[n, own vocab]` of the tokens of some slots, and the probability that a token drafted there is
+        accepted, given that those before it were (`[n]`, DSpark's confidence).
+        """
+        drafter, before = self.drafter, None
+        logits = drafter.logits(slots.hidden)
+        if drafter.markov_head is not None:
+            logits = logits + drafter.markov_head.markov_w2(slots.added).float()
+            if drafter.spec.options.get("confidence_head_with_markov"):
+                before = drafter.markov_head.markov_w1(slots.before)[:, None, None]
+        if drafter.confidence_head is None:
+            return logits, None
+        return logits, drafter.confidence_head(slots.hidden[:, None], before).flatten()
 
     def _autocast(self) -> torch.autocast:
         """Return the context in which drafters run in a half-precision target's dtype: several times as fast."""
@@ -229,19 +265,28 @@ class BlockTraining(nn.Module):
         places = anchors[:, :, None] + 1 + torch.arange(drafter.num_depths, device=anchors.device)
         known = nn.functional.pad(labels, (0, drafter.num_depths), value=IGNORED)
         is_asked = (known.gather(1, places.flatten(1)).view_as(places) != IGNORED) & (anchors >= 0)[:, :, None]
-        rows, blocks, depths = is_asked.nonzero(as_tuple=True)
+        rows, _, depths = is_asked.nonzero(as_tuple=True)
+        before = input_ids.gather(1, (places - 1).clamp(0, input_ids.shape[1] - 1).flatten(1)).view_as(places)
         hidden = self._outputs(input_ids, states, anchors.clamp(min=0))
-        chosen, places = hidden[rows, blocks, drafter.first_slot + depths], places[rows, blocks, depths]
-        logits, before = drafter.logits(chosen), input_ids[rows, places - 1]
-        confidence = known_before = None
-        if drafter.markov_head is not None:
-            added, _ = drafter.markov_head.step(before[:, None], None, chosen)
-            logits = logits + drafter.markov_head.markov_w2(added[:, 0]).float()
-            if drafter.spec.options.get("confidence_head_with_markov"):
-                known_before = drafter.markov_head.markov_w1(before)[:, None, None]
-        if drafter.confidence_head is not None:
-            confidence = drafter.confidence_head(chosen[:, None], known_before).flatten()
-        return Slots(logits, rows, places, blocks, depths, confidence)
+        added = self._added(hidden.flatten(0, 1), before.flatten(0, 1)).view(*before.shape, -1)
+        hidden = hidden[:, :, drafter.first_slot :]
+        return Slots(rows, places[is_asked], depths, before[is_asked], hidden[is_asked], added[is_asked])
+
+    def _added(self, hidden: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        """
+        Return what the Markov head's map adds `[blocks, depths, rank]`, given hidden states `[blocks, block_size,
+        hidden_size]` and the texts' own tokens before each slot that predicts, `[blocks, depths]`.
+        """
+        head, first, states = self.drafter.markov_head, self.drafter.first_slot, None
+        if head is None:
+            return hidden.new_empty(*before.shape, 0)
+        if first:  # slot 0 has the anchor before it, too
+            _, states = head.step(before[:, :1], None, hidden[:, 0])
+        added = []
+        for depth, tokens in enumerate(before.split(1, dim=1)):
+            vectors, states = head.step(tokens, states, hidden[:, first + depth])
+            added.append(vectors)
+        return torch.cat(added, dim=1)
 
     def _outputs(self, input_ids: torch.Tensor, states: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
         """
@@ -276,9 +321,8 @@ class BlockTraining(nn.Module):
         return accuracy(self._guesses, self.drafter.num_depths, texts, max_length, batch_size, self.target.device)
 
     def _guesses(self, ids: torch.Tensor, labels: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        slots, ids_of = self._whole_blocks(ids, labels), self.drafter.token_ids
-        best, wanted = likeliest(slots.logits), ids[slots.rows, slots.places]
-        best = best if ids_of is None else ids_of[best]
+        slots = self._whole_blocks(ids, labels)
+        best, wanted = self._best(slots, likeliest), ids[slots.rows, slots.places]
         for depth in range(self.drafter.num_depths):
             yield best[slots.depths == depth], wanted[slots.depths == depth]
 
@@ -291,12 +335,19 @@ class BlockTraining(nn.Module):
         for start in range(0, len(texts), batch_size):
             batch = collate([item.example(max_length) for item in texts[start : start + batch_size]])
             ids, labels = (batch[name].to(self.target.device) for name in ("input_ids", "labels"))
-            slots, ids_of = self._whole_blocks(ids, labels), self.drafter.token_ids
-            best = slots.logits.argmax(dim=-1)
-            is_right = (best if ids_of is None else ids_of[best]) == ids[slots.rows, slots.places]
+            slots = self._whole_blocks(ids, labels)
+            is_right = self._best(slots, partial(torch.argmax, dim=-1)) == ids[slots.rows, slots.places]
             blocks = is_right.view(-1, self.drafter.num_depths)  # whole, and in order
             num_accepted, num_blocks = num_accepted + int(blocks.cumprod(dim=1).sum()), num_blocks + len(blocks)
         return num_accepted / max(num_blocks, 1)
+
+    @torch.no_grad()
+    def _best(self, slots: Slots, choose: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Return the tokens that are chosen by the slots' logits `[n, own vocab]`, from a line of places in each."""
+        ids = self.drafter.token_ids
+        with self._autocast():
+            best = torch.cat([choose(self._scores(piece)[0]) for piece in self._pieces(slots)])
+        return best if ids is None else ids[best]
 
     @torch.no_grad()
     def _whole_blocks(self, ids: torch.Tensor, labels: torch.Tensor) -> Slots:

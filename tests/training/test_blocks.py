@@ -1,24 +1,27 @@
 """Block drafters learn from blocks at random anchors, by what they will draft there."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 import hf_smartspec
 from hf_smartspec.candidates.heads.blocks.drafter import BlockDrafter
-from hf_smartspec.training import loop
+from hf_smartspec.training import blocks, loop
 from hf_smartspec.training.blocks import BlockTraining, new_drafter, unused_token
 from hf_smartspec.training.checkpoints import newest_checkpoint
 from hf_smartspec.training.loop import Schedule, train
 from hf_smartspec.training.texts import IGNORED, Text, collate
 
+from ..candidates.heads.blocks.published import markov_step
 from ..candidates.heads.by_heart import texts_of as answers_of
 from ..generate.helpers import prompts, tiny_llama
 from ..models import new_model
 from .test_medusa import MAX_LENGTH, texts_of
 
 KINDS = ("dflash", "dspark")
+HEADS = ("vanilla", "gated", "rnn")
 
 
 @pytest.fixture
@@ -63,18 +66,24 @@ def block_at(target, drafter: BlockDrafter, ids: torch.Tensor, anchor: int) -> t
     hidden = drafter.norm(hidden)[0, drafter.first_slot :]
     logits = drafter.logits(hidden)
     if drafter.label == "dspark":  # with right tokens before each slot
-        before = drafter.markov_head.markov_w1.weight[ids[anchor : anchor + drafter.num_depths]]
-        own, before = (item[: len(before)] for item in (hidden, before))
-        logits = logits[: len(before)] + before @ drafter.markov_head.markov_w2.weight.T
-        proj = drafter.confidence_head.proj
+        tokens = ids[anchor : anchor + drafter.num_depths]
+        before, own = drafter.markov_head.markov_w1.weight[tokens], hidden[: len(tokens)]
+        tensors, state, added = drafter.markov_head.state_dict(), torch.zeros(before.shape[1]), []
+        for token, h in zip(tokens, own):
+            vector, state = markov_step(tensors, token, state, h)
+            added.append(vector)
+        logits, proj = logits[: len(tokens)] + torch.stack(added), drafter.confidence_head.proj
         return logits, torch.sigmoid(torch.cat([own, before], 1) @ proj.weight[0] + proj.bias)
     return logits, None
 
 
-@pytest.mark.parametrize(("kind", "own_vocab"), [("dflash", None), ("dflash", 70), ("dspark", 70)])
-def test_the_loss_is_that_of_blocks_one_by_one(target, kind, own_vocab):
+@pytest.mark.parametrize(
+    ("kind", "own_vocab", "markov_head"),
+    [("dflash", None, "vanilla"), ("dflash", 70, "vanilla"), *(("dspark", 70, head) for head in HEADS)],
+)
+def test_the_loss_is_that_of_blocks_one_by_one(target, kind, own_vocab, markov_head):
     token_ids = None if own_vocab is None else torch.arange(own_vocab) + 20
-    drafter = shaken(target, kind, token_ids=token_ids)
+    drafter = shaken(target, kind, token_ids=token_ids, markov_head=markov_head)
     module = BlockTraining(target, drafter, num_blocks=5, seed=3)
     texts = texts_of(3)
     texts[1] = Text(texts[1].prompt, texts[1].response[:2])  # beside padding, with fewer places than blocks
@@ -100,6 +109,30 @@ def test_the_loss_is_that_of_blocks_one_by_one(target, kind, own_vocab):
                         loss -= share * (overlap * math.log(found) + (1 - overlap) * math.log(1 - found))
                     weight += share
     assert module(**batch)["loss"].item() == pytest.approx(loss / weight, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_few_logits_are_kept_at_a_time(target, kind, monkeypatch):
+    """In pieces of the slots, with the same loss, gradients and measures."""
+    texts = texts_of(4)
+    batch = collate([item.example(MAX_LENGTH) for item in texts])
+
+    def run():
+        module = BlockTraining(target, shaken(target, kind, markov_head="rnn"), num_blocks=6)
+        loss = module(**batch)["loss"]
+        loss.backward()
+        grads = {name: item.grad for name, item in module.drafter.named_parameters() if item.grad is not None}
+        return [loss, *grads.values()], list(grads), module.accuracy(texts, MAX_LENGTH), module
+
+    whole, names, accuracy, module = run()
+    counts, logits = [], BlockDrafter.logits
+    monkeypatch.setattr(blocks, "_MOST_LOGITS", 5 * 97 + 3)
+    monkeypatch.setattr(BlockDrafter, "logits", lambda *args: counts.append(len(args[1])) or logits(*args))
+    pieces, same, again, other = run()
+    assert max(counts) == 5 and len(counts) > 20 and same == names and again == accuracy
+    assert other.accepted_length(texts, MAX_LENGTH) == module.accepted_length(texts, MAX_LENGTH)
+    for one, two in zip(whole, pieces):
+        torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-6)
 
 
 def test_anchors_are_drawn_anew_in_each_update(target):
@@ -215,8 +248,8 @@ def test_what_cannot_be_trained_is_refused(target):
     loss.backward()
     assert loss.item() == 0.0, "there is nothing to learn"
     other = shaken(target, "dspark")
-    other.spec.options["markov_head_type"] = "rnn"
-    with pytest.raises(ValueError, match="cannot be trained: dspark, rnn"):
+    other.spec = replace(other.spec, has_sinks=(True, False))
+    with pytest.raises(ValueError, match="cannot be trained: dspark with sinks"):
         BlockTraining(target, other)
     drafter.hidden_layers = (2,)
     with pytest.raises(ValueError, match=r"\(2,\) of 2"):

@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-blocks", type=positive, default=32, metavar="N",
         help="of DFlash and DSpark: blocks of each text in an update, at random places (default: %(default)s)",
     )  # fmt: skip
+    parser.add_argument("--markov-head", choices=["vanilla", "gated", "rnn"], help="of DSpark (default: vanilla)")
     parser.add_argument("--draft", metavar="MODEL", help="folder or hub id that the drafter begins as; not of Medusa")
     parser.add_argument(
         "--draft-vocab-size", type=positive, metavar="N",

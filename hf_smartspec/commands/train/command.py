@@ -98,7 +98,7 @@ def _check_folder(args: argparse.Namespace) -> None:
     if not args.resume:
         raise UsageError(f"--output: {str(folder)!r} holds checkpoints: go on with --resume, or name another folder")
     others, own = json.loads(known.read_text()), _settings(args)
-    if differing := [name for name in own if own[name] != others.get(name)]:
+    if differing := [name for name in own if own[name] != str(others.get(name))]:
         before = ", ".join(f"{name} was {others.get(name)!r}" for name in differing)
         raise UsageError(f"--resume: the checkpoints in {str(folder)!r} are of another training: {before}")
 

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from ...candidates.heads.blocks.drafter import BlockDrafter
 from ...candidates.heads.blocks.files import is_block_checkpoint
+from ...candidates.heads.blocks.scores import VANILLA
 from ...candidates.heads.eagle.files import is_eagle_checkpoint
 from ...candidates.heads.eagle.heads import EagleHeads
 from ...candidates.heads.medusa.heads import is_medusa_checkpoint
@@ -68,6 +69,7 @@ def _blocks(args: argparse.Namespace, model: PreTrainedModel, texts: Sequence[Te
             num_layers=args.num_layers or 5,
             neurons=args.neurons,
             token_ids=_token_ids(args, model, texts),
+            markov_head=args.markov_head or VANILLA,
             seed=args.seed,
         )
     return BlockTraining(model, drafter, args.num_blocks, args.seed)
@@ -94,6 +96,8 @@ def check_draft(args: argparse.Namespace, model: PreTrainedModel) -> None:
     if KINDS[args.kind].make is _blocks:
         if args.kind == "dflash" and args.block_size < 2:
             raise UsageError("--block-size must be at least 2 for DFlash, whose first slot predicts nothing")
+        if args.markov_head and (args.kind != "dspark" or args.draft):
+            raise UsageError("--markov-head is of a new DSpark: a drafter of --draft has one")
         if args.draft is not None and not is_block_checkpoint(args.draft):
             raise UsageError(f"--draft: {args.draft!r} holds no block drafter")
     if args.draft is None or args.kind != "draft":

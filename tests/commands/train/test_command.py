@@ -47,7 +47,7 @@ KINDS = {
     "eagle3": ["--num-heads", "2", "--draft-vocab-size", "20", "--neurons", "24"],
     "draft": ["--num-layers", "1"],
     "dflash": ["--num-layers", "1", "--block-size", "3", "--num-blocks", "4", "--draft-vocab-size", "20"],
-    "dspark": ["--num-layers", "1", "--block-size", "2", "--neurons", "24", "--dtype", "bfloat16"],
+    "dspark": ["--num-layers", "1", "--block-size", "2", "--markov-head", "gated", "--dtype", "bfloat16"],
 }
 BLOCKS = ("dflash", "dspark")
 
@@ -196,6 +196,7 @@ def test_draft_models_of_another_vocabulary_do_not_learn(target, texts, tmp_path
         ({"--kind": "draft", "--draft": "./missing"}, "missing"),
         ({"--kind": "dflash", "--draft": "./missing"}, "holds no block drafter"),
         ({"--kind": "dflash", "--block-size": "1"}, "at least 2"),
+        ({"--kind": "dflash", "--markov-head": "rnn"}, "--markov-head is of a new DSpark"),
     ],
 )
 def test_bad_arguments_are_refused_before_any_work(target, texts, tmp_path, capsys, change, match):
