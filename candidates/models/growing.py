@@ -226,14 +226,15 @@ class GrowingCandidates(RowCandidates):
         """
         scores, ids = logits.float(), self._token_ids
         if noise is not None:
-            if ids is not None:
+            if self.samples and ids is not None:  # the distributions are of the target's tokens
                 scores, ids = self._in_whole_vocabulary(scores, ids), None
-            scores = process_lines(scores, [(growth.state.processing, num) for growth, num in zip(growths, numbers)])
+            owners = [(growth.state.processing, num) for growth, num in zip(growths, numbers)]
+            scores = process_lines(scores, owners, ids)
             if self.samples:  # a chain
                 for growth, line in zip(growths, scores.softmax(dim=-1)):
                     if growth.state.seed is not None:
                         growth.distributions.append(line)
-            scores = add_noise(scores, noise)
+            scores = add_noise(scores, noise, ids)
         tokens, probs = likeliest_tokens(scores, width)
         return tokens if ids is None else ids[tokens], probs
 

@@ -154,48 +154,52 @@ def noise_keys(seeds: Sequence[int | None], positions: Sequence[int]) -> NoiseKe
     return NoiseKeys(torch.from_numpy(keys.view(np.int64)), some)
 
 
-def add_noise(scores: torch.Tensor, noise: NoiseKeys) -> torch.Tensor:
-    """Return `add_gumbel_noise` of scores, from keys on the host or on the same device."""
+def add_noise(scores: torch.Tensor, noise: NoiseKeys, ids: torch.Tensor | None = None) -> torch.Tensor:
+    """
+    Return `add_gumbel_noise` of scores, from keys on the host or on the same device. Where the columns of scores are
+    not all tokens in order, `ids` `[columns]` (int64) says which tokens they are.
+    """
     if not has_float64(scores.device):  # the noise is computed in float64
-        return add_noise(scores.cpu(), NoiseKeys(*(item.cpu() for item in noise))).to(scores.device)
+        ids = None if ids is None else ids.cpu()
+        return add_noise(scores.cpu(), NoiseKeys(*(item.cpu() for item in noise)), ids).to(scores.device)
     if noise.keys.device.type == "cpu":
         noise = NoiseKeys(*send_together(noise, scores.device))
     if not len(noise.lines):
-        return _noisy(scores.clone(), noise.keys)
-    return scores.index_copy(0, noise.lines, _noisy(scores.index_select(0, noise.lines), noise.keys))
+        return _noisy(scores.clone(), noise.keys, ids)
+    return scores.index_copy(0, noise.lines, _noisy(scores.index_select(0, noise.lines), noise.keys, ids))
 
 
-def _noisy(scores: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def _noisy(scores: torch.Tensor, keys: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
     """Add noise in place, to a few lines at a time, so that temporary tensors stay in the cache or are soon freed."""
     is_on_cpu = scores.device.type == "cpu"
     add, num = (_add_sparsely, _CPU_BLOCK) if is_on_cpu else (_add_densely, _BLOCK)
     num = max(num // scores.shape[1], 1)
+    ids = torch.arange(scores.shape[1], device=scores.device) if ids is None else ids
     for first in range(0, len(scores), num):
-        add(scores[first : first + num], keys[first : first + num, None])
+        add(scores[first : first + num], keys[first : first + num, None], ids)
     return scores
 
 
-def _add_densely(scores: torch.Tensor, keys: torch.Tensor) -> None:
+def _add_densely(scores: torch.Tensor, keys: torch.Tensor, ids: torch.Tensor) -> None:
     """Make the noise of all tokens, and add it to those that can win."""
-    tokens = torch.arange(scores.shape[1], device=scores.device)
-    noise = _gumbel(_uniform_torch(keys, tokens))
+    noise = _gumbel(_uniform_torch(keys, ids))
     best = scores.argmax(dim=-1, keepdim=True)
     keep = _can_win(scores, scores.gather(1, best) + noise.gather(1, best))
     scores.copy_(torch.where(keep, scores + noise, scores))
 
 
-def _add_sparsely(scores: torch.Tensor, signed_keys: torch.Tensor) -> None:
+def _add_sparsely(scores: torch.Tensor, signed_keys: torch.Tensor, ids: torch.Tensor) -> None:
     """Find the tokens that can win, and make noise for these alone; on a CPU, reading them back costs no wait."""
-    keys, best = signed_keys.numpy().view(np.uint64), np.array(argmax(scores))[:, None]
-    noise = _gumbel(torch.from_numpy(_uniform_numpy(keys, best)))
+    keys, best, tokens = signed_keys.numpy().view(np.uint64), np.array(argmax(scores))[:, None], ids.numpy()
+    noise = _gumbel(torch.from_numpy(_uniform_numpy(keys, tokens[best])))
     keep = _can_win(scores, scores.gather(1, torch.from_numpy(best)) + noise)
     places = keep.numpy().ravel().nonzero()[0]
     if 2 * len(places) > keep.numel():  # nearly all: gathering them costs more than it saves
-        noise = _gumbel(torch.from_numpy(_uniform_numpy(keys, np.arange(scores.shape[1]))))
+        noise = _gumbel(torch.from_numpy(_uniform_numpy(keys, tokens)))
         scores.copy_(torch.where(keep, scores + noise, scores))
     elif len(places):
-        lines, tokens = np.divmod(places, scores.shape[1])
-        noise = _gumbel(torch.from_numpy(_uniform_numpy(keys[lines, 0], tokens)))
+        lines, columns = np.divmod(places, scores.shape[1])
+        noise = _gumbel(torch.from_numpy(_uniform_numpy(keys[lines, 0], tokens[columns])))
         scores.view(-1)[torch.from_numpy(places)] += noise
 
 

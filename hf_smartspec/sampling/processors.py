@@ -189,10 +189,16 @@ class ScoreProcessing:
         self.temperature = float(math.prod([item.temperature for item in warpers]))
 
 
-def process_lines(scores: torch.Tensor, owners: Sequence[tuple[ScoreProcessing, int]]) -> torch.Tensor:
+def process_lines(
+    scores: torch.Tensor, owners: Sequence[tuple[ScoreProcessing, int]], ids: torch.Tensor | None = None
+) -> torch.Tensor:
     """
-    Return scores `[lines, vocab_size]` after their owners' processors. Owners are given in the order of their lines,
+    Return scores `[lines, columns]` after their owners' processors. Owners are given in the order of their lines,
     each with its number of lines; neighbours whose processors do the same are processed together.
+
+    Args:
+        ids (`torch.Tensor` of shape `[columns]`, *optional*): The tokens that the columns are, where these are not all
+            tokens in order: the others have a score of -inf.
     """
     parts, first = [], 0
     for _, group in groupby(owners, key=lambda owner: owner[0].key):
@@ -200,6 +206,10 @@ def process_lines(scores: torch.Tensor, owners: Sequence[tuple[ScoreProcessing, 
         end = first + sum(num for _, num in members)
         part, first = scores[first:end], end
         for processor in members[0][0].processors:
-            part = processor(None, part)
+            if ids is not None and isinstance(processor, hf.SuppressTokensLogitsProcessor):
+                suppressed = processor.suppress_tokens.to(ids.device)  # the only one that reads which tokens they are
+                part = part.masked_fill(torch.isin(ids, suppressed), -torch.inf)
+            else:
+                part = processor(None, part)
         parts.append(part)
     return parts[0] if len(parts) == 1 else torch.cat(parts)

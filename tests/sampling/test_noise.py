@@ -181,8 +181,26 @@ def test_all_rows_get_their_noise_at_once_and_devices_agree_on_it(dtype, data):
             line[:] = torch.where((line >= bound) & line.isfinite(), (line + noise).to(dtype), line)
     assert torch.equal(add_gumbel_noise(scores, own_seeds, positions), expected)
     if None not in own_seeds:
-        module._add_densely(scores, module.noise_keys(own_seeds, positions).keys[:, None])
+        module._add_densely(scores, module.noise_keys(own_seeds, positions).keys[:, None], torch.arange(size))
         assert torch.equal(scores, expected)
+
+
+@pytest.mark.parametrize("scale", [0.5, 50.0])
+@given(data=st.data())
+def test_scores_of_some_tokens_get_these_tokens_noise(scale, data):
+    """Value for value what they get among all tokens, of which the others have -inf, in each way to add it."""
+    size, generator = 2000, torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    ids = torch.randperm(size, generator=generator)[: data.draw(st.integers(1, 400))]
+    own = scale * torch.randn(3, len(ids), generator=generator)
+    own_seeds = data.draw(st.lists(st.none() | seeds, min_size=3, max_size=3))
+    whole = torch.full((3, size), -torch.inf).index_copy_(1, ids, own)
+    expected = add_gumbel_noise(whole, own_seeds, [4, 5, 6])[:, ids]
+    noise = module.noise_keys(own_seeds, [4, 5, 6])
+    if noise is not None:
+        assert torch.equal(add_noise(own, noise, ids), expected)
+        if not len(noise.lines):
+            module._add_densely(own, noise.keys[:, None], ids)
+            assert torch.equal(own, expected)
 
 
 @pytest.mark.parametrize("seeds", [[1, 2], [None, 2]])

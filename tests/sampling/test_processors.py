@@ -222,3 +222,21 @@ def test_lines_are_processed_by_their_owners_processors_neighbours_with_equal_on
     assert torch.equal(module.process_lines(scores, owners), torch.cat(expected))
     warped = [("TemperatureLogitsWarper", 6), ("TopKLogitsWarper", 6), ("TemperatureLogitsWarper", 2)]
     assert calls == [*warped, ("TopKLogitsWarper", 2), *[("SuppressTokensLogitsProcessor", 1)] * 2]
+
+
+@pytest.mark.parametrize("kind", module._SCORE_ONLY)
+def test_scores_of_some_tokens_are_processed_as_among_all_tokens(kind):
+    """Those of a drafter with a vocabulary of its own: all others have -inf."""
+    settings = {hf.SuppressTokensLogitsProcessor: (range(0, VOCAB_SIZE, 3),), hf.TopKLogitsWarper: (5,)}
+    settings |= {hf.TemperatureLogitsWarper: (0.7,), hf.TopHLogitsWarper: (0.5,)}
+    is_set = kind not in (hf.InfNanRemoveLogitsProcessor, hf.LogitNormalization)
+    processor = kind(*settings.get(kind, (0.3,) if is_set else ()))
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randperm(VOCAB_SIZE, generator=generator)[: VOCAB_SIZE // 2]
+    own = 3 * torch.randn(4, len(ids), generator=generator)
+    whole = torch.full((4, VOCAB_SIZE), -torch.inf).index_copy_(1, ids, own)
+    owners = [(module.ScoreProcessing([processor]), 4)]
+    expected = module.process_lines(whole, owners)[:, ids]
+    torch.testing.assert_close(module.process_lines(own, owners, ids), expected)
+    is_changed = not torch.equal(expected, own)
+    assert is_changed or kind is hf.InfNanRemoveLogitsProcessor

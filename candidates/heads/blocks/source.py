@@ -112,12 +112,8 @@ class BlockCandidates(HiddenStateCandidates):
         noise = noise_keys([state.seed for state in states for _ in range(num)], positions)
         if noise is None:
             return logits
-        scores = logits.flatten(0, 1)
-        if ids is not None:
-            scores = scores.new_full((len(scores), self.heads.vocab_size), -torch.inf).index_copy_(1, ids, scores)
-        scores = process_lines(scores, [(state.processing, num) for state in states])
-        scores = add_noise(scores, noise)
-        return (scores if ids is None else scores[:, ids]).view(logits.shape)
+        scores = process_lines(logits.flatten(0, 1), [(state.processing, num) for state in states], ids)
+        return add_noise(scores, noise, ids).view(logits.shape)
 
 
 def _is_known(state: KnownStates) -> bool:
