@@ -10,7 +10,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from hf_smartspec.candidates import BlockDrafter, MedusaCandidates, MedusaHeads
+from hf_smartspec.candidates import BlockCandidates, BlockDrafter, MedusaCandidates, MedusaHeads
+from hf_smartspec.candidates.heads.blocks.scores import Lattice
+from hf_smartspec.candidates.heads.hidden_states import KnownStates
 from hf_smartspec.candidates.heads.learned import FeatureDrafter
 from hf_smartspec.commands.common.drafters import Drafter
 from hf_smartspec.commands.common.recordings import DataSet, Recording, answered
@@ -25,6 +27,7 @@ from ...kit.tables import Row
 NONE, MIXED = "none", "mixed"
 CALIBRATED, RAW, FIXED = "calibrated trees", "trees by raw probabilities", "the best fixed tree"
 CHAIN, TREE, GOODPUT = "chain", "tree", "goodput decides"
+SHORT, CUT = "chain of a short block", "chain of a whole block"
 _WARM_UP = 8  # tokens
 _APART = 10**6  # between the numbers of rows of the two halves
 
@@ -94,39 +97,42 @@ class DrafterBench:
     ) -> Iterator[Case]:
         """
         Yield batches with rows of all kinds, in turn, in which block drafters draft whole blocks, as chains and as
-        trees, and drafters that grow level by level draft so many levels; and both as goodput decides.
+        trees, and half as long chains, from short blocks and from whole ones; and drafters that grow level by level
+        draft so many levels; and both as goodput decides.
         """
         blocks = [item for item in drafters if isinstance(item.assistant, BlockDrafter)]
         growing = [item for item in drafters if isinstance(item.assistant, PreTrainedModel | FeatureDrafter)]
         methods, shapes = [Method(NONE, NONE)], {}
         for item in [*blocks, *growing] if blocks else ():
-            for num_levels, options in self._shapes(item, levels):
-                form = GOODPUT if not options else CHAIN if options.get("width") == 1 else TREE
+            for form, num_levels, options in self._shapes(item, levels):
                 about = f" of {num_levels} levels, {options['num_nodes']} nodes" if options else ""
-                methods.append(Method(f"{item.name}, {form}{about}", item.assistant, options=options))
+                assistant = _WholeBlocks(item.assistant, width=1) if form == CUT else item.assistant
+                methods.append(Method(f"{item.name}, {form}{about}", assistant, options=options))
                 shapes[methods[-1].name] = {"source": item.name, "form": form, "is_block": item in blocks}
         for size in batch_sizes if blocks else ():
             own = mixed(data)
             place = {"kind": MIXED, "batch_size": min(size, len(own.prompts)), "nodes": max(self.num_nodes)}
             yield Case(f"batch {size}", partial(self._with_shapes, target, methods, own, place, shapes))
 
-    def _shapes(self, drafter: Drafter, levels: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _shapes(self, drafter: Drafter, levels: Sequence[int]) -> Iterator[tuple[str, int, dict[str, Any]]]:
         """
-        Yield numbers of levels, and options of drafts that have them, trees with the same number of nodes; no options
-        where goodput decides.
+        Yield forms of drafts, with their numbers of levels and their options. All trees have the same number of nodes.
         """
         most = max(self.num_nodes)
         if isinstance(drafter.assistant, BlockDrafter):
             num = drafter.assistant.num_depths
-            yield num, {"num_nodes": num, "width": 1}
-            yield num, {"num_nodes": most}
+            yield CHAIN, num, {"num_nodes": num, "width": 1}
+            yield TREE, num, {"num_nodes": most}
+            if half := num // 2:
+                yield SHORT, half, {"num_nodes": half, "width": 1}
+                yield CUT, half, {"num_nodes": half}
         else:
             for num in levels:
-                yield num, {"num_nodes": num, "width": 1}
+                yield CHAIN, num, {"num_nodes": num, "width": 1}
                 width = -(-most // max(num - 1, 1))
                 if num > 1 and width > 1 and -(-most // width) + 1 == num:  # as `GrowingCandidates` grows trees
-                    yield num, {"num_nodes": most, "width": width}
-        yield 0, {}
+                    yield TREE, num, {"num_nodes": most, "width": width}
+        yield GOODPUT, 0, {}
 
     def _with_shapes(
         self, target: PreTrainedModel, methods: Sequence[Method], data: DataSet, place: Row, shapes: dict[str, Row]
@@ -195,6 +201,13 @@ class DrafterBench:
 
     def _settings(self, repetitions: int) -> Settings:
         return Settings(self.max_new_tokens, False, repetitions)
+
+
+class _WholeBlocks(BlockCandidates):
+    """Has blocks of all slots, whatever the number of nodes, as in training."""
+
+    def _lattice(self, states: Sequence[KnownStates], most_depths: int, width: int) -> Lattice:
+        return super()._lattice(states, self.heads.num_depths, width)
 
 
 def mixed(data: Sequence[DataSet]) -> DataSet:

@@ -77,7 +77,8 @@ def test_blocks_stand_beside_heads_that_draft_for_as_long(folder, tmp_path, caps
     others = [f"eagle, {form}" for form in ("chain of 1 levels, 1 nodes", "tree of 4 levels, 6 nodes")]
     assert {"none", PLAIN, *own, *others, "eagle, goodput decides"} <= set(drafts)
     assert all(row["tokens_per_second"] > 0 and row["batch_size"] == 4 for row in rows)
-    for name in own[:2]:
+    own += [f"blocks, chain of a {size} block of 1 levels, 1 nodes" for size in ("short", "whole")]
+    for name in (*own[:2], *own[3:]):
         counts = drafts[name]["statistics"]
         assert 0 < counts["drafted_tokens"] <= counts["steps"] * int(name.split()[-2])
     shown = " ".join(capsys.readouterr().out.split())

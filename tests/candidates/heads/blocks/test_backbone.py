@@ -8,7 +8,7 @@ import torch
 import hf_smartspec
 from hf_smartspec.candidates.heads.blocks.config import default_layers
 from hf_smartspec.candidates.heads.blocks.drafter import BlockDrafter
-from hf_smartspec.candidates.heads.blocks.files import is_block_checkpoint
+from hf_smartspec.candidates.heads.kinds import load
 
 from ....generate.helpers import tiny_llama
 from ....models import new_model, shared_model
@@ -80,9 +80,8 @@ def inputs(drafter: Published, start: int, seed: int = 1) -> tuple[torch.Tensor,
 @pytest.mark.parametrize("kind", KINDS)
 def test_hidden_states_are_those_of_the_published_arithmetic(target, tmp_path, kind):
     published = write(kind, target, tmp_path)
-    assert is_block_checkpoint(str(tmp_path))
-    drafter = BlockDrafter.from_pretrained(tmp_path, target)
-    assert drafter.label == LABELS.get(kind, "dflash")
+    drafter = load(str(tmp_path), target)  # as `assistant=` does
+    assert isinstance(drafter, BlockDrafter) and drafter.label == LABELS.get(kind, "dflash")
     assert drafter.hidden_layers == tuple(layer + 1 for layer in published.outputs)
     first = 0 if published.from_anchor else 1
     assert (drafter.first_slot, drafter.num_depths) == (first, published.block_size - first)
