@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from hf_smartspec.candidates.text.suffix.source import MOST_BYTES
 from hf_smartspec.commands.common.arguments import UsageError
 from hf_smartspec.commands.common.console import track
 from hf_smartspec.commands.common.outputs import check_outputs
@@ -24,7 +25,6 @@ from .runs import (
     BATCH_SIZE,
     HELD_OUT_LEN,
     NUM_NODES,
-    TREE_BYTES,
     TextStream,
     TreeProbe,
     measure_datastore,
@@ -73,8 +73,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _sizes(stream: TextStream, sizes: Iterable[int]) -> Iterator[Case]:
     """Yield the sizes of one tree, which grows from case to case."""
-    probe = TreeProbe(stream)
-    for size in sorted(set(sizes)):
+    in_order = sorted(set(sizes))
+    probe = TreeProbe(stream, in_order[-1])
+    for size in in_order:
         yield Case(f"{size:,}", partial(probe.measure, size))
 
 
@@ -111,8 +112,8 @@ def _show_tree(num_rows: int, projected: int, console: Console, rows: Rows) -> N
     if projected and found:
         num_bytes = projected * float(found[-1]["bytes_per_token"])
         console.print(
-            f"Calculated: {projected:,} tokens take {num_bytes / 1e9:,.1f} GB, as much as "
-            f"{-(-num_bytes // TREE_BYTES):.0f} sources of {TREE_BYTES:,} bytes, the most of one.",
+            f"Calculated: {projected:,} tokens take {num_bytes / 1e9:,.1f} GB; one source holds up to "
+            f"{MOST_BYTES / 1e9:,.1f} GB.",
             highlight=False,
         )
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from hf_smartspec.candidates import DatastoreCandidates, SuffixTreeCandidates, TreeCandidateGenerator
 from hf_smartspec.candidates.text.datastore.file import Datastore, build_datastore
+from hf_smartspec.candidates.text.suffix.source import MOST_BYTES
 from hf_smartspec.commands.common.arguments import UsageError
 from hf_smartspec.commands.common.console import track
 from hf_smartspec.commands.common.recordings import Recording
@@ -22,7 +23,7 @@ HELD_OUT_LEN = 32  # tokens of a held-out response that are decoded
 _CHANGED = 0.1  # share of tokens that another pass over the text replaces
 _PROBE = 100_000  # tokens whose insertion and removal is timed, or a quarter of a smaller tree
 _PASSES = 3
-TREE_BYTES = 2**33  # the most of one source
+_TREE_BYTES, _BYTES_PER_TOKEN = 2**33, 64  # of the tree, at least: address space, of which it uses what it needs
 _MICROSECONDS = 1e6
 
 
@@ -65,10 +66,22 @@ def take(outputs: Iterator[np.ndarray], num_tokens: int) -> list[np.ndarray]:
 
 
 class TreeProbe:
-    """A suffix tree that grows from measurement to measurement."""
+    """
+    A suffix tree that grows from measurement to measurement.
 
-    def __init__(self, stream: TextStream):
-        self._source = SuffixTreeCandidates(TREE_BYTES, num_nodes=NUM_NODES, min_probability=0.0, keep_outputs=False)
+    Args:
+        most_tokens (`int`): The largest size at which to measure.
+
+    Raises:
+        UsageError: if the machine does not have the memory for it.
+    """
+
+    def __init__(self, stream: TextStream, most_tokens: int = 0):
+        num_bytes = min(max(_TREE_BYTES, _BYTES_PER_TOKEN * most_tokens), MOST_BYTES)
+        try:
+            self._source = SuffixTreeCandidates(num_bytes, num_nodes=NUM_NODES, min_probability=0.0, keep_outputs=False)
+        except MemoryError as error:
+            raise UsageError(f"--tokens: {error}") from None
         self._source.warm_up()
         self._held_out, self._outputs = stream.held_out, iter(stream)
         self._numbers: list[tuple[int | None, int]] = []  # of the kept outputs, the oldest first, and their tokens
@@ -85,7 +98,7 @@ class TreeProbe:
         self._fill(num_tokens - probe - self._num_tokens)
         inserted = self._fill(num_tokens - self._num_tokens)
         if self._source.num_cached_tokens() < num_tokens:
-            raise UsageError(f"--tokens: {num_tokens} do not fit into {TREE_BYTES} bytes")
+            raise UsageError(f"--tokens: {num_tokens} do not fit into {self._source.max_bytes} bytes")
         return {
             "tokens": num_tokens,
             "fill_seconds": self._seconds,  # of everything that was ever added

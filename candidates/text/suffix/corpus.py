@@ -26,6 +26,7 @@ from .kernels.store import (
 _NODE_BYTES, _ROW_BYTES, _TOKEN_BYTES = 4 * NODE, 4 * ROW, 4
 _MARGIN = 1 << 20  # nodes and rows beyond the bound, so that one insertion never runs out: address space, not memory
 _TYPICAL_BYTES = 64  # per token of a tree, text included
+_LARGE = 2**33  # bytes of entries that any machine has addresses for; of more, systems refuse what they lack memory for
 
 
 class _Output(NamedTuple):
@@ -53,8 +54,10 @@ class SuffixCorpus:
     def __init__(self, max_bytes: int, max_depth: int):
         self.max_bytes, self.max_depth = max_bytes, max_depth
         tokens = max_bytes // _TOKEN_BYTES + _MARGIN
-        self.store = new_store(tokens, max_bytes // _NODE_BYTES + _MARGIN, 2 * max_bytes // _ROW_BYTES + 2 * _MARGIN)
-        self.owners = np.zeros(tokens // BLOCK + 1, np.int32)  # line of every block's output; 0: of none that is kept
+        row_bytes = max(max_bytes, min(2 * max_bytes, _LARGE))  # twice: for freed blocks of sizes that are not needed
+        self.store = new_store(tokens, max_bytes // _NODE_BYTES + _MARGIN, row_bytes // _ROW_BYTES + 2 * _MARGIN)
+        blocks = len(self.store.text) // BLOCK
+        self.owners = np.zeros(blocks + 1, np.int32)  # line of every block's output; 0: of none that is kept
         self.used = np.zeros(1024, np.int64)  # by line: when the output was of use, by `clock`
         self._free_lines = list(range(len(self.used) - 1, 0, -1))
         self.clock = self.reserved = 0
@@ -67,6 +70,7 @@ class SuffixCorpus:
         self._victims: dict[Hashable, list[tuple[int, int]]] = {}  # ... and (when used, output); the next to go is last
         self._retired: list[_Output] = []  # removed, but edges of other outputs' strings still lie in their text
         self._text_top = self._text_blocks = 0  # in blocks: end of what was ever used, and what is in use
+        self._most_text = blocks - _MARGIN // BLOCK
         self._free_texts: dict[int, list[int]] = {}  # by number of blocks, where they begin
 
     # Memory
@@ -87,16 +91,16 @@ class SuffixCorpus:
         Remove outputs as far as the bound requires, and return whether texts of so many tokens can be added. The growth
         of the trees is estimated for the bound, and taken at its worst where memory would otherwise be overrun.
         """
-        num_tokens = sum(lengths)
+        num_tokens, num_blocks = sum(lengths), sum(map(_num_blocks, lengths))
         if _TYPICAL_BYTES * num_tokens > self.max_bytes:
             return False
-        self.evict(self.max_bytes - _TYPICAL_BYTES * num_tokens)
+        self.evict(self.max_bytes - _TYPICAL_BYTES * num_tokens, num_blocks)
         heads, growth = self.store.heads, num_tokens + self.reserved + self.max_depth
         return (
             self.num_bytes + _TYPICAL_BYTES * num_tokens <= self.max_bytes
             and heads[NODES_TOP] + 2 * growth < len(self.store.nodes) // NODE
             and heads[ROWS_TOP] + 12 * growth + _MARGIN // 4 < len(self.store.rows) // ROW
-            and self._has_text_room(sum(map(_num_blocks, lengths)))
+            and self._has_text_room(num_blocks)
         )
 
     def _has_text_room(self, num_blocks: int) -> bool:
@@ -229,12 +233,13 @@ class SuffixCorpus:
                 self._retired.remove(output)
                 self.release(output.start, output.length)
 
-    def evict(self, max_bytes: int) -> None:
+    def evict(self, max_bytes: int, num_blocks: int = 0) -> None:
         """
-        Remove outputs until no more than `max_bytes` are in use: in turn from the namespace that has most tokens, its
-        longest unused one.
+        Remove outputs until no more than `max_bytes` are in use and texts have `num_blocks` left: in turn from the
+        namespace that has most tokens, its longest unused one.
         """
-        while self.num_bytes > max_bytes and self.outputs:
+        most_text = self._most_text - num_blocks
+        while self.outputs and (self.num_bytes > max_bytes or self._text_blocks > most_text):
             namespace = max(self._held, key=self._held.__getitem__)
             victims = self._victims.get(namespace)
             if not victims:

@@ -26,7 +26,7 @@ LEAST_PROBABILITY = 0.1
 _PRICED_NODES = 63  # of a draft that ends where nodes are not worth their price
 _ROOM = 256  # tokens that a prompt's place has room for after it, at first
 _PROMPT_TAIL = 8  # tokens of the prompt that an output is kept with, so that beginnings of outputs are found
-_MOST_BYTES = 2**33
+MOST_BYTES = 2**36
 _LEARNING = (0.0045, 255)  # rate of the weights, observations that a frequency remembers
 
 
@@ -63,8 +63,9 @@ class SuffixTreeCandidates(EarlierOutputs, TreeCandidateGenerator):
     are calibrated.
 
     Args:
-        max_bytes (`int`): Bound on the memory of all trees, at most 2**33. Forgotten first, of the namespace that holds
-            most, is the output unused for longest. What was learnt takes 1 MB per namespace besides.
+        max_bytes (`int`): Bound on the memory of all trees, at most 2**36, and of texts 2**31 tokens. Forgotten first,
+            of the namespace that holds most, is the output unused for longest. What was learnt takes 1 MB per namespace
+            besides.
         max_depth (`int`): Longest string whose occurrences are counted, in tokens.
         max_match (`int`): Longest context that is looked up, in tokens.
         num_nodes (`int`, *optional*): Nodes per draft where the caller names no number, at most; up to 4096. Where not
@@ -99,8 +100,8 @@ class SuffixTreeCandidates(EarlierOutputs, TreeCandidateGenerator):
         factor: float = 4.0,
         offset: float = 0.0,
     ):
-        if is_integer(max_bytes) and max_bytes > _MOST_BYTES:
-            raise ValueError(f"`max_bytes` must be at most {_MOST_BYTES}, got {max_bytes}: places are 32-bit numbers.")
+        if is_integer(max_bytes) and max_bytes > MOST_BYTES:
+            raise ValueError(f"`max_bytes` must be at most {MOST_BYTES}, got {max_bytes}: nodes have 32-bit numbers.")
         for name, value, lowest in (
             ("max_bytes", max_bytes, 1),
             ("max_depth", max_depth, 2),

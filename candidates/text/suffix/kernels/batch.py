@@ -46,7 +46,7 @@ class Slots(NamedTuple):
             committed tokens that are not in the tree yet, line of the model, whether there is a draft to learn from,
             number of removals that the walks know of (-1: there are no walks).
         trees (`np.ndarray` of shape `[slots, 4]`, int32): Roots: the request's own tree, then namespaces; -1: none.
-        points (`np.ndarray` of shape `[slots, (max_depth + 1) * 2]`, int32): See `suffix_store.extend`.
+        points (`np.ndarray` of shape `[slots, (max_depth + 1) * 2]`, int32): See `insert.extend`.
         walks (`np.ndarray` of shape `[slots, (MAX_TREES - 1) * walks * 4]`, int32): See `places`.
         pending (`np.ndarray` of shape `[slots, nodes]`, int32): The tokens that are not in the tree yet: as many as a
             draft and the token after it.

@@ -41,7 +41,7 @@ from .places import (
     support,
 )
 from .pointer import NUM_POINTERS, POINTER, POSITION, RECORD, advance, least_to_set, set_pointer, state_of
-from .store import BLOCK_BITS, CHILD, COUNT, KIDS, NUM, ROW, SEEN, find, is_later
+from .store import BLOCK_BITS, CHILD, COUNT, KIDS, NODE, NUM, PAIR, ROW, SEEN, find, is_later
 
 MAX_TREES = 4  # the request's own and those of three namespaces
 MAX_CONTEXTS = 6  # context lengths that are used, per tree and node
@@ -103,7 +103,7 @@ def _set_place(s, places, at, tree, depth, node, following, stop, number):
     places[at + TREE], places[at + DEPTH], places[at + SUPPORT] = tree, depth, number
     places[at + AT], places[at + NEXT], places[at + STOP] = node, following, stop
     if following < 0:
-        prefetch(s.rows, s.nodes[node + KIDS])
+        prefetch(s.rows, s.nodes[node * NODE + KIDS] * PAIR)
     else:
         prefetch(s.text, following)
 
@@ -194,8 +194,8 @@ def _newest_follower(s, node, following):
     """Return the text position of the token that followed a place last; -1 if none did."""
     if following >= 0:
         return following
-    kids = s.nodes[node + KIDS]
-    last = kids + min(s.nodes[node + NUM], MAX_CHILDREN) * ROW
+    kids = s.nodes[node * NODE + KIDS] * PAIR
+    last = kids + min(s.nodes[node * NODE + NUM], MAX_CHILDREN) * ROW
     if kids == last or kids < 0:
         return np.int64(-1)
     return edge_of(s, np.int64(s.rows[_newest(s, kids, last) + CHILD]))[0]
@@ -280,8 +280,8 @@ def _find_followers(s, d, g, most, min_share):
                 describe(d.candidates, c, kind, gap, depth, total, total, True)
             continue
         node, least = places[at + AT], min_share * total
-        kids = s.nodes[node + KIDS]
-        last = kids + min(s.nodes[node + NUM], MAX_CHILDREN) * ROW
+        kids = s.nodes[node * NODE + KIDS] * PAIR
+        last = kids + min(s.nodes[node * NODE + NUM], MAX_CHILDREN) * ROW
         newest = _newest(s, kids, last)
         for entry in range(kids, last, ROW):
             count = s.rows[entry + COUNT]

@@ -19,8 +19,10 @@ from .store import (
     KIDS,
     LABEL,
     LEN,
+    NODE,
     NODES_LIVE,
     NUM,
+    PAIR,
     ROW,
     SEEN,
     add_child,
@@ -39,14 +41,14 @@ def _split(s, root, node, entry, offset, end):
     count, child, seen = s.rows[entry + COUNT], s.rows[entry + CHILD], s.rows[entry + SEEN] + offset
     middle = new_node(s, end - offset, offset)
     if child >= 0:
-        lower = s.nodes[child + LABEL] + offset
-        s.nodes[child + LABEL] = lower
-        s.nodes[child + LEN] -= offset
+        lower = s.nodes[child * NODE + LABEL] + offset
+        s.nodes[child * NODE + LABEL] = lower
+        s.nodes[child * NODE + LEN] -= offset
         add_child(s, middle, s.text[lower], count, child, seen)
     else:
         lower = ~child + offset
         if s.text[lower] == END:  # the other text ends just here
-            s.nodes[middle + ENDED] = 1
+            s.nodes[middle * NODE + ENDED] = 1
         else:
             add_child(s, middle, s.text[lower], 1, ~lower, seen)
     s.rows[entry + CHILD] = middle
@@ -63,10 +65,10 @@ def settle(s, root, node, offset, end):
     while offset > 0:
         entry = find(s, node, s.text[end - offset])
         child = s.rows[entry + CHILD]
-        if child < 0 or offset < s.nodes[child + LEN]:
+        if child < 0 or offset < s.nodes[child * NODE + LEN]:
             return node, offset, entry
         increase(s, node, entry, time_of(s, root, end - offset), node == root)
-        offset -= s.nodes[child + LEN]
+        offset -= s.nodes[child * NODE + LEN]
         node = child
     return node, offset, np.int64(-1)
 
@@ -97,22 +99,22 @@ def extend(s, root, points, num_points, max_depth, end, token):
             child = s.rows[entry + CHILD]
         else:
             child = s.rows[entry + CHILD]
-            label = s.nodes[child + LABEL] if child >= 0 else ~child
+            label = s.nodes[child * NODE + LABEL] if child >= 0 else ~child
             if s.text[label + offset] != token:
                 middle = _split(s, root, node, entry, offset, end)
                 add_child(s, middle, token, 1, ~end, time_of(s, root, end))
                 continue
         offset += 1
         matched = max(matched, depth + 1)
-        if child >= 0 and offset == s.nodes[child + LEN]:
+        if child >= 0 and offset == s.nodes[child * NODE + LEN]:
             increase(s, node, entry, time_of(s, root, end + 1 - offset), node == root)
-            s.nodes[child + LABEL] = end + 1 - offset  # the latest occurrence
+            s.nodes[child * NODE + LABEL] = end + 1 - offset  # the latest occurrence
             node, offset = np.int64(child), 0
             if depth + 1 == max_depth:
-                s.nodes[child + ENDED] += 1
+                s.nodes[child * NODE + ENDED] += 1
         elif depth + 1 == max_depth:  # a leaf: nodes end at the limit at the latest
             bottom = new_node(s, end + 1 - offset, offset)
-            s.nodes[bottom + ENDED] = 2
+            s.nodes[bottom * NODE + ENDED] = 2
             s.rows[entry + CHILD] = bottom
             increase(s, node, entry, time_of(s, root, end + 1 - offset), node == root)
             node, offset = bottom, 0
@@ -128,7 +130,7 @@ def finish(s, root, points, num_points, max_depth, end):
         node, offset, entry = settle(s, root, np.int64(points[2 * depth]), np.int64(points[2 * depth + 1]), end)
         if offset > 0:
             node = _split(s, root, node, entry, offset, end)
-        s.nodes[node + ENDED] += 1
+        s.nodes[node * NODE + ENDED] += 1
 
 
 @compiled
@@ -151,17 +153,17 @@ def move_tree(store, root, start, end, target):
     s, shift = pointers(store), target - start
     for position in range(start, end + 1):
         s.text[position + shift] = s.text[position]
-    s.nodes[root + LEN] -= shift
+    s.nodes[root * NODE + LEN] -= shift
     stack = np.empty(s.heads[NODES_LIVE], np.int32)
     stack[0] = root
     num = 1
     while num > 0:
         num -= 1
         node = stack[num]
-        if node != root and start <= s.nodes[node + LABEL] < end:
-            s.nodes[node + LABEL] += shift
-        kids = s.nodes[node + KIDS]
-        for entry in range(kids, kids + s.nodes[node + NUM] * ROW, ROW):
+        if node != root and start <= s.nodes[node * NODE + LABEL] < end:
+            s.nodes[node * NODE + LABEL] += shift
+        kids = s.nodes[node * NODE + KIDS] * PAIR
+        for entry in range(kids, kids + s.nodes[node * NODE + NUM] * ROW, ROW):
             child = s.rows[entry + CHILD]
             if child >= 0:
                 stack[num] = child

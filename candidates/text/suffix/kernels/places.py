@@ -9,7 +9,7 @@ import numpy as np
 
 from .....jit import inner
 from .insert import settle
-from .store import CHILD, ENDED, LABEL, LEN, TOTAL, find
+from .store import CHILD, ENDED, LABEL, LEN, NODE, TOTAL, find
 
 # Fields of a place
 AT, NEXT, STOP, SUPPORT, DEPTH, TREE = range(6)
@@ -31,16 +31,16 @@ def edge_of(s, child):
     """Return the text positions where the edge to a child begins and ends."""
     if child < 0:
         return np.int64(~child), np.int64(_NEVER)
-    label = np.int64(s.nodes[child + LABEL])
-    return label, label + s.nodes[child + LEN]
+    label = np.int64(s.nodes[child * NODE + LABEL])
+    return label, label + s.nodes[child * NODE + LEN]
 
 
 @inner
 def support(s, at, following):
     if following < 0:
-        return np.int64(s.nodes[at + TOTAL])
+        return np.int64(s.nodes[at * NODE + TOTAL])
     if at >= 0:
-        return np.int64(s.nodes[at + TOTAL] + s.nodes[at + ENDED])
+        return np.int64(s.nodes[at * NODE + TOTAL] + s.nodes[at * NODE + ENDED])
     return np.int64(s.text[following] >= 0)
 
 
@@ -114,4 +114,4 @@ def step(s, at, following, stop, token):
 @inner
 def position_of(s, at, following):
     """Return a text position in the latest occurrence of a place's context."""
-    return following if following >= 0 else np.int64(s.nodes[at + LABEL])
+    return following if following >= 0 else np.int64(s.nodes[at * NODE + LABEL])

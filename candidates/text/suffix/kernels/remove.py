@@ -12,7 +12,9 @@ from .store import (
     KIDS,
     LABEL,
     LEN,
+    NODE,
     NUM,
+    PAIR,
     REMOVALS,
     ROW,
     TOTAL,
@@ -45,12 +47,12 @@ def remove(store, root, start, end, max_depth):
             _decrease(s, node, entry, node == root)
             if child < 0:
                 break
-            at += s.nodes[child + LEN]
+            at += s.nodes[child * NODE + LEN]
             steps += 1
             path[steps] = child
             node = child
         else:
-            s.nodes[node + ENDED] -= 1
+            s.nodes[node * NODE + ENDED] -= 1
         for step in range(steps, 0, -1):
             _tidy(s, path[step - 1], path[step], start, end)
 
@@ -58,8 +60,8 @@ def remove(store, root, start, end, max_depth):
 @inner
 def _decrease(s, node, entry, is_root):
     """Count one occurrence less of a child; without any, it is dropped."""
-    kids = s.nodes[node + KIDS]
-    num = s.nodes[node + NUM]
+    kids = s.nodes[node * NODE + KIDS] * PAIR
+    num = s.nodes[node * NODE + NUM]
     count = s.rows[entry + COUNT]
     i = (entry - kids) // ROW
     last = num - 1 if count == 1 else i
@@ -67,17 +69,17 @@ def _decrease(s, node, entry, is_root):
         last = border(s, node, i, num, count) - 1
     swap(s, node, i, last)
     s.rows[kids + last * ROW + COUNT] = count - 1
-    s.nodes[node + TOTAL] -= 1
+    s.nodes[node * NODE + TOTAL] -= 1
     if count > 1:
         return
-    if s.nodes[node + INDEX] >= 0:
+    if s.nodes[node * NODE + INDEX] >= 0:
         unindex_child(s, node, last)
-    s.nodes[node + NUM] = num - 1
-    cls = s.nodes[node + CLASS]
+    s.nodes[node * NODE + NUM] = num - 1
+    cls = s.nodes[node * NODE + CLASS]
     if num == 1:
-        free_block(s, kids, cls)
-        s.nodes[node + KIDS] = -1
-        s.nodes[node + CLASS] = 0
+        free_block(s, s.nodes[node * NODE + KIDS], cls)
+        s.nodes[node * NODE + KIDS] = -1
+        s.nodes[node * NODE + CLASS] = 0
     elif cls > 1 and (num - 1) * 4 <= 1 << cls:
         set_class(s, node, cls - 1)
 
@@ -85,16 +87,16 @@ def _decrease(s, node, entry, is_root):
 @inner
 def _tidy(s, parent, node, start, end):
     """Drop a node that has lost its last occurrence, merge it with an only child, or label it anew."""
-    if s.nodes[node + TOTAL] + s.nodes[node + ENDED] == 0:
+    if s.nodes[node * NODE + TOTAL] + s.nodes[node * NODE + ENDED] == 0:
         free_node(s, node)
         return
-    if s.nodes[node + NUM] == 1 and s.nodes[node + ENDED] == 0:
-        child = s.rows[s.nodes[node + KIDS] + CHILD]
-        length = s.nodes[node + LEN]
+    if s.nodes[node * NODE + NUM] == 1 and s.nodes[node * NODE + ENDED] == 0:
+        child = s.rows[s.nodes[node * NODE + KIDS] * PAIR + CHILD]
+        length = s.nodes[node * NODE + LEN]
         if child >= 0:
-            s.nodes[child + LABEL] -= length
-            s.nodes[child + LEN] += length
-            first = s.text[s.nodes[child + LABEL]]
+            s.nodes[child * NODE + LABEL] -= length
+            s.nodes[child * NODE + LEN] += length
+            first = s.text[s.nodes[child * NODE + LABEL]]
         else:
             child += length  # ~(position - length)
             first = s.text[~child]
@@ -107,14 +109,14 @@ def _tidy(s, parent, node, start, end):
 @inner
 def _relabel(s, node, start, end):
     """Move the node's edge to the text of one of its children, if it lies in `text[start:end]` now."""
-    if not start <= s.nodes[node + LABEL] < end:
+    if not start <= s.nodes[node * NODE + LABEL] < end:
         return
-    kids = s.nodes[node + KIDS]
-    for entry in range(kids, kids + min(s.nodes[node + NUM], 16) * ROW, ROW):
+    kids = s.nodes[node * NODE + KIDS] * PAIR
+    for entry in range(kids, kids + min(s.nodes[node * NODE + NUM], 16) * ROW, ROW):
         child = s.rows[entry + CHILD]
-        below = s.nodes[child + LABEL] if child >= 0 else ~child
+        below = s.nodes[child * NODE + LABEL] if child >= 0 else ~child
         if not start <= below < end:
-            s.nodes[node + LABEL] = below - s.nodes[node + LEN]
+            s.nodes[node * NODE + LABEL] = below - s.nodes[node * NODE + LEN]
             return
 
 
@@ -132,11 +134,12 @@ def num_labels(store, root, start, end, max_depth):
             if child < 0:
                 break
             _relabel(s, child, start, end)
-            at += s.nodes[child + LEN]
+            at += s.nodes[child * NODE + LEN]
             if at > end:
                 break
             # Every edge is a place in the text once: that of the suffix that came by last.
-            if start <= s.nodes[child + LABEL] < end and s.nodes[child + LABEL] + s.nodes[child + LEN] == at:
+            label = s.nodes[child * NODE + LABEL]
+            if start <= label < end and label + s.nodes[child * NODE + LEN] == at:
                 count += 1
             node = child
     return count

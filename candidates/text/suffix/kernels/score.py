@@ -5,7 +5,7 @@ import numpy as np
 from .....jit import inner
 from .expand import CHAINS, FACTOR, LEAST, LONGEST, MAX_TREES, OFFSET
 from .places import edge_of, place_of
-from .store import CHILD, COUNT, ENDED, KIDS, NUM, ROW, TOTAL
+from .store import CHILD, COUNT, ENDED, KIDS, NODE, NUM, PAIR, ROW, TOTAL
 
 
 @inner
@@ -73,9 +73,9 @@ def _expand(s, place, limit, least, is_chain, tokens, parents, probs, paths, lik
         if following >= 0:
             token = s.text[following]
         else:
-            entry = s.nodes[node + KIDS] + i * ROW
+            entry = s.nodes[node * NODE + KIDS] * PAIR + i * ROW
             token = s.rows[entry]
-            if not is_chain and i + 1 < s.nodes[node + NUM]:
+            if not is_chain and i + 1 < s.nodes[node * NODE + NUM]:
                 size = _push(s, likely, queue, size, node, -1, -1, i + 1, parent, above)
             node = np.int64(s.rows[entry + CHILD])
             following, stop = edge_of(s, node)
@@ -91,10 +91,10 @@ def _expand(s, place, limit, least, is_chain, tokens, parents, probs, paths, lik
 def _push(s, likely, queue, size, node, following, stop, i, parent, path):
     """Queue the `i`-th node that follows a place, if there is one; return the queue's size."""
     if following < 0:
-        if i >= s.nodes[node + NUM]:
+        if i >= s.nodes[node * NODE + NUM]:
             return size
-        count = s.rows[s.nodes[node + KIDS] + i * ROW + COUNT]
-        path *= count / (s.nodes[node + TOTAL] + s.nodes[node + ENDED])
+        count = s.rows[s.nodes[node * NODE + KIDS] * PAIR + i * ROW + COUNT]
+        path *= count / (s.nodes[node * NODE + TOTAL] + s.nodes[node * NODE + ENDED])
     elif s.text[following] < 0:
         return size
     likely[size] = path

@@ -16,11 +16,11 @@ import numpy as np
 from .....jit import compiled, inner
 from .....jit.pointers import int32_at, int64_at
 
-# Fields of a node, which is known by where they begin in `Store.nodes`
+# Fields of a node, which is known by its number: the first 8 integers of `Store.nodes` are those of node 0
 LABEL, LEN, KIDS, NUM, CLASS, TOTAL, ENDED, INDEX = range(8)
-"""Text position and length of the edge that leads to it; where its children's entries begin, their number and capacity
-class; sum of their counts; how often a text ended here (or reached the depth limit); where its hash index begins, or
--1. No edge leads to a root: its `LEN` is what turns positions of the text that grows it into times."""
+"""Text position and length of the edge that leads to it; block of its children's entries, or -1, their number and
+capacity class; sum of their counts; how often a text ended here (or reached the depth limit); block of its hash index,
+or -1. No edge leads to a root: its `LEN` is what turns positions of the text that grows it into times."""
 NODE = 8
 
 # Fields of a child's entry, known by where they begin in `Store.rows`
@@ -28,6 +28,7 @@ TOKEN, COUNT, CHILD, SEEN = range(4)
 """First token of the edge, how often it was passed to its end, the node there or ~position of a leaf's text, and time
 of its latest occurrence (see `is_later`)."""
 ROW = 4
+PAIR = 2 * ROW  # blocks of entries begin at multiples, by which they are known: 32-bit numbers reach 64 GiB
 
 # Allocator state
 NODES_TOP, NODES_FREE, NODES_LIVE, ROWS_TOP, ROWS_LIVE, REMOVALS, CLOCK, BLOCKS_FREE = range(8)
@@ -39,7 +40,7 @@ _INDEXED = 4  # classes above (more than 16 children) have an index
 END = -1  # the border after every text
 BLOCK_BITS = 6
 BLOCK = 1 << BLOCK_BITS  # tokens; texts begin at multiples, so that a position determines its text
-_MOST_TOKENS, _MOST_NODES, _MOST_ROWS = 2**31 - BLOCK, 2**28 - 1, 2**29 - 1  # whose places are 32-bit numbers
+_MOST_TOKENS, _MOST_NODES, _MOST_ROWS = 2**31 - BLOCK, 2**31 - 1, 2**32 - 2  # whose numbers have 32 bits
 
 
 class Store(NamedTuple):
@@ -98,13 +99,13 @@ def pointers(store):
 
 @inner
 def _new_block(s, cls):
-    """Return rows for 2**cls entries; freed blocks of the class come first."""
+    """Return rows for 2**cls entries, `cls` at least 1; freed blocks of the class come first."""
     s.heads[ROWS_LIVE] += 1 << cls
     block = s.heads[BLOCKS_FREE + cls]
     if block >= 0:
-        s.heads[BLOCKS_FREE + cls] = s.rows[block]
+        s.heads[BLOCKS_FREE + cls] = s.rows[block * PAIR]
         return block
-    block = s.heads[ROWS_TOP] * ROW
+    block = s.heads[ROWS_TOP] >> 1
     s.heads[ROWS_TOP] += 1 << cls
     return block
 
@@ -112,7 +113,7 @@ def _new_block(s, cls):
 @inner
 def free_block(s, block, cls):
     s.heads[ROWS_LIVE] -= 1 << cls
-    s.rows[block] = s.heads[BLOCKS_FREE + cls]
+    s.rows[block * PAIR] = s.heads[BLOCKS_FREE + cls]
     s.heads[BLOCKS_FREE + cls] = block
 
 
@@ -121,18 +122,18 @@ def new_node(s, label, length):
     s.heads[NODES_LIVE] += 1
     node = s.heads[NODES_FREE]
     if node >= 0:
-        s.heads[NODES_FREE] = s.nodes[node + KIDS]
+        s.heads[NODES_FREE] = s.nodes[node * NODE + KIDS]
     else:
-        node = s.heads[NODES_TOP] * NODE
+        node = s.heads[NODES_TOP]
         s.heads[NODES_TOP] += 1
-    s.nodes[node + LABEL] = label
-    s.nodes[node + LEN] = length
-    s.nodes[node + KIDS] = -1
-    s.nodes[node + NUM] = 0
-    s.nodes[node + CLASS] = 0
-    s.nodes[node + TOTAL] = 0
-    s.nodes[node + ENDED] = 0
-    s.nodes[node + INDEX] = -1
+    s.nodes[node * NODE + LABEL] = label
+    s.nodes[node * NODE + LEN] = length
+    s.nodes[node * NODE + KIDS] = -1
+    s.nodes[node * NODE + NUM] = 0
+    s.nodes[node * NODE + CLASS] = 0
+    s.nodes[node * NODE + TOTAL] = 0
+    s.nodes[node * NODE + ENDED] = 0
+    s.nodes[node * NODE + INDEX] = -1
     return node
 
 
@@ -142,11 +143,11 @@ def free_node(s, node):
     Free a node whose children are elsewhere. Its label stays a text position: an earlier draft may still be learnt from
     when a place of it is gone (`places.position_of`).
     """
-    if s.nodes[node + KIDS] >= 0:
-        free_block(s, s.nodes[node + KIDS], s.nodes[node + CLASS])
-    if s.nodes[node + INDEX] >= 0:
-        free_block(s, s.nodes[node + INDEX], s.nodes[node + CLASS] - 1)
-    s.nodes[node + KIDS] = s.heads[NODES_FREE]
+    if s.nodes[node * NODE + KIDS] >= 0:
+        free_block(s, s.nodes[node * NODE + KIDS], s.nodes[node * NODE + CLASS])
+    if s.nodes[node * NODE + INDEX] >= 0:
+        free_block(s, s.nodes[node * NODE + INDEX], s.nodes[node * NODE + CLASS] - 1)
+    s.nodes[node * NODE + KIDS] = s.heads[NODES_FREE]
     s.heads[NODES_FREE] = node
     s.heads[NODES_LIVE] -= 1
 
@@ -160,15 +161,15 @@ def new_root(store):
 @compiled
 def free_tree(store, root):
     s, waiting = pointers(store), root
-    s.nodes[root + TOTAL] = -1  # of a node that waits: the next one that waits
+    s.nodes[root * NODE + TOTAL] = -1  # of a node that waits: the next one that waits
     while waiting >= 0:
         node = waiting
-        waiting = s.nodes[node + TOTAL]
-        kids = s.nodes[node + KIDS]
-        for entry in range(kids, kids + s.nodes[node + NUM] * ROW, ROW):
+        waiting = s.nodes[node * NODE + TOTAL]
+        kids = s.nodes[node * NODE + KIDS] * PAIR
+        for entry in range(kids, kids + s.nodes[node * NODE + NUM] * ROW, ROW):
             child = s.rows[entry + CHILD]
             if child >= 0:
-                s.nodes[child + TOTAL] = waiting
+                s.nodes[child * NODE + TOTAL] = waiting
                 waiting = child
         free_node(s, node)
 
@@ -179,13 +180,13 @@ def free_tree(store, root):
 @inner
 def set_clock(s, root, start):
     """Let the times of a text that begins at position `start` follow those of all texts inserted before."""
-    s.nodes[root + LEN] = s.heads[CLOCK] - start
+    s.nodes[root * NODE + LEN] = s.heads[CLOCK] - start
 
 
 @inner
 def time_of(s, root, position):
     """Return when the token at this position of the growing text was added. Positions are used again, times are not."""
-    return position + s.nodes[root + LEN]
+    return position + s.nodes[root * NODE + LEN]
 
 
 @inner
@@ -206,14 +207,14 @@ def _hash(token, cls):
 @inner
 def find(s, node, token):
     """Return the entry of the child whose edge begins with `token`, or -1."""
-    kids = np.int64(s.nodes[node + KIDS])
-    index = s.nodes[node + INDEX]
+    kids = s.nodes[node * NODE + KIDS] * PAIR
+    index = s.nodes[node * NODE + INDEX] * PAIR
     if index < 0:
-        for entry in range(kids, kids + s.nodes[node + NUM] * ROW, ROW):
+        for entry in range(kids, kids + s.nodes[node * NODE + NUM] * ROW, ROW):
             if s.rows[entry] == token:
                 return entry
         return -1
-    cls = s.nodes[node + CLASS]
+    cls = s.nodes[node * NODE + CLASS]
     mask = (2 << cls) - 1
     slot = _hash(token, cls)
     while True:
@@ -228,9 +229,9 @@ def find(s, node, token):
 @inner
 def _slot_of(s, node, i):
     """Return the slot of the index that names child i."""
-    cls = s.nodes[node + CLASS]
-    start = s.nodes[node + INDEX]
-    slot = _hash(s.rows[s.nodes[node + KIDS] + i * ROW], cls)
+    cls = s.nodes[node * NODE + CLASS]
+    start = s.nodes[node * NODE + INDEX] * PAIR
+    slot = _hash(s.rows[s.nodes[node * NODE + KIDS] * PAIR + i * ROW], cls)
     while s.rows[start + slot] != i:
         slot = (slot + 1) & ((2 << cls) - 1)
     return slot
@@ -238,9 +239,9 @@ def _slot_of(s, node, i):
 
 @inner
 def _index_child(s, node, i):
-    cls = s.nodes[node + CLASS]
-    start = s.nodes[node + INDEX]
-    slot = _hash(s.rows[s.nodes[node + KIDS] + i * ROW], cls)
+    cls = s.nodes[node * NODE + CLASS]
+    start = s.nodes[node * NODE + INDEX] * PAIR
+    slot = _hash(s.rows[s.nodes[node * NODE + KIDS] * PAIR + i * ROW], cls)
     while s.rows[start + slot] >= 0:
         slot = (slot + 1) & ((2 << cls) - 1)
     s.rows[start + slot] = i
@@ -249,10 +250,10 @@ def _index_child(s, node, i):
 @inner
 def unindex_child(s, node, i):
     """Clear the child's slot and move those after it up, so that no search stops early."""
-    cls = s.nodes[node + CLASS]
+    cls = s.nodes[node * NODE + CLASS]
     mask = (2 << cls) - 1
-    start = s.nodes[node + INDEX]
-    kids = s.nodes[node + KIDS]
+    start = s.nodes[node * NODE + INDEX] * PAIR
+    kids = s.nodes[node * NODE + KIDS] * PAIR
     hole = _slot_of(s, node, i)
     slot = (hole + 1) & mask
     while s.rows[start + slot] >= 0:
@@ -268,41 +269,41 @@ def unindex_child(s, node, i):
 def set_class(s, node, cls):
     """Move the children to a block of 2**cls entries."""
     block = _new_block(s, cls)
-    old = s.nodes[node + KIDS]
-    num = s.nodes[node + NUM]
+    old = s.nodes[node * NODE + KIDS]
+    num = s.nodes[node * NODE + NUM]
     if old >= 0:
         for k in range(num * ROW):
-            s.rows[block + k] = s.rows[old + k]
-        free_block(s, old, s.nodes[node + CLASS])
-    if s.nodes[node + INDEX] >= 0:
-        free_block(s, s.nodes[node + INDEX], s.nodes[node + CLASS] - 1)
-        s.nodes[node + INDEX] = -1
-    s.nodes[node + KIDS] = block
-    s.nodes[node + CLASS] = cls
+            s.rows[block * PAIR + k] = s.rows[old * PAIR + k]
+        free_block(s, old, s.nodes[node * NODE + CLASS])
+    if s.nodes[node * NODE + INDEX] >= 0:
+        free_block(s, s.nodes[node * NODE + INDEX], s.nodes[node * NODE + CLASS] - 1)
+        s.nodes[node * NODE + INDEX] = -1
+    s.nodes[node * NODE + KIDS] = block
+    s.nodes[node * NODE + CLASS] = cls
     if cls > _INDEXED:
         index = _new_block(s, cls - 1)
         for k in range(2 << cls):
-            s.rows[index + k] = -1
-        s.nodes[node + INDEX] = index
+            s.rows[index * PAIR + k] = -1
+        s.nodes[node * NODE + INDEX] = index
         for i in range(num):
             _index_child(s, node, i)
 
 
 @inner
 def add_child(s, node, token, count, child, seen):
-    num = s.nodes[node + NUM]
-    if s.nodes[node + KIDS] < 0:
+    num = s.nodes[node * NODE + NUM]
+    if s.nodes[node * NODE + KIDS] < 0:
         set_class(s, node, 1)
-    elif num == 1 << s.nodes[node + CLASS]:
-        set_class(s, node, s.nodes[node + CLASS] + 1)
-    entry = s.nodes[node + KIDS] + num * ROW
+    elif num == 1 << s.nodes[node * NODE + CLASS]:
+        set_class(s, node, s.nodes[node * NODE + CLASS] + 1)
+    entry = s.nodes[node * NODE + KIDS] * PAIR + num * ROW
     s.rows[entry + TOKEN] = token
     s.rows[entry + COUNT] = count
     s.rows[entry + CHILD] = child
     s.rows[entry + SEEN] = seen
-    s.nodes[node + NUM] = num + 1
-    s.nodes[node + TOTAL] += count
-    if s.nodes[node + INDEX] >= 0:
+    s.nodes[node * NODE + NUM] = num + 1
+    s.nodes[node * NODE + TOTAL] += count
+    if s.nodes[node * NODE + INDEX] >= 0:
         _index_child(s, node, num)
 
 
@@ -311,9 +312,9 @@ def swap(s, node, i, j):
     """Swap children i and j."""
     if i == j:
         return
-    kids = s.nodes[node + KIDS]
-    if s.nodes[node + INDEX] >= 0:
-        start = s.nodes[node + INDEX]
+    kids = s.nodes[node * NODE + KIDS] * PAIR
+    if s.nodes[node * NODE + INDEX] >= 0:
+        start = s.nodes[node * NODE + INDEX] * PAIR
         slot_i, slot_j = _slot_of(s, node, i), _slot_of(s, node, j)
         s.rows[start + slot_i] = j
         s.rows[start + slot_j] = i
@@ -325,7 +326,7 @@ def swap(s, node, i, j):
 @inner
 def border(s, node, low, high, count):
     """Return the first of the children low ... high - 1 whose count is below `count`; `high` if there is none."""
-    counts = s.nodes[node + KIDS] + COUNT
+    counts = s.nodes[node * NODE + KIDS] * PAIR + COUNT
     while low < high:
         middle = (low + high) >> 1
         if s.rows[counts + middle * ROW] < count:
@@ -339,11 +340,11 @@ def border(s, node, low, high, count):
 def increase(s, node, entry, seen, is_root):
     """Count one more occurrence, at time `seen`: the child changes places with the first child of its count."""
     count = s.rows[entry + COUNT]
-    kids = s.nodes[node + KIDS]
+    kids = s.nodes[node * NODE + KIDS] * PAIR
     s.rows[entry + COUNT] = count + 1
     if is_later(seen, s.rows[entry + SEEN]):  # a point that lagged is counted after others
         s.rows[entry + SEEN] = seen
-    s.nodes[node + TOTAL] += 1
+    s.nodes[node * NODE + TOTAL] += 1
     if not is_root and entry > kids and s.rows[entry - ROW + COUNT] == count:
         i = (entry - kids) // ROW
         swap(s, node, i, border(s, node, 0, i, count + 1))

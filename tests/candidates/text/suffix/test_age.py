@@ -12,7 +12,7 @@ from hf_smartspec.candidates.request import SourceRequest
 from hf_smartspec.candidates.text.suffix.files import write
 from hf_smartspec.candidates.text.suffix.kernels.insert import move_tree
 from hf_smartspec.candidates.text.suffix.kernels.mix import new_model
-from hf_smartspec.candidates.text.suffix.kernels.store import CHILD, CLOCK, KIDS, LABEL, LEN, NUM, ROW, SEEN
+from hf_smartspec.candidates.text.suffix.kernels.store import CHILD, CLOCK, KIDS, LABEL, LEN, NODE, NUM, PAIR, ROW, SEEN
 
 from .test_source import small
 from .test_store import put, small_store, token_lists
@@ -94,14 +94,14 @@ def latest_of(store, root):
     found = {}
 
     def walk(node, prefix):
-        kids = store.nodes[node + KIDS]
-        for entry in range(kids, kids + store.nodes[node + NUM] * ROW, ROW):
+        kids = store.nodes[node * NODE + KIDS] * PAIR
+        for entry in range(kids, kids + store.nodes[node * NODE + NUM] * ROW, ROW):
             token, _, child, seen = store.rows[entry : entry + ROW].tolist()
             found[(*prefix, token)] = seen
             assert entry + SEEN < len(store.rows)
             if child >= 0:
-                label = store.nodes[child + LABEL]
-                walk(child, (*prefix, *store.text[label : label + store.nodes[child + LEN]].tolist()))
+                label = store.nodes[child * NODE + LABEL]
+                walk(child, (*prefix, *store.text[label : label + store.nodes[child * NODE + LEN]].tolist()))
             else:
                 assert store.rows[entry + CHILD] < 0
 

@@ -1,5 +1,8 @@
 """Memory of suffix trees: places that grow, the bound, what is forgotten first, and what failures leave behind."""
 
+import ctypes
+from unittest import mock
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,11 +10,14 @@ from hypothesis import strategies as st
 
 from hf_smartspec import SuffixTreeCandidates
 from hf_smartspec.candidates.request import SourceRequest
+from hf_smartspec.candidates.text.suffix import corpus as corpus_module
 from hf_smartspec.candidates.text.suffix.corpus import SuffixCorpus
-from hf_smartspec.candidates.text.suffix.kernels.store import BLOCK, NODE, NODES_TOP, ROW, ROWS_TOP
+from hf_smartspec.candidates.text.suffix.kernels import store as storage
+from hf_smartspec.candidates.text.suffix.kernels.store import BLOCK, NODE, NODES_TOP, ROW, ROWS_TOP, Store, new_store
 
 from ....covering import examples
 from .test_source import SENTENCE, ids, run, small
+from .test_store import token_lists
 
 
 def test_long_outputs_move_to_larger_places():
@@ -232,38 +238,62 @@ def test_what_was_kept_once_takes_no_memory_for_ever():
     assert not corpus._numbers and not corpus._held and not corpus._victims and len(corpus._free_lines) == 1023
 
 
-def test_drafts_at_the_ends_of_eight_gib_are_those_of_a_small_store():
-    """Places are 32-bit numbers; memory that is not used costs nothing."""
-    far, near, rng = (
-        SuffixTreeCandidates(max_bytes=2**33),
-        SuffixTreeCandidates(max_bytes=2**24),
-        np.random.default_rng(0),
-    )
-    for source in (far, near):
+def test_texts_at_their_limit_forget_the_longest_unused(monkeypatch):
+    """Texts are bounded by 2**31 tokens, which repeated ones reach before the trees reach the bound on bytes."""
+
+    def few_tokens(num_tokens, num_nodes, num_rows):
+        return new_store(corpus_module._MARGIN + 40 * BLOCK, num_nodes, num_rows)
+
+    monkeypatch.setattr(corpus_module, "new_store", few_tokens)
+    corpus = SuffixCorpus(2**24, 8)
+    numbers = [corpus.add(np.arange(60 + k % 40, dtype=np.int32), "") for k in range(200)]
+    assert None not in numbers and list(corpus.outputs) == numbers[-len(corpus.outputs) :]
+    assert corpus._text_blocks <= 40 < corpus._text_blocks + 3 and corpus.num_bytes < 2**17
+
+
+def far_store():
+    """A store of the largest size. Only its last part exists, and what is new comes there."""
+    near = new_store(2**18, 2**16, 2**20)
+    most = (storage._MOST_TOKENS, storage._MOST_NODES * NODE, storage._MOST_ROWS * ROW)
+    firsts = [size - len(array) for size, array in zip(most, near)]
+    arrays = [
+        np.ctypeslib.as_array((ctypes.c_int32 * size).from_address(array.ctypes.data - 4 * first))
+        for size, first, array in zip(most, firsts, near)
+    ]
+    near.heads[NODES_TOP], near.heads[ROWS_TOP] = firsts[1] // NODE, firsts[2] // ROW
+    return near, Store(*arrays, near.heads)
+
+
+@settings(deadline=None, max_examples=examples(30))
+@given(st.lists(st.tuples(token_lists, st.booleans(), st.integers(0, 99)), min_size=4, max_size=12), st.booleans())
+def test_drafts_at_the_ends_of_the_largest_store_are_those_of_a_small_one(operations, by_counts):
+    """Numbers of nodes and blocks have 32 bits, their places more."""
+    options = {"max_depth": 16, "max_match": 8, "min_probability": 0.0, "scoring": "counts" if by_counts else "learned"}
+    memory, store = far_store()
+    with mock.patch.object(corpus_module, "new_store", lambda *sizes: store):
+        sources = [SuffixTreeCandidates(max_bytes=2**36, **options)]
+    sources.append(SuffixTreeCandidates(max_bytes=2**24, **options))
+    sources[0]._corpus._text_top = (len(store.text) - len(memory.text)) // BLOCK
+    for source in sources:
         source.add_outputs([[1, 2, 3]], progress=False)  # a store without texts begins anew
-    corpus, heads = far._corpus, far._corpus.store.heads
-    corpus._text_top = len(corpus.store.text) // BLOCK - 2**10
-    heads[NODES_TOP] = len(corpus.store.nodes) // NODE - 2**16
-    heads[ROWS_TOP] = len(corpus.store.rows) // ROW - 2**19
-    words = [rng.integers(0, 60, 5) for _ in range(12)]
-    numbers = []
-    for k in range(40):
-        text = np.concatenate([words[i] for i in rng.integers(0, 12, 30)])
-        for source in (far, near):
-            source.start(k, text[:60])
-        for at in range(60, 100, 5):
-            trees = [source.propose([k], [24])[0] for source in (far, near)]
-            assert trees[0].tokens.tolist() == trees[1].tokens.tolist()
-            assert trees[0].parents.tolist() == trees[1].parents.tolist()
-            assert trees[0].probs.tolist() == trees[1].probs.tolist()
-            for source in (far, near):
-                source.observe(k, text[at : at + 5])
-        for source in (far, near):
+    kept = []
+    for k, (text, removes, choice) in enumerate(operations):
+        for source in sources:
+            source.start(k, np.array(text[:5]))
+        for at in range(5, max(len(text), 6), 5):
+            trees = [source.propose([k], [24])[0] for source in sources]
+            for name in ("tokens", "parents", "probs"):
+                assert getattr(trees[0], name).tolist() == getattr(trees[1], name).tolist()
+            for source in sources:
+                source.observe(k, np.array(text[at : at + 5]))
+        for source in sources:
             source.stop(k)
-        numbers += far.add_outputs([text], progress=False)
-        assert near.add_outputs([text], progress=False) == numbers[-1:] != [None]
-        if k % 4 == 3:
-            for source in (far, near):
-                source.remove_output(numbers[k // 4])
-    assert len(trees[0]) and far.num_bytes() == near.num_bytes()
-    assert max(corpus.outputs[number].start for number in corpus.outputs) > 2**31 - 2**17
+        added = [source.add_outputs([text], progress=False) for source in sources]
+        assert added[0] == added[1] != [None]
+        kept += added[0]
+        if removes:
+            number = kept.pop(choice % len(kept))
+            for source in sources:
+                source.remove_output(number)
+    assert sources[0].num_bytes() == sources[1].num_bytes()
+    assert sources[0]._corpus.root("") > 2**31 - 2**17

@@ -362,7 +362,7 @@ def test_threads_may_share_a_source():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_bytes": 2**33 + 1}, "`max_bytes` must be at most 8589934592"),
+        ({"max_bytes": 2**36 + 1}, "`max_bytes` must be at most 68719476736"),
         ({"scoring": "best"}, "`scoring` must be 'learned' or 'counts'"),
         ({"factor": -1.0}, "`factor` and `offset` must be finite"),
         ({"max_bytes": 0}, "`max_bytes` must be an integer of at least 1"),

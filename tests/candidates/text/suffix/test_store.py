@@ -20,8 +20,10 @@ from hf_smartspec.candidates.text.suffix.kernels.store import (
     KIDS,
     LABEL,
     LEN,
+    NODE,
     NODES_LIVE,
     NUM,
+    PAIR,
     ROW,
     ROWS_LIVE,
     TOTAL,
@@ -54,24 +56,24 @@ def strings_of(store, root, max_depth):
 
     def walk(node, prefix):
         counts = []
-        kids = store.nodes[node + KIDS]
-        for entry in range(kids, kids + store.nodes[node + NUM] * ROW, ROW):
+        kids = store.nodes[node * NODE + KIDS] * PAIR
+        for entry in range(kids, kids + store.nodes[node * NODE + NUM] * ROW, ROW):
             token, count, child = store.rows[[entry, entry + COUNT, entry + CHILD]].tolist()
             counts.append(count)
             assert find(store, node, token) == entry
-            label = store.nodes[child + LABEL] if child >= 0 else ~child
-            length = store.nodes[child + LEN] if child >= 0 else max_depth - len(prefix)
+            label = store.nodes[child * NODE + LABEL] if child >= 0 else ~child
+            length = store.nodes[child * NODE + LEN] if child >= 0 else max_depth - len(prefix)
             edge = store.text[label : label + length].tolist()
             edge = edge[: edge.index(END)] if child < 0 and END in edge else edge
             assert edge[0] == token
             for k in range(1, len(edge) + 1):
                 found[(*prefix, *edge[:k])] = count
             if child >= 0:
-                assert store.nodes[child + TOTAL] + store.nodes[child + ENDED] == count
+                assert store.nodes[child * NODE + TOTAL] + store.nodes[child * NODE + ENDED] == count
                 walk(child, (*prefix, *edge))
             else:
                 assert count == 1
-        assert sum(counts) == store.nodes[node + TOTAL]
+        assert sum(counts) == store.nodes[node * NODE + TOTAL]
         assert node == root or counts == sorted(counts, reverse=True), "the best come first"
 
     walk(root, ())
