@@ -133,7 +133,7 @@ def _trees(rows: Sequence[Row], report: dict[str, Any]) -> Lines:
 
 def _blocks(rows: Sequence[Row]) -> list[Lines]:
     """Return a table for each batch size."""
-    found = [row for row in rows if row["part"] == BLOCKS]
+    found = _together(row for row in rows if row["part"] == BLOCKS)
     columns = ["drafts", "tokens per step", "accepted", "ms", "tokens/s", f"x {NONE}", "identical"]
     tables = []
     for size in _of(found, "batch_size"):
@@ -160,11 +160,25 @@ def _blocks(rows: Sequence[Row]) -> list[Lines]:
     return tables
 
 
+def _together(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows of part blocks, where those of one drafter and batch size are one for all kinds of text."""
+    groups: dict[tuple[str, int], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["drafter"], row["batch_size"]), []).append(row)
+    found = []
+    for group in groups.values():
+        total = _total(group)
+        seconds = [row["statistics"]["generated_tokens"] / row["tokens_per_second"] for row in group]
+        own = {"statistics": total.as_dict(), "tokens_per_second": total.generated_tokens / sum(seconds)}
+        found.append(group[0] | own | {name: sum(row[name] for row in group) for name in ("num_different", "num_tied")})
+    return found
+
+
 def _equal_times(rows: Sequence[Row]) -> Lines:
     """
     Return each block drafter's chains and trees beside those of other drafters whose drafting time is nearest.
     """
-    found = [row for row in rows if row["part"] == BLOCKS and row.get("form") in (CHAIN, TREE)]
+    found = _together(row for row in rows if row["part"] == BLOCKS and row.get("form") in (CHAIN, TREE))
     lines = []
     for row in (row for row in found if row["is_block"]):
         own, own_tokens = _time_and_tokens(_total([row]))
@@ -186,7 +200,8 @@ def _equal_times(rows: Sequence[Row]) -> Lines:
 def block_claims(rows: Sequence[Row]) -> list[Claim]:
     """Return for each block drafter and batch size whether its trees yield more tokens per step than its chains."""
     claims = []
-    by_form = {(row["source"], row["batch_size"], row["form"]): row for row in rows if row.get("is_block")}
+    blocks = _together(row for row in rows if row.get("is_block"))
+    by_form = {(row["source"], row["batch_size"], row["form"]): row for row in blocks}
     for name, size, form in by_form:
         if form == TREE:
             chain, tree = (_total([by_form[name, size, form]]) for form in (CHAIN, TREE))

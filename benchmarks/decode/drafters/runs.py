@@ -96,9 +96,9 @@ class DrafterBench:
         levels: Sequence[int],
     ) -> Iterator[Case]:
         """
-        Yield batches with rows of all kinds, in turn, in which block drafters draft whole blocks, as chains and as
-        trees, and half as long chains, from short blocks and from whole ones; and drafters that grow level by level
-        draft so many levels; and both as goodput decides.
+        Yield batches, larger ones with rows of all kinds in turn, in which block drafters draft whole blocks, as chains
+        and as trees, and half as long chains, from short blocks and from whole ones; and drafters that grow level by
+        level draft so many levels; and both as goodput decides.
         """
         blocks = [item for item in drafters if isinstance(item.assistant, BlockDrafter)]
         growing = [item for item in drafters if isinstance(item.assistant, PreTrainedModel | FeatureDrafter)]
@@ -110,9 +110,9 @@ class DrafterBench:
                 methods.append(Method(f"{item.name}, {form}{about}", assistant, options=options))
                 shapes[methods[-1].name] = {"source": item.name, "form": form, "is_block": item in blocks}
         for size in batch_sizes if blocks else ():
-            own = mixed(data)
-            place = {"kind": MIXED, "batch_size": min(size, len(own.prompts)), "nodes": max(self.num_nodes)}
-            yield Case(f"batch {size}", partial(self._with_shapes, target, methods, own, place, shapes))
+            for own in data if size == 1 else [mixed(data)]:
+                place = {"kind": own.name, "batch_size": min(size, len(own.prompts)), "nodes": max(self.num_nodes)}
+                yield Case(f"{own.name}, batch {size}", partial(self._with_shapes, target, methods, own, place, shapes))
 
     def _shapes(self, drafter: Drafter, levels: Sequence[int]) -> Iterator[tuple[str, int, dict[str, Any]]]:
         """

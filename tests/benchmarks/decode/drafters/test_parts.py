@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import hf_smartspec
-from benchmarks.decode.drafters.report import _equal_times, at_equal_time, block_claims
+from benchmarks.decode.drafters.report import _equal_times, _together, at_equal_time, block_claims
 from benchmarks.decode.drafters.runs import accuracies, best_fixed_tree, mixed
 from hf_smartspec import SmartSpecConfig
 from hf_smartspec.candidates.heads.kinds import source_of
@@ -91,6 +91,7 @@ def test_blocks_are_compared_with_what_takes_nearest_to_as_long():
         counts = GenerationStatistics(steps=10, forwards=10, generated_tokens=tokens, seconds_draft=seconds)
         name = f"{source} {form} {seconds}"
         place = {"part": "blocks", "batch_size": 1, "drafter": name, "tokens_per_second": float(tokens)}
+        place |= {"num_different": 0, "num_tied": 0}
         return place | {"source": source, "form": form, "is_block": is_block, "statistics": counts.as_dict()}
 
     rows = [row("b", "chain", 20, 0.03, True), row("b", "tree", 24, 0.04, True)]
@@ -100,8 +101,11 @@ def test_blocks_are_compared_with_what_takes_nearest_to_as_long():
     assert [line[5] for line in lines] == ["1.25", "2.00"] and lines[0][1:5] == ["3.00", "2.80", "2.00", "1.60"]
     (claim,) = block_claims(rows)
     assert claim.holds and claim.detail == "2.40 / 2.00 = 1.20"
-    rows[1] = row("b", "tree", 22, 0.04, True)
-    assert not block_claims(rows)[0].holds
+    rows.append(row("b", "tree", 18, 0.04, True) | {"drafter": rows[1]["drafter"], "tokens_per_second": 6.0})
+    (claim,) = block_claims(rows)  # of another kind of text
+    assert not claim.holds and claim.detail == "2.10 / 2.00 = 1.05"
+    (both,) = (row for row in _together(rows) if row["drafter"] == rows[1]["drafter"])
+    assert both["tokens_per_second"] == pytest.approx(42 / (24 / 24 + 18 / 6))
 
 
 def test_kinds_take_turns_in_a_mix():
