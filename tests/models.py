@@ -136,7 +136,8 @@ _DELTA = _LINEAR | {
     "linear_value_head_dim": 8,
 }
 _SHARED_EXPERT = _EXPERTS | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
-_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 2}
+# In small chunks, transformers' sums of decays are small, and exact enough to be compared with.
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_chunk_size": 8}
 
 # Architectures with states in place of keys and values in some layers: these are packed, too.
 _RECURRENT = {
@@ -152,6 +153,14 @@ _RECURRENT = {
         | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "moe_intermediate_size": 32}
         | {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     ),
+    "bailing_hybrid": (  # as Kimi Linear, with a bound on the decay
+        "BailingHybridConfig",
+        _LLAMA
+        | _LINEAR
+        | {"head_dim": 8, "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+        | {"v_head_dim": 8, "moe_intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_mtp_layers": 0},
+    ),
     "bamba": ("BambaConfig", _LLAMA | _MAMBA | {"attn_layer_indices": [1]}),
     "granitemoehybrid": (
         "GraniteMoeHybridConfig",
@@ -162,18 +171,31 @@ _RECURRENT = {
         "NemotronHConfig",
         _LLAMA
         | {"layers_block_type": ["linear_attention", "full_attention", "mlp"], "time_step_min": 0.5, "head_dim": 8}
-        | {"mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8},
+        | {"mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8, "chunk_size": 8},
     ),
     "zamba2": (
         "Zamba2Config",
         _LLAMA
-        | {"layers_block_type": ["mamba", "hybrid"], "num_mem_blocks": 1}
+        | {"layers_block_type": ["mamba", "hybrid"], "num_mem_blocks": 1, "chunk_size": 8}
         | {"num_key_value_heads": 4, "mamba_d_state": 8, "mamba_headdim": 8, "n_mamba_heads": 8, "mamba_ngroups": 1},
     ),
     "lfm2": ("Lfm2Config", _LLAMA | {"layer_types": ["conv", "full_attention"], "block_multiple_of": 32}),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        _LLAMA
+        | _EXPERTS
+        | {"layer_types": ["conv", "full_attention"], "moe_intermediate_size": 32, "num_dense_layers": 1},
+    ),
+    "lfm3": (  # windows, and windows of rotary embeddings of their own
+        "Lfm3Config",
+        _LLAMA
+        | {"layer_types": ["conv", "sliding_attention", "full_attention"], "num_hidden_layers": 3}
+        | {"sliding_window": WINDOW, "head_dim": 8},
+    ),
     "mamba2": (
         "Mamba2Config",
-        _TOKENS | {"hidden_size": 32, "num_heads": 8, "head_dim": 8, "state_size": 8, "num_hidden_layers": 2},
+        _TOKENS
+        | {"hidden_size": 32, "num_heads": 8, "head_dim": 8, "state_size": 8, "num_hidden_layers": 2, "chunk_size": 8},
     ),
     "mamba": ("MambaConfig", _TOKENS | {"hidden_size": 32, "state_size": 8, "num_hidden_layers": 2}),
     "falcon_mamba": ("FalconMambaConfig", _TOKENS | {"hidden_size": 32, "state_size": 8, "num_hidden_layers": 2}),
@@ -296,7 +318,9 @@ def new_model(
     """A model of its own, which the caller may change. Weights are N(0, std): large enough that texts vary."""
     class_name, arguments = CONFIGS[architecture]
     config = getattr(transformers, class_name)(**copy.deepcopy(arguments) | changes)
-    model = _auto_class(architecture).from_config(config).eval()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # decays of recurrent layers are drawn, too
+        model = _auto_class(architecture).from_config(config).eval()
     if drops_soft_caps(model):
         model.set_attn_implementation("eager")
     generator = torch.Generator().manual_seed(seed)

@@ -1,5 +1,8 @@
 """The promise for all causal language models of transformers, behind the lengths at which they change their ways."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -8,9 +11,11 @@ from hf_smartspec import Engine
 from .architectures import NAMES, REPRESENTATIVE, serve, small_model
 from .conftest import WAYS
 from .covering import IS_EXHAUSTIVE
+from .models import RECURRENT, UNPADDED
 from .serving.helpers import Asked, check_all, suffix
 
 LENGTHS = 12, 5, 1, 14
+PAGE = Path(__file__).parents[1] / "docs" / "supported-models.md"
 
 
 @pytest.mark.parametrize("name", NAMES if IS_EXHAUSTIVE else REPRESENTATIVE)
@@ -35,3 +40,12 @@ def test_engines_serve_every_causal_language_model(name):
     with Engine(model, suffix(), max_batch_size=3, max_prefill_tokens=5) as engine:
         check_all(engine, model, requests)
     assert engine.statistics.generated_tokens == 14 * len(LENGTHS)
+
+
+@pytest.mark.skipif(not RECURRENT, reason="this release's layers with states are not known")
+def test_the_page_has_the_hybrids_that_are_packed_here():
+    rows = re.findall(
+        r"^\|[^|]+\| ([a-z0-9_, ]+) \|[^|]+\| packed(?:, without padding)? \|$", PAGE.read_text(), re.MULTILINE
+    )
+    named = [name for row in rows for name in row.split(", ")]
+    assert sorted(named) == sorted(name.removesuffix("_text") for name in RECURRENT | UNPADDED)

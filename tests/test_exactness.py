@@ -5,8 +5,11 @@ from itertools import product
 import pytest
 import torch
 
-from .comparison import Tally, run_cases
-from .covering import IS_EXHAUSTIVE, exhaustive
+from hf_smartspec.prepare.route import way_of
+
+from .cases import SAMPLING, Case, Setting, prompts_of
+from .comparison import Tally, compare, run_cases
+from .covering import IS_EXHAUSTIVE, exhaustive, part_of
 from .models import PACKED, RECURRENT, ROWWISE
 
 # One test of the exhaustive run: ten greedy and ten sampled settings of one architecture, in six cases each.
@@ -43,6 +46,22 @@ def test_rows_attended_to_apart_generate_the_plain_tokens(architecture, monkeypa
     tally = run_cases(architecture, count=2)
     assert not tally.faults, tally.faults
     assert tally.counts["accepted"] > 0
+
+
+@pytest.mark.parametrize(
+    "architecture", part_of(list(RECURRENT), *[name for name in ("olmo_hybrid", "mamba2") if name in RECURRENT])
+)
+def test_trees_of_64_nodes_over_states_and_prompts_in_odd_pieces(architecture):
+    """The right nodes lie anywhere in the trees of a row by itself, and of eight ragged rows that sample."""
+    tally = Tally()
+    for lengths, sampling, piece in (([7], None, 2), ([7, 2, 9, 1, 14, 5, 3, 8], SAMPLING[4], 3)):
+        prompts = tuple(map(tuple, prompts_of(lengths)))
+        limits = {"max_new_tokens": 52}, None, sampling, {}, 5
+        setting = Setting(f"{architecture}/wide/{len(lengths)}", architecture, torch.float32, prompts, *limits)
+        assert way_of(setting.model) == ("packed", None)
+        compare(Case(setting, "oracle", True, 64, True), setting.reference(), tally, prefill_chunk_size=piece)
+    assert not tally.faults, tally.faults
+    assert tally.counts["drafted"] > 9 * 64 and tally.counts["accepted"] > 9 * 40, tally.counts
 
 
 @pytest.mark.parametrize(("architecture", "dtype", "block"), BLOCKS if IS_EXHAUSTIVE else [SKIPPED])

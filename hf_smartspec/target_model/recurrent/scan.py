@@ -19,7 +19,7 @@ import torch
 
 from ...device import has_float64
 
-_MOST_PAIRS = 2**25  # pairs of nodes, times the keys' channels, of which two float32 arrays exist at once
+_MOST_PAIRS = 2**25  # pairs of nodes, times the keys' channels: arrays in float64 and float32 exist at once
 
 
 class Scanned(NamedTuple):
@@ -29,7 +29,7 @@ class Scanned(NamedTuple):
     Args:
         keys (`torch.Tensor` of shape `[R, H, T, dk]`), writes (`torch.Tensor` of shape `[R, H, T, dv]`): k and U.
         decays, sums (`torch.Tensor` of shape `[R, H, T]`, or `[R, H, T, dk]` where every channel of the keys decays by
-            itself): g and G.
+            itself): g, and G in float64 where the device has it.
     """
 
     keys: torch.Tensor
@@ -53,8 +53,8 @@ class Scanned(NamedTuple):
         shape = len(ends), *[1] * (sums.dim() - 1)
         last = sums.take_along_dim(ends.view(shape), dim=2) * path.any(1).view(shape)
         hidden = ~(path[:, None] if sums.dim() == 3 else path[:, None, :, None])
-        weights = (last - sums).masked_fill_(hidden, -torch.inf).exp_()
-        kept = (last if sums.dim() == 3 else last[:, :, 0]).exp()[..., None]
+        weights = (last - sums).to(key.dtype).masked_fill_(hidden, -torch.inf).exp_()
+        kept = (last if sums.dim() == 3 else last[:, :, 0]).to(key.dtype).exp()[..., None]
         return state * kept + (key * (weights if sums.dim() == 4 else weights[..., None])).mT @ writes
 
     def state_at_end(self, state: torch.Tensor) -> torch.Tensor:
@@ -92,12 +92,13 @@ def scan(
     num, by_channel = key.shape[2], decay.dim() == 4
     keys = key if before is None else torch.cat([before.keys, key], dim=2)
     decays = decay if before is None else torch.cat([before.decays, decay], dim=2)
-    # Differences of these large sums become exponents: TF32, which a caller may allow in products, would ruin them.
+    # Differences of these large sums become exponents: float32 would ruin them, and so would TF32, which a caller may
+    # allow in products.
     exact = torch.float64 if has_float64(decay.device) else decay.dtype
-    sums = (sees.to(exact) @ (decays if by_channel else decays[..., None]).to(exact)).to(decay.dtype)
+    sums = sees.to(exact) @ (decays if by_channel else decays[..., None]).to(exact)
     sums = sums if by_channel else sums[..., 0]
     last, hidden = sums[:, :, -num:], ~sees[:, :, -num:]
-    into = last.exp() if by_channel else last.exp()[..., None]
+    into = (last if by_channel else last[..., None]).to(key.dtype).exp()
     lefts = [query, key] if beta is not None and keys.shape[2] > 1 else [query]
     if by_channel:
         size = max(_MOST_PAIRS * num // max(key.numel() * keys.shape[2], 1), 1)
@@ -108,7 +109,7 @@ def scan(
         ]
         scores = [torch.cat(parts, dim=2) for parts in zip(*found)]
     else:
-        between = (last[:, :, :, None] - sums[:, :, None]).masked_fill_(hidden, -torch.inf).exp_()
+        between = (last[:, :, :, None] - sums[:, :, None]).to(key.dtype).masked_fill_(hidden, -torch.inf).exp_()
         scores = [(left @ keys.mT) * between for left in lefts]
 
     writes = value
@@ -129,5 +130,5 @@ def _scores_by_channel(
     lefts: list[torch.Tensor], keys: torch.Tensor, last: torch.Tensor, sums: torch.Tensor, hidden: torch.Tensor
 ) -> list[torch.Tensor]:
     """Return Σ_c left_ic e^(G_ic - G_jc) k_jc, `[R, H, W, T]`, for queries or keys of some nodes i."""
-    between = (last[:, :, :, None] - sums[:, :, None]).masked_fill_(hidden[..., None], -torch.inf).exp_()
+    between = (last[:, :, :, None] - sums[:, :, None]).to(keys.dtype).masked_fill_(hidden[..., None], -torch.inf).exp_()
     return [(left[:, :, :, None] * between).mul_(keys[:, :, None]).sum(-1) for left in lefts]

@@ -70,7 +70,10 @@ def check_states_in_modules(model, forward, row, text):
 @torch.no_grad()
 @pytest.mark.parametrize("architecture", [*RECURRENT, *UNPADDED])
 def test_logits_of_trees_and_states_after_commits(architecture):
-    """Rows that come and go, prompts in pieces over several chunks, branches that win, and drafts that fail."""
+    """
+    Rows that come and go, prompts in pieces over several chunks, trees of up to 64 nodes, branches that win, and drafts
+    that fail.
+    """
     model, rng = shared_model(architecture), np.random.default_rng(0)
     forward = PackedForward(model, prefill_chunk=48)
     forward.cache.chunk = 7
@@ -83,7 +86,7 @@ def test_logits_of_trees_and_states_after_commits(architecture):
             del texts[gone]
         if round_ == 3:
             texts[forward.add()] = rng.integers(3, VOCAB_SIZE, 20)
-        trees = [random_tree(rng, int(size)) for size in rng.integers(0, 12, len(texts))]
+        trees = [random_tree(rng, int(size)) for size in rng.integers(0, 65, len(texts))]
         inputs = [RowInput(row, text[row.length :], tree) for (row, text), tree in zip(texts.items(), trees)]
         logits, offsets = forward.forward(inputs)
         paths = []

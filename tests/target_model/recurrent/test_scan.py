@@ -77,7 +77,24 @@ def test_sums_of_decays_are_exact_where_products_need_not_be(by_channel):
         _, scanned = scan(key, key, value, decay, None, torch.zeros(1, HEADS, DK, DK), sees)
     finally:
         torch.set_float32_matmul_precision(before)
-    torch.testing.assert_close(scanned.sums, decay.double().cumsum(2).float(), atol=0, rtol=2e-7)
+    torch.testing.assert_close(scanned.sums, decay.double().cumsum(2), atol=0, rtol=1e-12)
+
+
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_what_comes_after_large_decays_is_exact(by_channel):
+    """Sums of decays are large then, and their differences small."""
+    generator, size = torch.Generator().manual_seed(0), 64
+    query, key, value = torch.randn(3, 1, HEADS, size, DK, generator=generator)
+    decay = -60 * torch.rand(1, HEADS, size, *[DK] * by_channel, generator=generator)
+    decay[:, :, -4:] /= 100
+    inputs = query, key / key.norm(dim=-1, keepdim=True), value, decay, torch.rand(1, HEADS, size, generator=generator)
+    sees, found = torch.ones(1, 1, size, size, dtype=torch.bool).tril(), []
+    for dtype in (torch.float32, torch.float64):
+        state = torch.zeros(1, HEADS, DK, DK, dtype=dtype)
+        output, scanned = scan(*[item.to(dtype) for item in inputs], state, sees)
+        found.append((output, scanned.state_at_end(state)))
+    for own, expected in zip(*found):
+        torch.testing.assert_close(own.double(), expected, atol=2e-6, rtol=2e-6)
 
 
 @pytest.mark.parametrize("most", [1, 2 * 2 * HEADS * 21 * DK])
