@@ -7,7 +7,9 @@ from hf_smartspec.candidates.heads.blocks.drafter import BlockDrafter
 from hf_smartspec.target_model.drafters.blocks import BlockForward
 from hf_smartspec.target_model.layout.rows import RowInput
 
+from ....covering import part_of
 from ....models import shared_model
+from . import test_backbone as files
 from .forwards import run_block
 from .published import random_drafter, z_lab
 
@@ -98,3 +100,22 @@ def test_context_in_pieces_after_cuts_and_from_other_rows(target, tmp_path, kind
     for row in rows + other:
         forward.remove(row)
     assert not forward.cache.rows
+
+
+@pytest.mark.parametrize(
+    "kind", part_of(files.KINDS, "z-lab, windows", "DFlash2", "Gemma 4, keys as values", "Laguna, gate of heads")
+)
+@torch.no_grad()
+def test_sixteen_rows_of_every_layout_read_their_context_at_once_and_in_pieces(target, tmp_path, kind):
+    files.write(kind, target, tmp_path)
+    drafter, lengths, found = BlockDrafter.from_pretrained(tmp_path, target), range(1, 17), []
+    states = states_of(drafter, lengths)
+    for size in (16, 1, 3):
+        forward = BlockForward(drafter)
+        rows = [forward.add() for _ in lengths]
+        for end in range(size, 16 + size, size):
+            append(forward, rows, states, [min(end, length) for length in lengths])
+        check(drafter, forward, rows, states, drafter.block_size)
+        found.append(forward.blocks(rows, [5] * 16, drafter.block_size))
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=0, atol=1e-6)

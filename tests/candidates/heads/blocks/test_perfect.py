@@ -26,6 +26,18 @@ LAYOUTS = {
     "causal": {"block_size": 6, "causal": (True,)},
     "causal, window": {"block_size": 5, "from_anchor": True, "causal": (True,), "windows": (ROUND + 2,)},
     "window both ways": {"block_size": 4, "windows": (ROUND + 2,)},
+    "own vocabulary": {"kind": "own vocabulary"},
+    "jetspec": {"kind": "jetspec", "causal": (True,)},
+    "jetspec with an adapter": {"kind": "adapter", "causal": (True,)},
+    "gemma": {"kind": "gemma", "from_anchor": True},
+    "laguna": {"kind": "laguna"},
+    "dflash2": {"kind": "dflash2"},
+    "dspark, vanilla": {"kind": "vanilla", "from_anchor": True},
+    "dspark, gated, fill-in": {"kind": "gated"},
+    "dspark, rnn": {"kind": "rnn", "from_anchor": True},
+    "domino": {"kind": "domino", "from_anchor": True},
+    "domino, fill-in": {"kind": "domino"},
+    "xpress": {"kind": "xpress"},
 }
 
 
