@@ -7,11 +7,12 @@ there. Ends with 1 if anything differs, or a kind of drafter was never right.
 import argparse
 import json
 import time
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from .kinds import KINDS
+from . import kinds, targets
 from .outcome import Outcome
 from .rounds import play
 
@@ -23,22 +24,38 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=1000, metavar="N", help="default: 1000")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the first round (default: 0)")
     parser.add_argument("--round", type=int, metavar="SEED", help="play this round only")
-    parser.add_argument("--kinds", default=",".join(KINDS), metavar="KIND,...", help="default: %(default)s")
+    for option, whose in (("--kinds", "drafters"), ("--targets", "models")):
+        help_ = f"names of {whose}, or of groups of them (default: all; an unknown name shows them)"
+        parser.add_argument(option, metavar="NAME,...", help=help_)
     parser.add_argument("--output", type=Path, metavar="FILE", help="one line of JSON per round; gone on from")
     args = parser.parse_args()
-    kinds = args.kinds.split(",")
-    if unknown := set(kinds) - set(KINDS):
-        parser.error(f"unknown kinds {sorted(unknown)}; known are {list(KINDS)}")
+    models = _named(parser, args.targets, targets.ARCHITECTURES, targets.GROUPS)
+    asked = _named(parser, args.kinds, kinds.KINDS, kinds.GROUPS)
+    drafters = [name for name in asked if not set(kinds.KINDS[name].architectures).isdisjoint(models)]
+    if not drafters:
+        parser.error("none of these drafters drafts for one of these models")
     torch.set_num_threads(1)
-    total = play(args.round, kinds) if args.round is not None else _many(args, kinds)
+    total = play(args.round, drafters, models) if args.round is not None else _many(args, drafters, models)
     print(total, *total.ties, *total.faults, sep="\n")
-    idle = total.idle(kinds) if args.round is None else []
+    idle = total.idle(drafters) if args.round is None else []
     if idle:
         print(f"never right: {', '.join(idle)}")
     return 1 if total.faults or idle else 0
 
 
-def _many(args: argparse.Namespace, kinds: list[str]) -> Outcome:
+def _named(
+    parser: argparse.ArgumentParser, asked: str | None, known: Collection[str], groups: Mapping[str, Sequence[str]]
+) -> list[str]:
+    """Those asked for, or all."""
+    if asked is None:
+        return list(known)
+    found = [name for item in asked.split(",") for name in groups.get(item, [item])]
+    if unknown := set(found) - set(known):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; known are {', '.join([*known, *groups])}")
+    return list(dict.fromkeys(found))
+
+
+def _many(args: argparse.Namespace, drafters: list[str], models: list[str]) -> Outcome:
     total, seed = Outcome(args.seed), args.seed
     if args.output is not None and args.output.exists():
         for line in args.output.read_text().splitlines():
@@ -46,7 +63,7 @@ def _many(args: argparse.Namespace, kinds: list[str]) -> Outcome:
             total, seed = total + known, max(seed, known.seed + 1)
     shown = time.monotonic()
     while total.counts["requests"] < args.requests:
-        outcome = play(seed, kinds)
+        outcome = play(seed, drafters, models)
         total, seed = total + outcome, seed + 1
         if args.output is not None:
             with args.output.open("a") as file:

@@ -14,11 +14,29 @@ _SWAP = 0.15  # chance before a draft
 
 
 class Drafters:
-    """One of each kind, which all requests of a round share; weights that can be swapped are, now and then."""
+    """
+    One of each kind that is asked for, which all requests of a round share; weights that can be swapped are, now and
+    then.
+    """
 
     def __init__(self, kinds: Sequence[str], architecture: str, rng: random.Random, outcome: Outcome):
         self.kinds, self._outcome = list(kinds), outcome
-        self._sources = {name: self._made(name, architecture, random.Random(rng.random())) for name in kinds}
+        self._architecture, self._rngs = architecture, {name: random.Random(rng.random()) for name in kinds}
+        self._sources: dict[str, TreeCandidateGenerator] = {}
+
+    def random_way(self, rng: random.Random) -> Way:
+        """
+        Draw one of the kinds, most often the first, or a list of several, and make those that are not there yet: not
+        in an engine's thread, where none could be trained.
+        """
+        if len(self.kinds) > 1 and rng.random() < 0.3:
+            way = Way(tuple(rng.sample(self.kinds, rng.randint(2, min(3, len(self.kinds))))))
+        else:
+            way = Way((self.kinds[0] if rng.random() < 0.5 else rng.choice(self.kinds),))
+        for name in way.kinds:
+            if name not in self._sources:
+                self._sources[name] = self._made(name, self._architecture, self._rngs[name])
+        return way
 
     def assistant(self, way: Way) -> Any:
         sources = [self._sources[name] for name in way.kinds]

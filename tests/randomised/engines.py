@@ -13,7 +13,7 @@ from hf_smartspec.serving import scheduler
 from ..cases import Setting
 from .drafters import Drafters
 from .outcome import Outcome
-from .requests import Way, arguments_of, random_policy, random_prompt, random_setting, random_way
+from .requests import Way, arguments_of, random_policy, random_prompt, random_setting
 from .targets import target
 
 _TIMEOUT = 120.0
@@ -70,7 +70,7 @@ def _wave(
     wave = []
     for number, (prompt, way) in enumerate(prompts):
         setting = random_setting(f"{name} {number}", architecture, [prompt], rng)
-        wave.append(Asked(setting, way or random_way(drafters.kinds, rng)))
+        wave.append(Asked(setting, way or drafters.random_way(rng)))
     return wave
 
 

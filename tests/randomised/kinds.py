@@ -6,7 +6,7 @@ accepted and rejected. A further kind is one more entry of `KINDS`.
 import copy
 import random
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -99,8 +99,8 @@ def peagle(architecture: str, rng: random.Random) -> TreeCandidateGenerator:
     return ParallelCandidates(heads, width=rng.choice((None, 1)), calibrator=rng.choice((None, Calibrator())))
 
 
-def blocks(architecture: str, rng: random.Random) -> TreeCandidateGenerator:
-    heads = copied(known_blocks(architecture, rng.choice(list(_BLOCKS))))
+def blocks(kind: str, architecture: str, rng: random.Random) -> TreeCandidateGenerator:
+    heads = copied(known_blocks(architecture, kind, rng.randrange(len(_BLOCKS[kind]))))
     return BlockCandidates(heads, width=rng.choice((None, 1, 3)))
 
 
@@ -146,6 +146,19 @@ def sssd(architecture: str, rng: random.Random) -> TreeCandidateGenerator:
     return SSSDCandidates(max_prefix=rng.choice((1, 4)), num_nodes=rng.choice((None, 6)))
 
 
+_BLOCKS: dict[str, Sequence[dict[str, Any]]] = {  # for each kind of block drafters, some of those that there are
+    "dflash": ({"windows": (6, None), "causal": (True, False)}, {"from_anchor": True}, {"gemma": True}, {"gate": 4}),
+    "jetspec": ({"causal": True, "config": {"causal_head": True}},),
+    "dflash2": ({"convolution": (2, 8), "selector_rank": 3},),
+    "dspark": (
+        {"from_anchor": True, "markov": "vanilla"},
+        {"markov": "gated"},
+        {"from_anchor": True, "block_size": 4, "markov": "rnn", "confidence": "markov"},
+    ),
+    "domino": ({"is_domino": True, "from_anchor": True}, {"is_domino": True}),
+    "xpress": ({"is_xpress": True},),
+}
+
 KINDS = {
     "draft model": Kind(draft_model, swap_draft_model),
     "translated": Kind(translated, swap_draft_model),
@@ -153,7 +166,7 @@ KINDS = {
     "medusa": Kind(medusa, swap_heads),
     "eagle": Kind(eagle, swap_heads),
     "peagle": Kind(peagle, swap_heads),
-    "blocks": Kind(blocks, swap_heads),
+    **{name: Kind(partial(blocks, name), swap_heads) for name in _BLOCKS},
     "mtp": Kind(mtp, swap_heads, tuple(NUM_MTP_LAYERS)),
     "early exit": Kind(early_exit, architectures=WRITTEN),
     "mlp speculator": Kind(mlp_speculator, swap_heads),
@@ -162,6 +175,7 @@ KINDS = {
     "prompt lookup": Kind(prompt_lookup),
     "sssd": Kind(sssd),
 }
+GROUPS = {"blocks": tuple(_BLOCKS)}  # names that stand for several
 
 
 def copied(heads: LearnedDrafter) -> Any:
@@ -200,15 +214,6 @@ def known_peagle(architecture: str) -> EagleHeads:
     return fitted_parallel(target(architecture), known_texts(architecture), num_depths=2)
 
 
-_BLOCKS = {
-    "dflash": {"windows": (6, None), "causal": (True, False)},
-    "dflash2": {"convolution": (2, 8), "selector_rank": 3},
-    "dspark": {"from_anchor": True, "block_size": 4, "markov": "rnn", "confidence": "markov"},
-    "domino": {"is_domino": True, "from_anchor": True},
-    "xpress": {"is_xpress": True},
-}
-
-
 @cache
-def known_blocks(architecture: str, kind: str) -> BlockDrafter:
-    return fitted_blocks(target(architecture), known_texts(architecture), **_BLOCKS[kind])
+def known_blocks(architecture: str, kind: str, number: int) -> BlockDrafter:
+    return fitted_blocks(target(architecture), known_texts(architecture), **_BLOCKS[kind][number])

@@ -39,18 +39,11 @@ class Way:
         return " + ".join(self.kinds)
 
 
-def random_way(kinds: list[str], rng: random.Random) -> Way:
-    """One of the kinds, most often the first; or a list of several."""
-    if len(kinds) > 1 and rng.random() < 0.3:
-        return Way(tuple(rng.sample(kinds, rng.randint(2, min(3, len(kinds))))))
-    return Way((kinds[0] if rng.random() < 0.5 else rng.choice(kinds),))
-
-
 def random_policy(rng: random.Random) -> LengthPolicy:
     """A fixed number of nodes, the auction where a node costs little, or much, or the papers' own policies."""
     kind, cost = rng.random(), UnmovedCost(alpha=0.0, gamma=rng.choice((1e-5, 1e-5, 1e-3)), delta=1e-2)
     if kind < 0.4:
-        return FixedLength(rng.randint(1, 14))
+        return FixedLength(rng.randint(1, rng.choice((14, 14, 64))))
     if kind < 0.8:
         return GoodputAuction(cost)
     papers = (StepGoodput, RequestGoodput, TreeGoodput, ConfidenceGoodput, RooflineBudget.of_profile)

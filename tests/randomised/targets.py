@@ -12,14 +12,15 @@ from transformers import PreTrainedModel
 from hf_smartspec import MtpLayers
 
 from ..candidates.heads.fitted import fitted_mtp
-from ..candidates.heads.mtp_targets import load_target, write_target
-from ..models import RECURRENT, shared_model, with_noise
+from ..candidates.heads.mtp_targets import HYBRIDS, load_target, write_target
+from ..models import RECURRENT, UNPADDED, shared_model, with_noise
 
 NUM_TOKENS = 40
 _MTP = {"glm4_moe": 1, "deepseek_v3": 2, "mellum": 1}
 USUAL = ("llama", "qwen3", "gpt2", "mistral", "gemma2", "olmo2", "mixtral", "opt", *_MTP)
-ARCHITECTURES = (*USUAL, *[name for name in ("qwen3_5_text", "bamba", "jamba", "lfm2") if name in RECURRENT])
-NUM_MTP_LAYERS = _MTP | ({"qwen3_5_text": 1} if "qwen3_5_text" in RECURRENT else {})
+GROUPS = {"hybrids": (*RECURRENT, *UNPADDED)}  # names that stand for several
+ARCHITECTURES = (*USUAL, *GROUPS["hybrids"])
+NUM_MTP_LAYERS = _MTP | dict.fromkeys(HYBRIDS, 1)
 
 WRITTEN = tuple(name for name in USUAL if name not in ("gpt2", "opt", "deepseek_v3"))  # out, by the package
 
