@@ -8,6 +8,7 @@ from hf_smartspec import Engine, SmartSpecConfig
 from hf_smartspec.candidates.heads.kinds import source_of
 from hf_smartspec.goodput import Calibrator
 from tests.generate.helpers import prompts, tiny_llama
+from tests.models import RECURRENT, new_model
 
 from .fitted import fitted_eagle, fitted_heads, fitted_speculator
 
@@ -27,3 +28,16 @@ def test_texts_of_others(fit, is_list, caplog):
             output = engine.get_result(engine.add_request(first, assistant=assistant, **GREEDY))
             assert output.generated_tokens == second and output.statistics.accepted_tokens > 0
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING], caplog.text
+
+
+@pytest.mark.skipif(not RECURRENT, reason="this release's layers with states are not known")
+def test_states_that_were_kept_where_others_texts_depart(caplog):
+    target = new_model("lfm2")
+    texts = target.generate(**prompts([12] * 12), **GREEDY)
+    source, begin = source_of(fitted_eagle(target, texts), Calibrator(), None), 2 * texts[0].tolist()
+    with Engine(target, SmartSpecConfig("none", num_nodes=4), max_batch_size=4) as engine:
+        for end, assistant in ((3, "none"), (4, "none"), (5, source)):
+            output = engine.get_result(engine.add_request([*begin, end], assistant=assistant, **GREEDY))
+    assert output.statistics.drafted_tokens > 0
+    own = [record for record in caplog.records if record.name.startswith("hf_smartspec")]
+    assert not [record for record in own if record.levelno >= logging.WARNING], caplog.text
