@@ -152,9 +152,9 @@ class EngineMemory(RequestMemory):
         shared = self.prefixes.longest(*known, is_whole=bool(self._bytes_per_row))
         if shared is not None and not self._same_rotary(shared, request):
             shared = None
-        if shared is not None and _stateful_source(request) is not None:
-            if request.is_resumed or shared.request_id is None:  # its source needs all states anew, or has none
-                shared = None
+        is_known = shared is not None and shared.request_id is not None and not request.is_resumed
+        if not is_known and _stateful_source(request) is not None:  # it needs all states anew
+            shared = None
         row = self._new_row(self.size_of(request.call), shared, self._base(request, running))
         shared = self._still_cached(shared)
         if shared is not None:

@@ -4,6 +4,7 @@ tree attention replaces attention functions. A layer is known by the functions t
 computes all by itself, it is replaced as a whole.
 """
 
+import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -145,7 +146,8 @@ def _recurrent_block(
     cache.enter(layer)
     convolution = layer.conv_1d
     inputs = cache.convolve(layer.linear_x(input_states)[0], convolution.weight[:, 0], convolution.bias)
-    hidden_states = layer.rg_lru(inputs.to(input_states.dtype)[None], position_ids)
+    # A copy: it sets its state, which a plain forward in another thread may be using.
+    hidden_states = copy.copy(layer.rg_lru)(inputs.to(input_states.dtype)[None], position_ids)
     return layer.linear_out(hidden_states * layer.act_fn(layer.linear_y(input_states))), None
 
 

@@ -239,3 +239,20 @@ def test_other_forwards_of_the_model_run_meanwhile():
         assert torch.equal(model(ids).logits, expected)
         recurrent_layers.__globals__["_running"].reset(token)
     assert functions == {key: vars(key[0])[key[1]] for key in layers._replaced}, "restored"
+
+
+@torch.no_grad()
+def test_states_that_layers_keep_in_themselves_are_left_alone(monkeypatch):
+    """A plain forward, as of another thread, may be using them."""
+    model = shared_model("recurrent_gemma")
+    own = [module for module in model.modules() if hasattr(module, "recurrent_states")]
+    written, set_ = [], torch.nn.Module.__setattr__
+
+    def watched(module, name, value):
+        written.append(module)
+        set_(module, name, value)
+
+    monkeypatch.setattr(type(own[0]), "__setattr__", watched)
+    forward = PackedForward(model)
+    forward.forward([RowInput(forward.add(), np.arange(5, 25))])
+    assert written and not any(module is layer for module in written for layer in own)
