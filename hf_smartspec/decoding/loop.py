@@ -207,8 +207,8 @@ class DecodingLoop:
             if row.renewal is not None and row.is_due(request.length):
                 row.renew()
             tokens = request.uncached()
-            if row.pause > row.length:
-                tokens = tokens[: row.pause - row.length]
+            if row.marks:
+                tokens = tokens[: row.until_mark(len(tokens))]
             feeds[request] = tokens
             if len(tokens) > 1:
                 prompts.append(request)

@@ -5,11 +5,13 @@ from transformers import PreTrainedModel
 from ...prepare.encoders import pads_outputs
 from ...prepare.route import way_of
 from ...target_model.model_state import warn_once
+from ...target_model.recurrent.functions import recurrent_layers
 from .base import RequestMemory
 from .budget import Budget
 from .encoded_memory import EncodedMemory
 from .kv_memory import EngineMemory
 from .row_memory import RowMemory
+from .state_memory import StateMemory
 
 
 def memory_of(model: PreTrainedModel, max_batch_size: int, budget: Budget) -> RequestMemory:
@@ -29,7 +31,8 @@ def memory_of(model: PreTrainedModel, max_batch_size: int, budget: Budget) -> Re
     if way == "packed" and has_encoder and pads_outputs(model):
         way, reason = "rowwise", "its encoder pads its outputs"
     if way == "packed":
-        return (EncodedMemory if has_encoder else EngineMemory)(model, max_batch_size, budget)
+        packed = StateMemory if recurrent_layers(model) is not None else EngineMemory
+        return (EncodedMemory if has_encoder else packed)(model, max_batch_size, budget)
     how = "row by row" if way == "rowwise" else "row by row and without speculation"
     warn_once(
         model,

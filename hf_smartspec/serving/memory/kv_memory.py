@@ -1,7 +1,7 @@
 """An engine's key/value memory: slots of running requests, and kept rows whose prefixes new prompts reuse."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -24,7 +24,6 @@ from .prefix_cache import CachedText, PrefixRows, SharedBase, SharedPrefix, shar
 
 _FIRST_LINES = 64
 _WASTE = 4  # allocated memory beyond this multiple of the need is returned
-_LEAST_SNAPSHOT = 32  # tokens
 _MOST_KEPT = 1024  # rows; every prompt is compared with all of them
 
 
@@ -50,7 +49,8 @@ class EngineMemory(RequestMemory):
         self.bytes_per_token, self._bytes_per_row = self._measure()
         self.max_bytes = budget.bytes_for(model, max_batch_size, self.bytes_per_token)
         max_batch_size, states = self._states_of(max_batch_size, budget)
-        max_tokens = (self.max_bytes - states) // (self.bytes_per_token + budget.drafting)
+        self._bytes_per_line = self.bytes_per_token + budget.drafting
+        max_tokens = (self.max_bytes - states) // self._bytes_per_line
         self.scheduler = Scheduler(max_batch_size, max_tokens)
         self._clear()
         self.prefixes = PrefixRows()
@@ -112,18 +112,21 @@ class EngineMemory(RequestMemory):
         Return the scheduler's next request, where tokens shared in place with a running request take no memory. A
         request waits while a running one has not yet read a beginning that both could share.
         """
-        self._keep_snapshots(running)
         is_reading = any([not request.tokens for request in running])
 
         def num_shared(pending: PendingRequest) -> int | None:
-            length = self._base(pending.request, running).length
-            waits = is_reading and length < self._base(pending.request, running, is_read=False).length
-            return None if waits else length
+            return self._num_shared(pending.request, running, is_reading)
 
         bases = self._bases(running)
         num_held = sum(row.stride for row in bases if row in self.prefixes)
         can_yield = partial(may_yield, bases=bases)
         return self.scheduler.next(Admission(suspend, can_yield, has_had_turn, num_shared, num_held))
+
+    def _num_shared(self, request: Request, running: list[Request], is_reading: bool) -> int | None:
+        """Return the tokens that a request shares in place with a running one; None if it waits for some to be read."""
+        length = self._base(request, running).length
+        waits = is_reading and length < self._base(request, running, is_read=False).length
+        return None if waits else length
 
     def _base(self, request: Request, running: list[Request], is_read: bool = True) -> SharedBase:
         """Return the beginning to share in place with a running request; none if a source keeps states."""
@@ -144,48 +147,44 @@ class EngineMemory(RequestMemory):
 
     def place(self, request: Request, running: list[Request]) -> None:
         """Give a request its row, with the longest beginning of its text that another row holds."""
-        if not self._bytes_per_row:  # a state of a shorter text is not part of another
-            self._remove(self.prefixes.covered())
+        self._drop_covered()
         self._shrink()
-        texts = [(other.cache_row, _cached(other)) for other in running]
-        known = request.text(), texts, _stateful_source(request), request.call.namespace
-        shared = self.prefixes.longest(*known, is_whole=bool(self._bytes_per_row))
+        shared = self._longest(request, running)
         if shared is not None and not self._same_rotary(shared, request):
             shared = None
         is_known = shared is not None and shared.request_id is not None and not request.is_resumed
         if not is_known and _stateful_source(request) is not None:  # it needs all states anew
             shared = None
         row = self._new_row(self.size_of(request.call), shared, self._base(request, running))
-        shared = self._still_cached(shared)
+        if shared is not None and shared.row is not row and (shared := self._still_cached(shared)) is not None:
+            with self._removed_on_failure(row):
+                self.cache.copy(shared.row, row, shared.length)
         if shared is not None:
-            if shared.row is not row:
-                with self._removed_on_failure(row):
-                    self.cache.copy(shared.row, row, shared.length)
             row.length, request.shares_with = shared.length, shared.request_id
         request.row = row
-        row.pause = 0
-        if self._bytes_per_row and (part := self.prefixes.longest(*known)) is not None:
-            row.pause = part.length if part.length >= row.length + _LEAST_SNAPSHOT else 0
 
-    def _keep_snapshots(self, running: Sequence[Request]) -> None:
-        """
-        Keep copies of rows that have reached their `pause`, where there is room: prompts that begin alike go on from
-        there.
-        """
-        for request in running:
-            row = request.row
-            if row is not None and row.length == row.pause > 0 and len(running) < self.scheduler.max_batch_size:
-                length, row.pause = row.pause, 0
-                with suppress(MemoryError, RuntimeError):  # torch raises the latter
-                    copied = self._new_row(length, None, SharedBase())
-                    with self._removed_on_failure(copied):
-                        self.cache.copy(row, copied, length)
-                    copied.length = length
-                    self.prefixes.add(copied, CachedText(request.text()[:length], namespace=request.call.namespace))
+    def _drop_covered(self) -> None:
+        """Drop rows whose texts are beginnings of other rows' texts."""
+        self._remove(list(self.prefixes.covered()))
+
+    def _longest(self, request: Request, running: list[Request]) -> SharedPrefix | None:
+        """Return the longest beginning of a request's text with which another row can let it begin."""
+        return self.prefixes.longest(request.text(), *self._known(request, running), self.cache.reusable)
+
+    @staticmethod
+    def _known(
+        request: Request, running: list[Request]
+    ) -> tuple[list[tuple[CacheRow, CachedText]], TreeCandidateGenerator | None, Hashable]:
+        """Return the running texts, the request's source that keeps states, and its namespace."""
+        texts = [(other.cache_row, _cached(other)) for other in running]
+        return texts, _stateful_source(request), request.call.namespace
 
     def _still_cached(self, shared: SharedPrefix | None) -> SharedPrefix | None:
-        """Return the shared prefix; if its row has been dropped, the part that lies in another row's slot, if any."""
-        if shared is None or shared.row in (rows := self.cache.rows):
+        """
+        Return the shared prefix; if its row or its states have been dropped, the part in another row's slot, if any.
+        """
+        rows = self.cache.rows
+        if shared is None or (shared.row in rows and self.cache.reusable(shared.row, shared.length) == shared.length):
             return shared
         base = shared.row.prefix_row
         if base is None or base not in rows:
@@ -224,8 +223,8 @@ class EngineMemory(RequestMemory):
             self.prefixes.drop([row])
             # A row whose beginning lies in another's slot cannot be reused, since its own slot lacks these tokens.
             if shared is not None and row is shared.row and base.row is row.prefix_row is None:
-                row.length = shared.length
                 with self._removed_on_failure(row):
+                    self.forward.cut(row, shared.length)
                     self.cache.resize(row, capacity)
                 return row
             self.cache.remove(row)
@@ -241,11 +240,8 @@ class EngineMemory(RequestMemory):
         """Return the kept row to drop next; None if there is room. Full memory drops rows rather than move them."""
         if not len(self.prefixes):
             return None
-        # States kept by sources are not counted as memory, and the target's are counted for a full batch: no more of
-        # them are kept than that would have.
+        # States kept by sources are not counted as memory: no more of them are kept than a full batch would have.
         with_states, num_running = self.prefixes.with_source_states(), len(self.cache.rows) - len(self.prefixes)
-        if self._bytes_per_row and num_running + len(self.prefixes) >= self.scheduler.max_batch_size:
-            return self.prefixes.oldest()
         if with_states and num_running + len(with_states) >= self.scheduler.max_batch_size:
             return with_states[0]
         fits = len(self.prefixes) < _MOST_KEPT and self.cache.has_room(capacity)
@@ -272,7 +268,10 @@ class EngineMemory(RequestMemory):
         """Keep the row of an ended request until its memory is needed."""
         row = request.cache_row
         self.forward.commit([row], [()])  # without a draft that was under verification
-        self.prefixes.add(row, _cached(request))
+        if self.cache.reusable(row, row.length):
+            self.prefixes.add(row, _cached(request))
+        else:
+            self.cache.remove(row)
 
     def suspend(self, request: Request) -> None:
         """Keep the row of a suspended request like that of an ended one, unless a source keeps states for it."""
@@ -313,8 +312,6 @@ class EngineMemory(RequestMemory):
     def _clear(self) -> None:
         most_lines = self.scheduler.max_tokens
         self.forward.cache = self.forward.new_cache(1, min(_FIRST_LINES, most_lines), most_lines)
-        if isinstance(self.cache, StateCache):
-            self.cache.most_rows = self.scheduler.max_batch_size
 
 
 def _cached(request: Request) -> CachedText:

@@ -74,12 +74,13 @@ class PrefixRows:
         self._covered.update(other for other, shorter in self._rows.items() if _is_covered(shorter, text))
         self._rows[row] = text
 
-    def covered(self) -> list[CacheRow]:
-        """Return rows whose texts are beginnings of other rows' texts; each is returned once."""
+    def covered(self) -> dict[CacheRow, CacheRow]:
+        """Return rows whose texts are beginnings of other rows' texts, each with such a row; each is returned once."""
         rows = [row for row in self._rows if row in self._covered and not row.num_sharers]
         self._covered = {row for row in self._covered if row.num_sharers and row in self._rows}
         kept = {row: text for row, text in self._rows.items() if row not in rows}  # the longer row may be dropped
-        return [row for row in rows if any(_is_covered(self._rows[row], text) for text in kept.values())]
+        found = {row: next((o for o, text in kept.items() if _is_covered(self._rows[row], text)), None) for row in rows}
+        return {row: longer for row, longer in found.items() if longer is not None}
 
     def oldest(self) -> CacheRow | None:
         """Return the least recently used row; None if the beginnings of all rows are shared."""
@@ -114,7 +115,7 @@ class PrefixRows:
         running: Iterable[tuple[CacheRow, CachedText]],
         source: TreeCandidateGenerator | None = None,
         namespace: Hashable = "",
-        is_whole: bool = False,
+        reusable: Callable[[CacheRow, int], int] = lambda row, length: length,
     ) -> SharedPrefix | None:
         """
         Return the kept or running row with the longest beginning in common with a prompt; None if all are too short.
@@ -123,7 +124,7 @@ class PrefixRows:
 
         Args:
             running (iterable): Rows of running requests with their texts.
-            is_whole (`bool`): Whether rows are shared whole or not at all, since they end in a state.
+            reusable (`Callable`): Returns how many of a row's first tokens another row can begin with; default: all.
         """
         best, best_rank = None, (False, 0)
         beginning = prompt[:_MIN_SHARED].tobytes()
@@ -132,9 +133,7 @@ class PrefixRows:
                 continue
             if source is None and best is not None and tokens[: best.length + 1][-1] != prompt[best.length]:
                 continue  # shares no more than the best row does
-            length = min(num_shared(tokens, prompt), len(prompt) - 1)
-            if is_whole and not length == len(tokens) == row.length:
-                continue
+            length = reusable(row, min(num_shared(tokens, prompt), len(prompt) - 1))
             rank = source is None or owner is source, length
             if length >= _MIN_SHARED and rank > best_rank:
                 best, best_rank = SharedPrefix(row, length, request_id), rank

@@ -51,6 +51,11 @@ class SlotCache(Cache):
         return self.slabs.num_lines
 
     @property
+    def limit(self) -> int | None:
+        """The lines that there may be at present: `most_lines`, less what else takes their memory."""
+        return self.most_lines
+
+    @property
     def num_taken(self) -> int:
         """Number of lines in all slots."""
         return sum(row.stride for row in self.rows)
@@ -131,7 +136,7 @@ class SlotCache(Cache):
         """
         capacity = self.capacity if num_tokens is None else self.slot_size(num_tokens - prefix_len)
         if not self.has_room(capacity):
-            raise MemoryError(f"{capacity} further lines do not fit beside {self.num_taken} within {self.most_lines}.")
+            raise MemoryError(f"{capacity} further lines do not fit beside {self.num_taken} within {self.limit}.")
         if prefix_row is not None:
             assert prefix_row.prefix_row is None and prefix_len <= prefix_row.length, "the row holds the whole prefix"
         row = CacheRow(0, prefix_len, line=0, stride=capacity, prefix_row=prefix_row, prefix_len=prefix_len)
@@ -147,8 +152,8 @@ class SlotCache(Cache):
         return slot_size(num_tokens, self.most_lines)
 
     def has_room(self, capacity: int) -> bool:
-        """Return whether a slot of this size fits beside the others within `most_lines`."""
-        return self.most_lines is None or self.num_taken + capacity <= self.most_lines
+        """Return whether a slot of this size fits beside the others within `limit`."""
+        return self.limit is None or self.num_taken + capacity <= self.limit
 
     def has_gap(self, capacity: int) -> bool:
         """Return whether a slot of this size is free without moving a row."""
@@ -157,7 +162,7 @@ class SlotCache(Cache):
     @property
     def may_grow(self) -> bool:
         """True if memory may grow."""
-        return self.most_lines is None or self.num_lines < self.most_lines
+        return self.limit is None or self.num_lines < self.limit
 
     def remove(self, row: CacheRow) -> None:
         """Remove a row that no other row shares; another row of its size takes its slot."""
@@ -226,6 +231,10 @@ class SlotCache(Cache):
         for first, end, line in pieces_of(source, target.prefix_len, length):
             self._copy_lines(line, target.line + first - target.prefix_len, end - first)
 
+    def reusable(self, row: CacheRow, length: int) -> int:
+        """Return how many of a row's first `length` tokens another row can begin with."""
+        return length
+
     def _copy_lines(self, source: int, target: int, number: int) -> None:
         if number:
             for memory in self._memories():
@@ -263,12 +272,13 @@ class SlotCache(Cache):
         Return the number of lines for slots of `num_taken` lines in all, with room to spare, so that memory is rarely
         copied.
         """
-        most = self.num_lines if self.most_lines is None else min(self.num_lines, self.most_lines)
-        is_full = self.most_lines is not None and self.num_lines >= self.most_lines
+        limit = self.limit
+        most = self.num_lines if limit is None else min(self.num_lines, limit)
+        is_full = limit is not None and self.num_lines >= limit
         if num_taken <= (most if is_full else 3 * most // 4):
             return self.num_lines
         roomy = self.num_lines + self.num_lines // 2
-        return max(num_taken, roomy if self.most_lines is None else min(roomy, self.most_lines))
+        return max(num_taken, roomy if limit is None else min(roomy, limit))
 
     def _move(self, moves: list[tuple[int, int, int]], num_lines: int) -> None:
         """

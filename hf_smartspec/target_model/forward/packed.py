@@ -136,11 +136,8 @@ class PackedForward(RaggedForward):
                 raise
 
     def cut(self, row: CacheRow, length: int) -> None:
-        """Cut a row, to nothing if it has states, which cannot be taken back."""
-        if isinstance(self.cache, StateCache) and (length < row.length or not length):
-            length = 0
-            self.cache.clear(row)
-        super().cut(row, length)
+        """Cut a row; if it has states, which cannot be taken back, to its last kept ones of at most `length` tokens."""
+        super().cut(row, self.cache.restore(row, length) if isinstance(self.cache, StateCache) else length)
 
     def _compute(self, layout: StepLayout) -> torch.Tensor:
         """Run the model's own forward."""

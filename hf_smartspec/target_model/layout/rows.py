@@ -1,5 +1,6 @@
 """The rows of a packed forward: the place of a request's keys and values, and its inputs."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -36,7 +37,8 @@ class CacheRow:
             row's.
         num_sharers (`int`): Rows whose `prefix_row` this one is: it must not be removed, nor cut below what they share.
         shared_read_len (`int`): Length of the prefix that the current step reads for several rows at once.
-        pause (`int`): Length at which a step ends the row's feed, so that the states there can be copied.
+        marks (collection of `int`): Lengths at which states are kept: a step ends the row's feed there, unless only its
+            last token lies beyond.
     """
 
     slot: int
@@ -53,7 +55,7 @@ class CacheRow:
     prefix_len: int = 0
     num_sharers: int = 0
     shared_read_len: int = 0
-    pause: int = 0
+    marks: Collection[int] = ()
 
     def __post_init__(self) -> None:
         if self.line < 0:
@@ -78,6 +80,11 @@ class CacheRow:
     def origin(self) -> int:
         """Line at which the slab would begin if all of its rows began as this one does."""
         return self.start - self.slot * self.stride
+
+    def until_mark(self, num_tokens: int) -> int:
+        """Return how many of the next tokens to feed at once."""
+        ends = [mark - self.length for mark in self.marks]
+        return min([end for end in ends if 0 < end < num_tokens - 1], default=num_tokens)
 
     def is_due(self, length: int) -> bool:
         """Return whether the row's keys and values must be recomputed before those of a text of `length` tokens."""

@@ -1,6 +1,8 @@
 """The slot cache of models with recurrent layers: states of rows beside keys and values."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,8 @@ from ..cache.slot_layer import zeros
 from ..layout.rows import CacheRow, RowInput
 from .diagonal import scan_levels
 from .scan import scan
+from .kept import KeptStates, States
+from .scan import scan
 from .step import Key, RecurrentStep
 
 
@@ -20,27 +24,32 @@ class StateCache(SlotCache):
     """
     A `SlotCache` whose rows have states, too: the last inputs of causal convolutions, `[width - 1, channels]`, and the
     matrices of linear recurrences, `[heads, dk, dv]` in float32. A state is that of the row's committed tokens. It
-    cannot be taken back, so that rows are cut to nothing, if they are cut.
+    cannot be taken back, but states of shorter texts can be kept (`keep`, and `CacheRow.marks`): rows are cut to these,
+    and other rows begin with them.
 
     Args:
         num_slots, capacity, most_lines (`int`): See `SlotCache`.
         chunk (`int`): Fed tokens that a recurrence runs at once.
 
     Attributes:
-        most_rows (`int`, *optional*): Bound on the rows that states are allocated for.
+        most_rows (`int`, *optional*): Bound on the rows that run, for which states are allocated.
+        lines_per_state (`int`): Lines whose memory a kept state takes, within `most_lines`.
+        tells_prompts (`bool`): Whether states depend on which tokens belong to a prompt.
     """
 
     most_rows: int | None = None
+    lines_per_state = 0
+    tells_prompts = False
 
     def __init__(self, num_slots: int = 1, capacity: int = 256, most_lines: int | None = None, chunk: int = 64):
         super().__init__(num_slots, capacity, most_lines)
         self.chunk = chunk
-        self._entries: dict[CacheRow, int] = {}
+        self._entries: dict[CacheRow, int] = {}  # of rows that run
+        self.kept = KeptStates()
         self._num_entries = num_slots
         self._windows: dict[Key, torch.Tensor] = {}  # `[entries, width - 1, channels]`
-        self._states: dict[
-            Key, torch.Tensor
-        ] = {}  # `[entries, heads, dk, dv]`; of diagonal ones `[entries, channels, n]`
+        # `[entries, heads, dk, dv]`; of diagonal ones `[entries, channels, n]`
+        self._states: dict[Key, torch.Tensor] = {}
         self._transposed: set[Key] = set()  # of states that transformers keeps as `[heads, dv, dk]`
         self._open: dict[CacheRow, RecurrentStep] = {}  # steps whose tokens are not in the row's state yet
         self._step: RecurrentStep | None = None
@@ -51,43 +60,89 @@ class StateCache(SlotCache):
     def add(self, *args: Any, **kwargs: Any) -> CacheRow:
         row = super().add(*args, **kwargs)
         assert row.prefix_row is None, "a state is not shared"
-        taken = set(self._entries.values())
-        self._entries[row] = next(entry for entry in range(len(taken) + 1) if entry not in taken)
         try:
-            while len(taken) >= self._num_entries:
-                self._grow()
+            self.restore(row, 0)
         except BaseException:  # for lack of memory: no request would own the row
             self.remove(row)
             raise
-        self.clear(row)
         return row
 
     def remove(self, row: CacheRow) -> None:
         super().remove(row)
-        del self._entries[row]
-        self._close(row)
+        self.rest(row)
+        self.kept.cut(row)
 
-    def clear(self, row: CacheRow) -> None:
-        """Set a row's states to those before any token."""
+    def rest(self, row: CacheRow) -> None:
+        """End a row's run until it is restored. Of its states, only the kept ones stay."""
         self._close(row)
-        for memory in (*self._windows.values(), *self._states.values()):
-            memory[self._entries[row]].zero_()
+        self._entries.pop(row, None)
+
+    def restore(self, row: CacheRow, length: int) -> int:
+        """Take a row back to its last kept state of at most `length` tokens, or to nothing; return its length there."""
+        if row in self._entries and 0 < row.length <= length:
+            return row.length
+        self._close(row)
+        length = self.reusable(row, length)
+        self.kept.cut(row, length)
+        if row not in self._entries:
+            taken = set(self._entries.values())
+            self._entries[row] = next(entry for entry in range(len(taken) + 1) if entry not in taken)
+            while len(taken) >= self._num_entries:
+                self._grow()
+        self._load(row, self.kept.at(row, length) or [0.0] * len(self._all()))
+        return length
 
     def copy(self, source: CacheRow, target: CacheRow, length: int) -> None:
-        """Copy a whole row."""
-        assert length == source.length, "a state is that of the whole row"
-        self._settle([source])
+        """Begin a row with the first `length` tokens of another, which has kept its states there."""
         super().copy(source, target, length)
-        for memory in (*self._windows.values(), *self._states.values()):
-            memory[self._entries[target]] = memory[self._entries[source]]
+        self.kept.inherit(target, source, length)
+        found = self.restore(target, length)
+        assert found == length, "states are kept there"
 
     def release(self) -> list[torch.Tensor]:
         self._windows, self._states, self._open, self._step, self._entries = {}, {}, {}, None, {}
+        self.kept.clear()
         return super().release()
 
     def forget(self) -> None:
         super().forget()
         self._windows, self._states, self._open, self._step = {}, {}, {}, None
+        self.kept.clear()
+
+    # States of shorter texts
+
+    @property
+    def limit(self) -> int | None:
+        if self.most_lines is None or not self.lines_per_state:
+            return self.most_lines
+        return self.most_lines - self.lines_per_state * len(self.kept)
+
+    @property
+    def may_keep(self) -> bool:
+        """True if there is room for one more kept state."""
+        return self.limit is None or self.num_lines + self.lines_per_state <= self.limit
+
+    def reusable(self, row: CacheRow, length: int) -> int:
+        return self.kept.last(row, length)
+
+    def keep(self, row: CacheRow) -> None:
+        """Keep a copy of a row's states, if there is room for it. No draft is under verification."""
+        self._settle([row])
+        self._keep(row, row.length, lambda: self._copied(row))
+
+    def _keep(self, row: CacheRow, length: int, states: Callable[[], States]) -> None:
+        if self.kept.at(row, length) is None and self.may_keep:
+            with suppress(MemoryError, RuntimeError):  # less memory is free than allowed; torch raises the latter
+                self.kept.add(row, length, states())
+
+    def _copied(self, row: CacheRow) -> States:
+        return [memory[self._entries[row]].clone() for memory in self._all()]
+
+    def _load(self, row: CacheRow, states: Sequence[torch.Tensor | float]) -> None:
+        for memory, own in zip(self._all(), states):
+            memory[self._entries[row]] = own
+
+    # Memory
 
     def _grow(self) -> None:
         """Make room for more rows. All memory is allocated before any of it is used, so that a failure changes none."""
@@ -104,13 +159,15 @@ class StateCache(SlotCache):
     @property
     def num_state_bytes(self) -> int:
         """Bytes of the memory of states."""
-        return self._num_entries * self.bytes_per_row
+        return (self._num_entries + len(self.kept)) * self.bytes_per_row
 
     @property
     def bytes_per_row(self) -> int:
         """Bytes of one row's states in all layers that have been run."""
-        memories = (*self._windows.values(), *self._states.values())
-        return sum(memory.element_size() * memory[0].numel() for memory in memories)
+        return sum(memory.element_size() * memory[0].numel() for memory in self._all())
+
+    def _all(self) -> list[torch.Tensor]:
+        return [*self._windows.values(), *self._states.values()]
 
     def export(
         self, rows: Sequence[CacheRow], columns: Sequence[torch.Tensor], total_length: int, cache: Cache
@@ -168,6 +225,8 @@ class StateCache(SlotCache):
         for row, path in zip(rows, paths):
             if (step := self._close(row)) is not None:
                 by_step.setdefault(step, []).append((row, path))
+                if row.length - 1 in row.marks:
+                    self._keep(row, row.length - 1, partial(self._before_last, step, row))
         for step, items in by_step.items():
             numbers, ends = step.ends_of([row for row, _ in items], [path for _, path in items])
             is_moved = ends >= 0
@@ -180,6 +239,18 @@ class StateCache(SlotCache):
         if not self._open:
             self._step = None
         return step
+
+    def _before_last(self, step: RecurrentStep, row: CacheRow) -> States:
+        """Return a row's states before the last fed token of a step."""
+        number, before = step.rows[row], self._copied(row)
+        end = step.fed_in_tail[number] - 2
+        if end < 0:
+            return before
+        try:
+            self._advance(step, np.array([number]), np.array([end]))
+            return self._copied(row)
+        finally:
+            self._load(row, before)
 
     def _advance(self, step: RecurrentStep, numbers: np.ndarray, ends: np.ndarray) -> None:
         """Compute the states of some rows of a step after the tokens `ends` of their tails."""
@@ -254,6 +325,7 @@ class StateCache(SlotCache):
     def is_prompt(self) -> torch.Tensor:
         """Return for every token of the step whether it belongs to a prompt, `[N]`, bool."""
         assert self._step is not None, "states are read by a packed forward only"
+        self.tells_prompts = True
         return self._step.is_prompt()
 
     def scan(

@@ -5,6 +5,7 @@ import pytest
 
 from hf_smartspec import Engine, SmartSpecConfig
 from hf_smartspec.goodput import FixedLength
+from hf_smartspec.serving.memory import state_memory
 from hf_smartspec.target_model.recurrent.cache import StateCache
 
 from ...covering import part_of
@@ -12,6 +13,7 @@ from ...generate.helpers import EOS, set_special_tokens
 from ...models import RECURRENT, UNPADDED, new_model
 from ..helpers import TIMEOUT, Asked, change_weights_while_running, check_all, random_requests, suffix
 from ..test_giving_way import check_turns, of, short_turns  # noqa: F401 (a fixture)
+from .test_shared_prefixes import all_at_once
 
 pytestmark = pytest.mark.skipif(not RECURRENT, reason="this release's layers with states are not known")
 LONG = {"max_new_tokens": 30, "eos_token_id": None}
@@ -74,44 +76,95 @@ def test_weights_that_change_while_a_request_runs():
         change_weights_while_running(engine, [3, 4, 5, 6, 7, 8], 60, other)
 
 
+def reused(engine, model, text, **arguments) -> int:
+    """Tokens of a prompt that were not run again; what it yields is the same as by itself."""
+    before = engine._memory.num_reused
+    found = engine.get_result(engine.add_request(text, **LONG, **arguments), TIMEOUT)
+    seed = arguments.pop("seed", None)
+    assert found.generated_tokens == Asked(text, LONG | arguments, seed).alone(model)
+    return engine._memory.num_reused - before
+
+
 def test_prompts_go_on_from_states_that_are_kept():
-    """
-    A row is reused whole, as in a conversation that goes on. Where a prompt departs from a kept text, its states are
-    kept for the next prompt with the same beginning.
-    """
+    """At the end of a text and of its prompt, and where a prompt departed from a known text."""
     model, rng = model_of("qwen3_next"), np.random.default_rng(0)
     begin = rng.integers(3, 40, 70).tolist()
-    with Engine(model, drafting(), max_batch_size=4, max_prefill_tokens=50) as engine:
+    with Engine(model, drafting(), max_batch_size=2, max_prefill_tokens=50) as engine:
         answer = engine.get_result(engine.add_request([*begin, 3, 4], **LONG), TIMEOUT).generated_tokens
         longer = [*begin, 3, 4, *answer, 5, 6]
         for text, num_reused in (
-            ([*begin, 7, 8], 0), ([*begin, 9, 8], 70), (longer, 101), ([*begin, 10], 70), (begin[:40], 0)
+            ([*begin, 3, 4], 71), ([*begin, 7, 8], 0), ([*begin, 9, 8], 70), (longer, 101), ([*longer, 7], 101),
+            ([*begin, 10], 70), (begin[:40], 0), (begin[:40], 39), (begin[:38], 0), (begin[:60], 39),
+            ([*begin, 7, 9], 71),
         ):  # fmt: skip
-            before = engine._memory.num_reused
-            found = engine.get_result(engine.add_request(text, **LONG), TIMEOUT)
-            assert found.generated_tokens == Asked(text, LONG).alone(model)
-            assert engine._memory.num_reused - before == num_reused, text
+            assert reused(engine, model, text) == num_reused, text
+        assert reused(engine, model, [*begin, 3, 4], do_sample=True, seed=3) == 71
+        memory = engine._memory
+        assert len(memory.cache.rows) == len(memory.prefixes) > 2, "more are kept than may run"
+        assert not memory.cache._entries, "states of rows that run"
 
 
-def test_without_memory_for_a_copy_of_states_prompts_are_run_anew(monkeypatch):
+def test_long_prompts_keep_states_on_the_way(monkeypatch):
+    monkeypatch.setattr(state_memory, "_EVERY", 40)
+    model, rng = model_of("kimi_linear"), np.random.default_rng(0)
+    text = rng.integers(3, 40, 230).tolist()
+    with Engine(model, drafting(), max_prefill_tokens=25) as engine:
+        assert reused(engine, model, text) == 0
+        assert reused(engine, model, [*text[:190], 7]) == 150
+        assert reused(engine, model, [*text[:195], 7]) == 190, "where the one before departed"
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5_text", "nemotron_h", "lfm2"])
+def test_choices_of_a_prompt_read_it_once(architecture):
+    """So do prompts that begin alike: the first one keeps its states where the others depart."""
+    model, rng = model_of(architecture), np.random.default_rng(0)
+    text = rng.integers(3, 40, 67).tolist()
+    for texts, num_reused in (([text] * 4, 3 * 66), ([[*text, token, token] for token in (3, 4, 5)], 2 * 67)):
+        with Engine(model, drafting(), max_prefill_tokens=30) as engine:
+            with all_at_once(engine):
+                names = [engine.add_request(own, **LONG, do_sample=True, seed=seed) for seed, own in enumerate(texts)]
+            for seed, (own, name) in enumerate(zip(texts, names)):
+                found = engine.get_result(name, TIMEOUT)
+                assert found.generated_tokens == Asked(own, LONG | {"do_sample": True}, seed).alone(model)
+            assert engine._memory.num_reused == num_reused
+
+
+def test_requests_of_other_namespaces_do_not_wait_for_states():
+    model, text = model_of("qwen3_next"), list(range(3, 38)) * 2
+    with Engine(model, suffix(), max_prefill_tokens=10) as engine:
+        with all_at_once(engine):
+            names = [engine.add_request(text, assistant=of(whose), **LONG) for whose in "ab"]
+        for name in names:
+            assert engine.get_result(name, TIMEOUT).generated_tokens == Asked(text, LONG).alone(model)
+        assert not engine._memory.num_reused
+
+
+def test_states_of_generated_tokens_are_no_prompts():
+    """Nemotron-H limits the time steps of prompts only, so that an answer that is part of a prompt is run anew."""
+    model, begin = model_of("nemotron_h"), list(range(3, 38)) * 2
+    with Engine(model, drafting()) as engine:
+        answer = engine.get_result(engine.add_request(begin, **LONG), TIMEOUT).generated_tokens
+        assert reused(engine, model, [*begin, *answer, 5, 6]) == 69
+
+
+def test_without_memory_for_copies_of_states_prompts_are_run_anew(monkeypatch):
     model, begin = model_of("qwen3_next"), list(range(3, 38)) * 2
     failed = []
 
-    def copy(*args):
+    def fail(*args):
         failed.append(args)
         raise RuntimeError("not enough memory")  # as torch says it
 
     with Engine(model, drafting(), max_batch_size=4) as engine:
-        engine.get_result(engine.add_request([*begin, 3, 4], **LONG), TIMEOUT)
-        monkeypatch.setattr(StateCache, "copy", copy)
-        for text in ([*begin, 7, 8], [*begin, 9, 8]):
-            found = engine.get_result(engine.add_request(text, **LONG), TIMEOUT)
-            assert found.generated_tokens == Asked(text, LONG).alone(model)
-        assert failed and len(engine._memory.cache.rows) == 3, "rows of the three requests, and of no copy"
+        monkeypatch.setattr(StateCache, "_copied", fail)
+        monkeypatch.setattr(StateCache, "_before_last", fail)
+        for text in ([*begin, 3, 4], [*begin, 7, 8], [*begin, 9, 8]):
+            assert reused(engine, model, text) == 0
+        assert failed and not engine._memory.cache.rows, "without states, rows are of no use"
 
 
 def test_states_are_counted_as_memory():
-    """With room for the states of three rows only, no more run or are kept at once."""
+    """With room for the states of seven rows, three run, and no more are kept than fit beside keys and values."""
     model, taken = model_of("qwen3_next", linear_key_head_dim=32, linear_value_head_dim=32), []
     size = Engine(model)._memory._bytes_per_row
     assert size > 0
@@ -120,12 +173,13 @@ def test_states_are_counted_as_memory():
         memory, step = engine._memory, engine._runner.loop.step
 
         def watched():
-            taken.append((memory.num_bytes, len(memory.cache.rows)))
+            taken.append((memory.num_bytes, len(memory.cache._entries), len(memory.cache.kept)))
             return step()
 
         engine._runner.loop.step = watched
-        check_all(engine, model, random_requests(8, longest=12, max_new_tokens=6))
-    assert max(rows for _, rows in taken) == 3 and max(num_bytes for num_bytes, _ in taken) <= most
+        check_all(engine, model, random_requests(16, longest=12, max_new_tokens=6))
+    num_bytes, num_running, num_kept = map(max, zip(*taken))
+    assert num_bytes <= most and num_running == 3 and num_kept == 2
 
 
 def test_a_bound_below_the_states_of_one_row_is_refused():

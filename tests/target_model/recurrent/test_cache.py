@@ -7,11 +7,12 @@ import torch
 from hf_smartspec.drafts.tree import DraftTree
 from hf_smartspec.target_model.compat import TESTED_MODEL_TYPES, new_cache
 from hf_smartspec.target_model.forward.packed import PackedForward
-from hf_smartspec.target_model.layout.rows import RowInput
+from hf_smartspec.target_model.layout.rows import CacheRow, RowInput
 from hf_smartspec.target_model.recurrent import cache as states
 from hf_smartspec.target_model.recurrent import functions
 from hf_smartspec.target_model.recurrent.cache import StateCache
 from hf_smartspec.target_model.recurrent.functions import recurrent_layers
+from hf_smartspec.target_model.recurrent.kept import KeptStates
 
 from ...models import RECURRENT, UNPADDED, VOCAB_SIZE, new_model, shared_model
 
@@ -147,20 +148,72 @@ def test_drafts_that_grow_by_several_forwards(architecture):
 
 
 @torch.no_grad()
-def test_whole_rows_are_copied_and_cut_rows_begin_anew():
-    model, text = shared_model("qwen3_next"), np.arange(5, 25)
+@pytest.mark.parametrize("architecture", ["qwen3_5_text", "kimi_linear", "bamba", "lfm2"])
+def test_rows_begin_with_kept_states_and_are_cut_to_them(architecture):
+    """States are kept in the middle of a text, and before the last token of a feed, whatever follows it in the step."""
+    model, rng = shared_model(architecture), np.random.default_rng(2)
+    text = rng.integers(3, VOCAB_SIZE, 40)
     forward = PackedForward(model)
-    row = forward.add()
+    forward.cache.chunk = 6
+    row, beside = forward.add(), forward.add()
+    row.marks = 19, 24, 30  # the second one comes after a feed of whole pieces and one token
+    for end in (9, 20, 25, 31):
+        tree = random_tree(rng, 5)
+        inputs = [RowInput(beside, text[beside.length : end]), RowInput(row, text[row.length : end], tree)]
+        forward.forward(inputs)
+        forward.commit([beside, row], [[], path_to(tree, 4) if end == 31 else []])
+        if end == 9:
+            forward.cache.keep(row)
+    for length, known in ((9, 9), (18, 9), (19, 19), (25, 24), (31, 30)):
+        other = forward.add()
+        assert forward.cache.reusable(row, length) == known
+        forward.cache.copy(row, other, known)
+        other.length = known
+        check_states(model, forward, other, text[:known])
+        forward.forward([RowInput(other, text[known:])])
+        check_states(model, forward, other, text)
+        forward.cut(other, length)
+        assert other.length == known, "a state cannot be taken back any further"
+        check_states(model, forward, other, text[:known])
+        forward.cache.rest(other)
+        forward.cut(other, known)
+        check_states(model, forward, other, text[:known])
+        forward.remove(other)
+    forward.cut(row, 8)
+    assert row.length == 0 and not len(forward.cache.kept)
     forward.forward([RowInput(row, text)])
-    other = forward.add()
-    forward.cache.copy(row, other, len(text))
-    other.length = len(text)
-    check_states(model, forward, other, text)
-    forward.cut(row, 3)
-    assert row.length == 0, "a state cannot be taken back"
-    forward.forward([RowInput(row, text[:9])])
-    check_states(model, forward, row, text[:9])
-    check_states(model, forward, other, text)
+    check_states(model, forward, row, text)
+
+
+def test_of_many_kept_states_those_stay_that_save_most():
+    kept, row, other = KeptStates(), CacheRow(0), CacheRow(1)
+    for length in (100, 110, 300, 400, 500, 600, 700, 800):
+        kept.add(row, length, [])
+    assert [kept.last(row, length) for length in (99, 100, 299, 900)] == [0, 100, 110, 800]
+    kept.add(row, 805, [])
+    assert kept.last(row, 299) == 100 and kept.last(row, 900) == 805, (
+        "only ten tokens are run again without that at 110"
+    )
+    kept.inherit(other, row, 500)
+    assert kept.last(other, 900) == 500 and len(kept) == 8, "shared ones count once"
+    kept.cut(row, 99)
+    assert not kept.last(row, 900) and len(kept) == 4
+    kept.cut(other)
+    assert not len(kept)
+
+
+def test_drafts_that_grew_apart_are_refused():
+    """A tail goes on from those of one earlier step."""
+    model, text = shared_model("qwen3_next"), np.arange(5, 15)
+    forward = PackedForward(model)
+    rows = [forward.add(), forward.add()]
+    tree = DraftTree.chain([3, 4])
+    first = DraftTree(tree.tokens[:1], tree.parents[:1], tree.probs[:1])
+    with torch.no_grad():
+        for row in rows:
+            forward.forward([RowInput(row, text, first)])
+        with pytest.raises(NotImplementedError, match="grow together"):
+            forward.forward([RowInput(row, text[:0], tree, 1) for row in rows])
 
 
 @torch.no_grad()
