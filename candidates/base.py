@@ -214,6 +214,10 @@ class TreeCandidateGenerator(AssistedDecodingSource):
         """
         return 0
 
+    def bytes_per_request(self) -> int:
+        """Return the bytes of states that it keeps for every request; engines count them. By default 0."""
+        return 0
+
 
 def label_of(source: TreeCandidateGenerator) -> str:
     return source.label or type(source).__name__

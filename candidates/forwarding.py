@@ -65,6 +65,9 @@ class ForwardingSource(TreeCandidateGenerator):
     def bytes_per_token(self) -> int:
         return self.source.bytes_per_token()
 
+    def bytes_per_request(self) -> int:
+        return self.source.bytes_per_request()
+
 
 def unwrapped(source: TreeCandidateGenerator) -> TreeCandidateGenerator:
     """Return the source that drafts, without the forwarding sources in front of it."""

@@ -52,6 +52,9 @@ class CombinedCandidates(TreeCandidateGenerator):
     def bytes_per_token(self) -> int:
         return sum(source.bytes_per_token() for source in self.sources)
 
+    def bytes_per_request(self) -> int:
+        return sum(source.bytes_per_request() for source in self.sources)
+
     def warm_up(self) -> None:
         """Let every source compile what it compiles at its first use."""
         for source in self.sources:

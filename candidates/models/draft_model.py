@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Hashable
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -109,7 +110,15 @@ class DraftModelCandidates(GrowingCandidates):
         return f"{type(self).__name__}({os.path.basename(path)}, {id(self.model):x})"  # models of one path may differ
 
     def bytes_per_token(self) -> int:
-        return Footprint.of(self.model).per_token
+        return self._footprint.per_token
+
+    def bytes_per_request(self) -> int:
+        return self._footprint.state
+
+    @cached_property
+    def _footprint(self) -> Footprint:
+        is_packed = self._draws_trees and not self.model.config.is_encoder_decoder
+        return packed_forward(self.model).footprint() if is_packed else Footprint.of(self.model)
 
     def _new_forward(self) -> PackedForward | ChainForward:
         if not self._draws_trees:

@@ -109,8 +109,10 @@ class Engine:
         drafters = Drafters()
         self._assistant = resolve(self.config, self.model, drafters)
         budget = max_kv_bytes if isinstance(max_kv_bytes, Budget) else Budget(max_kv_bytes)
-        drafting = sum(stage.bytes_per_token() for stage in self._assistant.source.stages)
-        self._memory = self._new_memory(max_batch_size, budget._replace(drafting=drafting))
+        stages = self._assistant.source.stages
+        drafting = sum(stage.bytes_per_token() for stage in stages)
+        states = sum(stage.bytes_per_request() for stage in stages)
+        self._memory = self._new_memory(max_batch_size, budget._replace(drafting=drafting, states=states))
         scheduler = self._memory.scheduler
         scheduler.weights = dict(namespace_weights or {})
         scheduler.lends_rows = self._memory.shares_forward and self.model.device.type != "cpu"  # where rows cost little

@@ -251,5 +251,5 @@ class _SimulatedMemory(EngineMemory):
     def __init__(self, forward: SimulatedForward, scheduler: Scheduler[DecodingCall]):
         self.forward, self.scheduler = forward, scheduler  # type: ignore[assignment]
         self.prefixes = PrefixRows()
-        self.num_reused = self._bytes_per_row = 0
+        self.num_reused = 0
         self._clear()

@@ -215,6 +215,9 @@ class RoutedCandidates(TreeCandidateGenerator):
         """Return the most of one drafter: every request has one."""
         return max(lanes.source.bytes_per_token() for lanes in self._lanes.values())
 
+    def bytes_per_request(self) -> int:
+        return max(lanes.source.bytes_per_request() for lanes in self._lanes.values())
+
     # Callers without `choose` (transformers' own loop, fused sources) make these calls; they are forwarded.
 
     def begin(self, request: SourceRequest) -> int | None:

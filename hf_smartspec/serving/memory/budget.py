@@ -23,12 +23,14 @@ class Budget(NamedTuple):
         max_tokens (`int`, *optional*): The bound in tokens of all texts together, where keys and values grow with them.
         drafting (`int`): Bytes of keys and values of drafters, per token of a text; the bound holds for both models'
             (SmartSpec, section 6: each has a slot for every token).
+        states (`int`): Bytes of drafters' states, per request.
     """
 
     max_bytes: int | None = None
     num_sharing: int = 1
     max_tokens: int | None = None
     drafting: int = 0
+    states: int = 0
 
     def bytes_for(self, model: PreTrainedModel, max_batch_size: int, bytes_per_token: int) -> int:
         """

@@ -39,7 +39,8 @@ class EncodedMemory(RequestMemory):
         self.bytes_per_token, self.bytes_per_encoded = self._measure()
         self.max_bytes = budget.bytes_for(model, max_batch_size, self.bytes_per_token + self.bytes_per_encoded)
         self.scheduler: ByteScheduler[PendingRequest] = ByteScheduler(max_batch_size, self.max_bytes)
-        self._bytes_of_output, self._drafting = encoder_size(model) * model.dtype.itemsize, budget.drafting
+        self._bytes_of_output = encoder_size(model) * model.dtype.itemsize
+        self._drafting, self._states = budget.drafting, budget.states
         self.reset()
         self.watch(model)
 
@@ -69,7 +70,7 @@ class EncodedMemory(RequestMemory):
     def size_of(self, call: DecodingCall) -> int:
         """Return the bytes of a request's slots, and of its encoder's output, which is kept for drafters."""
         own, read = self._lengths(call)
-        output = read * self._bytes_of_output + own * self._drafting
+        output = read * self._bytes_of_output + own * self._drafting + self._states
         slots = self._bytes(slot_size(own), slot_size(read)) + output
         return min(slots, max(self._bytes(own, read) + output, self.max_bytes))
 

@@ -4,8 +4,6 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-import numpy as np
-import torch
 from transformers import PreTrainedModel
 
 from ...candidates.base import TreeCandidateGenerator
@@ -14,7 +12,6 @@ from ...decoding.source_guard import release
 from ...prepare.call import PreparedCall, decoding_call
 from ...target_model.cache.slot_cache import SlotCache
 from ...target_model.layout.rows import CacheRow, RowInput
-from ...target_model.recurrent.cache import StateCache
 from ...target_model.written import packed_forward
 from ..outputs import PendingRequest
 from ..scheduler import Admission, Scheduler
@@ -46,9 +43,10 @@ class EngineMemory(RequestMemory):
 
     def __init__(self, model: PreTrainedModel, max_batch_size: int, budget: Budget):
         self.forward = packed_forward(model, 1, _FIRST_LINES)
-        self.bytes_per_token, self._bytes_per_row = self._measure()
+        per_row, per_token = self.forward.footprint()[:2]
+        self.bytes_per_token = max(per_token, 1)
         self.max_bytes = budget.bytes_for(model, max_batch_size, self.bytes_per_token)
-        max_batch_size, states = self._states_of(max_batch_size, budget)
+        max_batch_size, states = self._states_of(max_batch_size, budget, per_row + budget.states)
         self._bytes_per_line = self.bytes_per_token + budget.drafting
         max_tokens = (self.max_bytes - states) // self._bytes_per_line
         self.scheduler = Scheduler(max_batch_size, max_tokens)
@@ -56,31 +54,23 @@ class EngineMemory(RequestMemory):
         self.prefixes = PrefixRows()
         self.watch(model)
 
-    @torch.no_grad()
-    def _measure(self) -> tuple[int, int]:
-        """Return the bytes of keys and values per token, and of states per row, from a forward of one token."""
-        row = self.forward.add()
-        self.forward.forward([RowInput(row, np.zeros(1, np.int64))])
-        per_row = self.cache.bytes_per_row if isinstance(self.cache, StateCache) else 0
-        return max(self.cache.bytes_per_line, 1), per_row
-
-    def _states_of(self, max_batch_size: int, budget: Budget) -> tuple[int, int]:
+    def _states_of(self, max_batch_size: int, budget: Budget, per_request: int) -> tuple[int, int]:
         """
-        Return the rows that may run or be kept at once, and the bytes of their states: at most half of the bound. A
-        bound in tokens is raised by the states.
+        Return the requests that may run at once, and the bytes of their states, the drafters' included: at most half of
+        the bound. A bound in tokens is raised by the states.
         """
-        if not self._bytes_per_row:
+        if not per_request:
             return max_batch_size, 0
         if budget.max_tokens is None:
-            if self.max_bytes < self._bytes_per_row:
+            if self.max_bytes < per_request:
                 raise ValueError(
-                    f"One request's states take {self._bytes_per_row} bytes, but the engine's `max_kv_bytes` allows "
-                    f"{self.max_bytes}: raise it to more than {self._bytes_per_row}."
+                    f"One request's states take {per_request} bytes, but the engine's `max_kv_bytes` allows "
+                    f"{self.max_bytes}: raise it to more than {per_request}."
                 )
-            max_batch_size = min(max_batch_size, max(self.max_bytes // (2 * self._bytes_per_row), 1))
+            max_batch_size = min(max_batch_size, max(self.max_bytes // (2 * per_request), 1))
         else:
-            self.max_bytes += max_batch_size * self._bytes_per_row
-        return max_batch_size, max_batch_size * self._bytes_per_row
+            self.max_bytes += max_batch_size * per_request
+        return max_batch_size, max_batch_size * per_request
 
     @property
     def max_tokens(self) -> int:

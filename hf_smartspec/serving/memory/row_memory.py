@@ -37,7 +37,7 @@ class RowMemory(RequestMemory):
     shares_forward = False
 
     def __init__(self, model: PreTrainedModel, max_batch_size: int, budget: Budget):
-        self.footprint, self._drafting = Footprint.of(model), budget.drafting
+        self.footprint, self._drafting, self._states = Footprint.of(model), budget.drafting, budget.states
         if is_stateful(model) and not any(self.footprint):  # its forwards return no cache (RecurrentGemma)
             max_batch_size = 1
             warn_once(
@@ -78,7 +78,8 @@ class RowMemory(RequestMemory):
         request = call.requests[0]
         assert request.max_new_tokens is not None, "generate always limits the length"
         read, num_tokens = call.encoded_text(request), len(request.prompt) + request.max_new_tokens + call.draft_room
-        return self.footprint.of_text(num_tokens, 0 if read is None else len(read)) + num_tokens * self._drafting
+        drafting = num_tokens * self._drafting + self._states
+        return self.footprint.of_text(num_tokens, 0 if read is None else len(read)) + drafting
 
     def place(self, request: Request, running: list[Request]) -> None:
         """Run the request's encoder, if it has one, and empty the row of a resumed request."""

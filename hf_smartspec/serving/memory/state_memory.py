@@ -109,6 +109,6 @@ class StateMemory(EngineMemory):
         super().release(request)
 
     def _clear(self) -> None:
+        lines = self.cache.lines_per_state or -(-self.cache.bytes_per_state // self._bytes_per_line)
         super()._clear()
-        self.cache.most_rows = self.scheduler.max_batch_size
-        self.cache.lines_per_state = -(-self._bytes_per_row // self._bytes_per_line)
+        self.cache.most_rows, self.cache.lines_per_state = self.scheduler.max_batch_size, lines

@@ -66,6 +66,11 @@ class SlotCache(Cache):
         return sum(memory.element_size() * memory[0].numel() for memory in self._memories())
 
     @property
+    def bytes_per_row(self) -> int:
+        """Bytes of a row that runs, beside its keys and values."""
+        return 0
+
+    @property
     def num_state_bytes(self) -> int:
         """Bytes of memory beside keys and values."""
         return 0

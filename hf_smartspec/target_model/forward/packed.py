@@ -9,8 +9,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from ...drafts.tree import DraftTree
 from ...sampling.top import Top, argmax, best_of
 from ..attention.tree_attention import attention_configs, tree_attention_step
+from ..cache.footprint import Footprint
 from ..cache.slot_cache import SlotCache
 from ..compat import cache_name
 from ..graphs import recordings_for
@@ -76,6 +78,12 @@ class PackedForward(RaggedForward):
         if self.recurrent is None:
             return SlotCache(num_slots, capacity, most_lines)
         return StateCache(num_slots, capacity, most_lines, self.recurrent.chunk)
+
+    @torch.no_grad()
+    def footprint(self) -> Footprint:
+        """Measure the memory of a text by a forward of a token and a draft."""
+        self.forward([RowInput(self.add(), np.zeros(1, np.int64), DraftTree.chain([0]))])
+        return Footprint(self.cache.bytes_per_row, self.cache.bytes_per_line)
 
     @property
     def shares_prefixes(self) -> bool:

@@ -19,6 +19,8 @@ from .kept import KeptStates, States
 from .scan import scan
 from .step import Key, RecurrentStep
 
+_TAIL = 17  # tokens of a row in a step, the draft included, for whose results memory is counted
+
 
 class StateCache(SlotCache):
     """
@@ -158,11 +160,21 @@ class StateCache(SlotCache):
 
     @property
     def num_state_bytes(self) -> int:
-        """Bytes of the memory of states."""
-        return (self._num_entries + len(self.kept)) * self.bytes_per_row
+        """Bytes of the memory of states, and of what steps have left whose accepted paths are not known yet."""
+        return (self._num_entries + len(self.kept)) * self.bytes_per_state + self._num_open_bytes
+
+    @property
+    def _num_open_bytes(self) -> int:
+        return sum(step.num_bytes for step in set(self._open.values()))
 
     @property
     def bytes_per_row(self) -> int:
+        """Bytes of a row's states, and of what a step with a draft leaves of it, by the steps that are open now."""
+        num_tokens = sum(step.parents.size for step in set(self._open.values()))
+        return self.bytes_per_state + _TAIL * self._num_open_bytes // num_tokens
+
+    @property
+    def bytes_per_state(self) -> int:
         """Bytes of one row's states in all layers that have been run."""
         return sum(memory.element_size() * memory[0].numel() for memory in self._all())
 

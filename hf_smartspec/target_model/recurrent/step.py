@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
+from itertools import chain
 
 import numpy as np
 import torch
@@ -97,6 +98,12 @@ class RecurrentStep:
         self.windows: dict[Key, torch.Tensor] = {}
         self.scanned: dict[Key, Scanned | Trail] = {}
         self._levels_of_pieces: dict[int, Levels] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of what the tails have left."""
+        left = [*self.windows.values(), *chain.from_iterable(self.scanned.values())]
+        return sum(item.nbytes for item in left if item is not None and len(item) == len(self.rows))
 
     def _lay_out_tails(self, rows: Sequence[RowInput], sizes: np.ndarray, width: int, own: np.ndarray) -> None:
         """

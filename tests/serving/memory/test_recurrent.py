@@ -3,10 +3,14 @@
 import numpy as np
 import pytest
 
-from hf_smartspec import Engine, SmartSpecConfig
+from hf_smartspec import DraftModelCandidates, Engine, SmartSpecConfig
+from hf_smartspec.drafts.tree import DraftTree
 from hf_smartspec.goodput import FixedLength
 from hf_smartspec.serving.memory import state_memory
+from hf_smartspec.serving.memory.kv_memory import EngineMemory
+from hf_smartspec.target_model.layout.rows import RowInput
 from hf_smartspec.target_model.recurrent.cache import StateCache
+from hf_smartspec.target_model.written import packed_forward
 
 from ...covering import part_of
 from ...generate.helpers import EOS, set_special_tokens
@@ -163,12 +167,15 @@ def test_without_memory_for_copies_of_states_prompts_are_run_anew(monkeypatch):
         assert failed and not engine._memory.cache.rows, "without states, rows are of no use"
 
 
+def bytes_of_one(model) -> int:
+    """Bytes of one running row beside its keys and values."""
+    return packed_forward(model).footprint().state
+
+
 def test_states_are_counted_as_memory():
     """With room for the states of seven rows, three run, and no more are kept than fit beside keys and values."""
     model, taken = model_of("qwen3_next", linear_key_head_dim=32, linear_value_head_dim=32), []
-    size = Engine(model)._memory._bytes_per_row
-    assert size > 0
-    most = 7 * size
+    most = 7 * bytes_of_one(model)
     with Engine(model, suffix(), max_batch_size=8, max_kv_bytes=most) as engine:
         memory, step = engine._memory, engine._runner.loop.step
 
@@ -179,12 +186,45 @@ def test_states_are_counted_as_memory():
         engine._runner.loop.step = watched
         check_all(engine, model, random_requests(16, longest=12, max_new_tokens=6))
     num_bytes, num_running, num_kept = map(max, zip(*taken))
-    assert num_bytes <= most and num_running == 3 and num_kept == 2
+    assert num_bytes <= most and num_running == 3 and 2 <= num_kept < 16
+
+
+def test_what_a_step_leaves_of_its_tokens_is_counted():
+    """Keys, writes and windows of every token are there until it is known which ones are accepted."""
+    model = model_of("qwen3_next")
+    forward = packed_forward(model)
+    cache, tree = forward.cache, DraftTree.chain(range(3, 19))
+    rows = [forward.add(), forward.add()]
+    forward.forward([RowInput(row, np.array([3]), tree) for row in rows])
+    left = cache.num_state_bytes - 2 * cache.bytes_per_state
+    forward.commit(rows, [(), ()])
+    assert cache.num_state_bytes == 2 * cache.bytes_per_state
+    assert bytes_of_one(model) == cache.bytes_per_state + left // 2 > cache.bytes_per_state
+
+
+@pytest.mark.parametrize("target", ["llama", "qwen3_next", "bloom", "t5"])
+def test_states_of_draft_models_are_counted(target):
+    """Also where the target has none, or a forward for each of its rows."""
+    model, draft = new_model(target), new_model("mamba2")
+    per_request, bound = bytes_of_one(draft), 2**20
+    source = DraftModelCandidates(draft)
+    assert source.bytes_per_request() == per_request > 0 == source.bytes_per_token()
+    for assistant, number in ((source, 1), (["suffix", draft], 1), (DraftModelCandidates(new_model("llama")), 0)):
+        plain, drafted = [
+            Engine(model, item, max_batch_size=4, max_kv_bytes=bound)._memory for item in ("none", assistant)
+        ]
+        if isinstance(drafted, EngineMemory):
+            tokens = [memory.max_tokens * memory._bytes_per_line for memory in (plain, drafted)]
+            assert 0 <= tokens[0] - tokens[1] - number * 4 * per_request < drafted._bytes_per_line
+        else:
+            assert drafted._states - plain._states == number * per_request
+    with pytest.raises(ValueError, match=rf"One request's states take \d+ bytes, .* allows {per_request - 1}: raise"):
+        Engine(new_model("llama"), source, max_kv_bytes=per_request - 1)
 
 
 def test_a_bound_below_the_states_of_one_row_is_refused():
     model = model_of("qwen3_next")
-    size = Engine(model)._memory._bytes_per_row
+    size = bytes_of_one(model)
     with pytest.raises(ValueError, match=rf"take {size} bytes, .*`max_kv_bytes` allows {size - 1}: raise it"):
         Engine(model, max_kv_bytes=size - 1)
     assert Engine(model, max_kv_bytes=2 * size)._memory.scheduler.max_batch_size == 1
