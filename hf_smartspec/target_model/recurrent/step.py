@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch

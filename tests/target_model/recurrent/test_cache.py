@@ -8,8 +8,7 @@ from hf_smartspec.drafts.tree import DraftTree
 from hf_smartspec.target_model.compat import TESTED_MODEL_TYPES, new_cache
 from hf_smartspec.target_model.forward.packed import PackedForward
 from hf_smartspec.target_model.layout.rows import CacheRow, RowInput
-from hf_smartspec.target_model.recurrent import cache as states
-from hf_smartspec.target_model.recurrent import functions
+from hf_smartspec.target_model.recurrent import functions, state_rows
 from hf_smartspec.target_model.recurrent.cache import StateCache
 from hf_smartspec.target_model.recurrent.functions import recurrent_layers
 from hf_smartspec.target_model.recurrent.kept import KeptStates
@@ -251,7 +250,7 @@ def test_a_row_without_memory_for_its_states_is_not_added(monkeypatch):
     row = forward.add()
     forward.forward([RowInput(row, text)])
     with monkeypatch.context() as patch, pytest.raises(TypeError):
-        patch.setattr(states, "zeros", None)
+        patch.setattr(state_rows, "zeros", None)
         forward.add()
     assert forward.cache.rows == [row]
     other = forward.add()

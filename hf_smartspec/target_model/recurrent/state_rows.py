@@ -1,0 +1,159 @@
+"""Rows of a slot cache that have states beside keys and values."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from ..cache.slot_cache import SlotCache
+from ..cache.slot_layer import zeros
+from ..layout.rows import CacheRow
+from .kept import KeptStates, States
+from .step import Key, RecurrentStep
+
+
+class StateRows(SlotCache):
+    """
+    A `SlotCache` whose rows have states, too: the last inputs of causal convolutions, `[width - 1, channels]`, and the
+    matrices of linear recurrences, `[heads, dk, dv]` in float32. A state is that of the row's committed tokens. It
+    cannot be taken back, but states of shorter texts can be kept (`keep`, and `CacheRow.marks`): rows are cut to these,
+    and other rows begin with them.
+
+    Args:
+        num_slots, capacity, most_lines (`int`): See `SlotCache`.
+
+    Attributes:
+        most_rows (`int`, *optional*): Bound on the rows that run, for which states are allocated.
+        lines_per_state (`int`): Lines whose memory a kept state takes, within `most_lines`.
+    """
+
+    most_rows: int | None = None
+    lines_per_state = 0
+
+    def __init__(self, num_slots: int = 1, capacity: int = 256, most_lines: int | None = None):
+        super().__init__(num_slots, capacity, most_lines)
+        self._entries: dict[CacheRow, int] = {}  # of rows that run
+        self.kept = KeptStates()
+        self._num_entries = num_slots
+        self._windows: dict[Key, torch.Tensor] = {}  # `[entries, width - 1, channels]`
+        # `[entries, heads, dk, dv]`; of diagonal ones `[entries, channels, n]`
+        self._states: dict[Key, torch.Tensor] = {}
+
+    @abstractmethod
+    def _settle(self, rows: Sequence[CacheRow]) -> None:
+        """Bring the states of rows to the end of their committed tokens."""
+
+    @abstractmethod
+    def _close(self, row: CacheRow) -> RecurrentStep | None:
+        """Take a row out of its step, if any, and return this."""
+
+    # Rows
+
+    def add(self, *args: Any, **kwargs: Any) -> CacheRow:
+        row = super().add(*args, **kwargs)
+        assert row.prefix_row is None, "a state is not shared"
+        try:
+            self.restore(row, 0)
+        except BaseException:  # for lack of memory: no request would own the row
+            self.remove(row)
+            raise
+        return row
+
+    def remove(self, row: CacheRow) -> None:
+        super().remove(row)
+        self.rest(row)
+        self.kept.cut(row)
+
+    def rest(self, row: CacheRow) -> None:
+        """End a row's run until it is restored. Of its states, only the kept ones stay."""
+        self._close(row)
+        self._entries.pop(row, None)
+
+    def restore(self, row: CacheRow, length: int) -> int:
+        """Take a row back to its last kept state of at most `length` tokens, or to nothing; return its length there."""
+        if row in self._entries and 0 < row.length <= length:
+            return row.length
+        self._close(row)
+        length = self.reusable(row, length)
+        self.kept.cut(row, length)
+        if row not in self._entries:
+            taken = set(self._entries.values())
+            self._entries[row] = next(entry for entry in range(len(taken) + 1) if entry not in taken)
+            while len(taken) >= self._num_entries:
+                self._grow()
+        self._load(row, self.kept.at(row, length) or [0.0] * len(self._all()))
+        return length
+
+    def copy(self, source: CacheRow, target: CacheRow, length: int) -> None:
+        """Begin a row with the first `length` tokens of another, which has kept its states there."""
+        super().copy(source, target, length)
+        self.kept.inherit(target, source, length)
+        found = self.restore(target, length)
+        assert found == length, "states are kept there"
+
+    def release(self) -> list[torch.Tensor]:
+        self._windows, self._states, self._entries = {}, {}, {}
+        self.kept.clear()
+        return super().release()
+
+    def forget(self) -> None:
+        super().forget()
+        self._windows, self._states = {}, {}
+        self.kept.clear()
+
+    # States of shorter texts
+
+    @property
+    def limit(self) -> int | None:
+        if self.most_lines is None or not self.lines_per_state:
+            return self.most_lines
+        return self.most_lines - self.lines_per_state * len(self.kept)
+
+    @property
+    def may_keep(self) -> bool:
+        """True if there is room for one more kept state."""
+        return self.limit is None or self.num_lines + self.lines_per_state <= self.limit
+
+    def reusable(self, row: CacheRow, length: int) -> int:
+        return self.kept.last(row, length)
+
+    def keep(self, row: CacheRow) -> None:
+        """Keep a copy of a row's states, if there is room for it. No draft is under verification."""
+        self._settle([row])
+        self._keep(row, row.length, lambda: self._copied(row))
+
+    def _keep(self, row: CacheRow, length: int, states: Callable[[], States]) -> None:
+        if self.kept.at(row, length) is None and self.may_keep:
+            with suppress(MemoryError, RuntimeError):  # less memory is free than allowed; torch raises the latter
+                self.kept.add(row, length, states())
+
+    def _copied(self, row: CacheRow) -> States:
+        return [memory[self._entries[row]].clone() for memory in self._all()]
+
+    def _load(self, row: CacheRow, states: Sequence[torch.Tensor | float]) -> None:
+        for memory, own in zip(self._all(), states):
+            memory[self._entries[row]] = own
+
+    # Memory
+
+    def _grow(self) -> None:
+        """Make room for more rows. All memory is allocated before any of it is used, so that a failure changes none."""
+        num = 2 * self._num_entries
+        if self.most_rows is not None:
+            num = max(min(num, self.most_rows), len(self._entries))
+        both = self._windows, self._states
+        grown = [{key: zeros(memory, num, *memory.shape[1:]) for key, memory in memories.items()} for memories in both]
+        for memories, larger in zip(both, grown):
+            for key, memory in memories.items():
+                larger[key][: len(memory)] = memory
+        self._num_entries, (self._windows, self._states) = num, grown
+
+    @property
+    def bytes_per_state(self) -> int:
+        """Bytes of one row's states in all layers that have been run."""
+        return sum(memory.element_size() * memory[0].numel() for memory in self._all())
+
+    def _all(self) -> list[torch.Tensor]:
+        return [*self._windows.values(), *self._states.values()]
