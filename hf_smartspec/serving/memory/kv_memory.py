@@ -179,7 +179,7 @@ class EngineMemory(RequestMemory):
         base = shared.row.prefix_row
         if base is None or base not in rows:
             return None
-        return SharedPrefix(base, min(shared.length, shared.row.prefix_len))
+        return shared._replace(row=base, length=min(shared.length, shared.row.prefix_len))
 
     @contextmanager
     def _removed_on_failure(self, row: CacheRow) -> Iterator[None]:

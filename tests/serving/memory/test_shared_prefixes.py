@@ -350,6 +350,16 @@ def test_prompts_that_share_much_and_little(model, together):
     assert {88, 48} <= {columns for parts in together for columns, _ in parts}
 
 
+def test_what_is_left_of_a_dropped_sharer_is_that_of_its_request(model):
+    """Whose hidden states sources may have: without it, they would not draft."""
+    memory = Engine(model, suffix())._memory
+    base = memory.cache.add(40)
+    base.length = 40
+    row = memory.cache.add(60, base, 24)
+    memory.cache.remove(row)
+    assert memory._still_cached(prefix_cache.SharedPrefix(row, 30, "a")) == (base, 24, "a")
+
+
 def test_namespaces_do_not_share(model, together):
     base = Asked(FIRST, LONG)
     with Engine(model, suffix()) as engine:
