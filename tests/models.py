@@ -295,7 +295,7 @@ PLAIN = {
     "zamba": (  # several recurrences in a layer
         "ZambaConfig",
         _LLAMA
-        | {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4, "num_key_value_heads": 4}
+        | {"layers_block_type": ["mamba", "hybrid"] * 2, "num_hidden_layers": 4, "num_key_value_heads": 4}
         | {"mamba_d_state": 8, "mamba_dt_rank": 4},
     ),
     "openai-gpt": ("OpenAIGPTConfig", _GPT),  # has no cache
