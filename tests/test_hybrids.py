@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 import hf_smartspec
 from hf_smartspec import DraftModelCandidates, Engine
 from hf_smartspec.serving.transformers_batching.manager import SpeculativeBatchingManager
+from hf_smartspec.target_model.compat import CACHE
 
 from .cases import left_padded, prompts_of
 from .commands.helpers import EMBEDDED, call
@@ -70,6 +71,11 @@ def test_models_whose_texts_padding_changes_are_packed_without_it(architecture, 
     assert torch.equal(model.generate(**inputs, **settings, seed=5, assistant=spy), expected)
     drafted = spy.drafted
     assert spy.accepted > 0
+    caches = [
+        model.generate(**inputs, **settings, seed=5, assistant=assistant, return_dict_in_generate=True)[CACHE]
+        for assistant in ("suffix", "none")
+    ]
+    assert type(caches[0]) is type(caches[1])
     ragged = model.generate(**INPUTS, **settings, seed=5, assistant="none")
     assert torch.equal(model.generate(**INPUTS, **settings, seed=5, assistant=spy), ragged)
     assert spy.drafted == drafted, "decoded without speculation"

@@ -280,9 +280,10 @@ def test_plain_models_are_not_searched_for_recurrent_layers(monkeypatch):
 
 
 @torch.no_grad()
-def test_other_forwards_of_the_model_run_meanwhile():
+@pytest.mark.parametrize("architecture", ["qwen3_next", "minimax"])  # functions are replaced, and methods
+def test_other_forwards_of_the_model_run_meanwhile(architecture):
     """A plain forward within a packed step's context, as of another thread, computes as always."""
-    model, ids = shared_model("qwen3_next"), torch.arange(5, 25)[None]
+    model, ids = shared_model(architecture), torch.arange(5, 25)[None]
     expected = model(ids).logits
     layers, cache = recurrent_layers(model), StateCache()
     functions = {key: vars(key[0])[key[1]] for key in layers._replaced}
