@@ -141,7 +141,10 @@ _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_gr
 
 # Architectures with states in place of keys and values in some layers: these are packed, too.
 _RECURRENT = {
-    "qwen3_5_text": ("Qwen3_5TextConfig", _LLAMA | _DELTA | {"head_dim": 16}),
+    "qwen3_5_text": (  # with sizes that compiled code serves
+        "Qwen3_5TextConfig",
+        _LLAMA | _DELTA | {"head_dim": 16, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    ),
     "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", _LLAMA | _DELTA | _SHARED_EXPERT | {"head_dim": 16}),
     "qwen3_next": ("Qwen3NextConfig", _LLAMA | _DELTA | _SHARED_EXPERT | {"head_dim": 8}),
     "olmo_hybrid": ("OlmoHybridConfig", _LLAMA | _DELTA),
@@ -161,7 +164,10 @@ _RECURRENT = {
         | {"v_head_dim": 8, "moe_intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2}
         | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_mtp_layers": 0},
     ),
-    "bamba": ("BambaConfig", _LLAMA | _MAMBA | {"attn_layer_indices": [1]}),
+    "bamba": (  # likewise
+        "BambaConfig",
+        _LLAMA | _MAMBA | {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16},
+    ),
     "granitemoehybrid": (
         "GraniteMoeHybridConfig",
         _LLAMA | _MAMBA | {"num_local_experts": 4, "layer_types": ["mamba", "attention"]},

@@ -37,9 +37,20 @@ def few_token_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, is_shi
     outputs = x.new_empty(x.shape)
     addresses = x.data_ptr(), weight.data_ptr(), outputs.data_ptr()
     num_threads = torch.get_num_threads() if x.numel() > _SMALL else 1
-    run_operator(
-        x.dtype, NORM, num_threads, x.numel() // size, 1, size, size, size, is_shifted, *addresses, 0, 0, eps, 1.0
-    )
+    fields = x.numel() // size, 1, size, size, size, size, is_shifted, *addresses, 0, 0, 0, 0, eps, 1.0
+    run_operator(x.dtype, NORM, num_threads, *fields)
+    return outputs
+
+
+def gated_rms_norm(x: torch.Tensor, gates: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """
+    Return `few_token_rms_norm` of `x`, `[N, heads, size]`, times the SiLU of gates, `[N, heads * size]`. `x` must be
+    contiguous and pass `can_norm`, and so must the lines of `gates`.
+    """
+    (num, heads, size), outputs = x.shape, torch.empty_like(x)
+    addresses, stride = (x.data_ptr(), weight.data_ptr(), outputs.data_ptr()), heads * size
+    fields = num, heads, size, size, stride, stride, False, *addresses, 0, 0, gates.data_ptr(), gates.stride(0)
+    run_operator(x.dtype, NORM, torch.get_num_threads() if x.numel() > _SMALL else 1, *fields, eps, 1.0)
     return outputs
 
 

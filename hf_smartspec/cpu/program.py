@@ -15,6 +15,7 @@ from .kernels.int8 import INT8_FIELDS, LEVELS_FIELDS
 from .kernels.multiply import MULTIPLY_FIELDS
 from .kernels.norms import ADD_FIELDS, NORM_FIELDS
 from .kernels.program import HEADER, SIZE, run_bfloat16, run_float32, run_widened
+from .kernels.recur import CONVOLVE_FIELDS, RECUR_FIELDS
 from .kernels.rotate import ROTATE_FIELDS
 from .kernels.tiles import num_lanes
 from .threads import barrier, run
@@ -28,6 +29,8 @@ _FIELDS = {
     codes.ATTEND: ATTEND_FIELDS,
     codes.LEVELS: LEVELS_FIELDS,
     codes.INT8: INT8_FIELDS,
+    codes.CONVOLVE: CONVOLVE_FIELDS,
+    codes.RECUR: RECUR_FIELDS,
 }
 _FLOATS = ("eps", "factor", "scale")  # float64, in every operator; all other fields are int64
 assert all(fields[:2] == ("next", "threads") for fields in _FIELDS.values()), "counters, which `Program.run` clears"
@@ -51,10 +54,11 @@ def operator(code: int) -> Any:
     return type("Operator", (ctypes.Structure,), {"_fields_": header + kinds})
 
 
-def run_operator(dtype: torch.dtype, code: int, num_threads: int, *fields: float) -> None:
-    """Run one operator with its fields, counters aside."""
+def run_operator(dtype: torch.dtype, code: int, num_threads: int, *fields: float) -> Any:
+    """Run one operator with its fields, counters aside; return its program, an `operator(code)`."""
     arguments = operator(code)(1, 0, code, 0, 0, *fields)
     run(address_of(dtype), ctypes.addressof(arguments), num_threads)
+    return arguments
 
 
 def column(code: int, name: str) -> int:

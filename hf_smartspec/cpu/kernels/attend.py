@@ -3,7 +3,8 @@
 import numpy as np
 
 from ...jit import inner
-from ...jit.pointers import ahead, float32_at, int64_at, like, power_of_two, put, take
+from ...jit.pointers import ahead, float32_at, get, int64_at, like, power_of_two, put, rounded, take
+from .gates import exponential
 from .multiply import largest_tile, tile_width
 from .tiles import MOST_SUMS, add_weighted, largest, tile
 
@@ -18,17 +19,20 @@ from .tiles import MOST_SUMS, add_weighted, largest, tile
 # nodes, bits: 0, or addresses of int64 `[tokens]` and `[words, tokens]`: from line `nodes` on, a token attends only to
 #   lines with a set bit. distance: numbers from one word of a token's bits to the next.
 # queries, outputs, keys, values: addresses of `[tokens, heads, size]` twice and `[lines, kv_heads, size]` twice.
+# gates: 0, or the address of the first token's gates, by the sigmoids of which outputs are multiplied: `size` numbers
+#   for each head, `2 * size` numbers apart, and `gate_stride` numbers from one token to the next.
 # prefixes, prefix_counts: 0, or addresses of int64 `[tokens]`: the first line, and the number of lines, that each token
 #   attends to before these; the same for all tokens of a run.
 # scratch: address of `scratch_size` float32 for each thread.
 ATTEND_FIELDS = tuple(
     "next threads num_runs runs parts kv_heads groups size firsts counts nodes bits distance prefixes "
-    "prefix_counts queries keys values outputs scratch scratch_size scale".split()
+    "prefix_counts queries keys values outputs gates gate_stride scratch scratch_size scale".split()
 )
 (
     _NEXT, _THREADS, _NUM_RUNS, _RUNS, _PARTS, _KV_HEADS, _GROUPS, _SIZE, _FIRSTS, _COUNTS, _NODES, _BITS, _DISTANCE,
-    _PREFIXES, _PREFIX_COUNTS, _QUERIES, _KEYS, _VALUES, _OUTPUTS, _SCRATCH, _SCRATCH_SIZE, _SCALE,
-) = range(22)  # fmt: skip
+    _PREFIXES, _PREFIX_COUNTS, _QUERIES, _KEYS, _VALUES, _OUTPUTS, _GATES, _GATE_STRIDE, _SCRATCH,
+    _SCRATCH_SIZE, _SCALE,
+) = range(24)  # fmt: skip
 MOST_TOKENS = 8  # tokens of a run
 _BLOCK = 32  # lines that are read for all heads and tokens before the next ones are
 
@@ -99,6 +103,16 @@ def _scatter(a, first, last, head, results, outputs):
         place = (token * a[_KV_HEADS] + head) * length
         for index in range(length):
             put(outputs, place + index, results[(token - first) * length + index])
+        if a[_GATES]:
+            for group in range(a[_GROUPS]):
+                _gate(a, token, head * a[_GROUPS] + group, ahead(outputs, place + group * a[_SIZE]))
+
+
+@inner
+def _gate(a, token, head, outputs):
+    gates = ahead(like(outputs, a[_GATES]), token * a[_GATE_STRIDE] + 2 * head * a[_SIZE])
+    for index in range(a[_SIZE]):
+        put(outputs, index, get(outputs, index) * rounded(outputs, _ONE / (_ONE + exponential(-get(gates, index)))))
 
 
 @inner

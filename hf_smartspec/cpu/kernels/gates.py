@@ -42,17 +42,17 @@ def gate(a, kind):
         if a[_ACTIVATION] == SILU:
             for index in range(num):
                 x = get(gates, index)
-                put(outputs, index, rounded(outputs, x / (_ONE + _exponential(-x))) * get(ups, index))
+                put(outputs, index, rounded(outputs, x / (_ONE + exponential(-x))) * get(ups, index))
         else:
             for index in range(num):
                 x = get(gates, index)
                 slope = _SLOPE * (x + _CUBE * x * x * x)
-                put(outputs, index, rounded(outputs, x / (_ONE + _exponential(-slope))) * get(ups, index))
+                put(outputs, index, rounded(outputs, x / (_ONE + exponential(-slope))) * get(ups, index))
         number = take(ahead(a, _NEXT))
 
 
 @inner
-def _exponential(x):
+def exponential(x):
     """Return the exponential of a float32; NaN stays NaN."""
     bounded = min(max(x, _LEAST), _MOST)
     whole = np.float32(np.rint(bounded * _PER_LOG2))

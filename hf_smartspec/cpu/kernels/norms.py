@@ -6,23 +6,26 @@ import numpy as np
 
 from ...jit import inner
 from ...jit.pointers import ahead, get, int64_at, like, put, rounded, take
+from .gates import exponential
 from .tiles import sum_of_squares
 
 # Compiled code is called with the address of these numbers, int64 each but for `eps` and `factor`, which are float64.
 # next: incremented by the thread that takes the next token.
-# vectors: number of vectors of a token that are normalized, each of `size` numbers, one after the other.
+# vectors: number of vectors of a token that are normalized, each of `size` numbers, `vector_stride` numbers apart.
 # in_stride, out_stride: numbers from one token to the next.
 # lines: 0, or the address of int64 `[num_tokens]`: the line of each token in `x` and `added`.
 # x, weight, outputs: addresses of numbers of one kind. is_shifted: one is added to weights.
+# gates: 0, or the address of numbers `[vectors, size]` of each token, `gate_stride` from one to the next, whose SiLU
+#   outputs are multiplied by.
 # added: 0, or the address of numbers laid out as `x`: `x` becomes `x + factor * added` before it is normalized.
 NORM_FIELDS = tuple(
-    "next threads num_tokens vectors size in_stride out_stride is_shifted x weight outputs added lines eps "
-    "factor".split()
+    "next threads num_tokens vectors size vector_stride in_stride out_stride is_shifted x weight outputs added lines "
+    "gates gate_stride eps factor".split()
 )
 (
-    _NEXT, _THREADS, _NUM_TOKENS, _VECTORS, _SIZE, _IN_STRIDE, _OUT_STRIDE, _IS_SHIFTED, _X, _WEIGHT, _OUTPUTS, _ADDED,
-    _LINES, _EPS, _FACTOR,
-) = range(15)  # fmt: skip
+    _NEXT, _THREADS, _NUM_TOKENS, _VECTORS, _SIZE, _VECTOR_STRIDE, _IN_STRIDE, _OUT_STRIDE, _IS_SHIFTED, _X, _WEIGHT,
+    _OUTPUTS, _ADDED, _LINES, _GATES, _GATE_STRIDE, _EPS, _FACTOR,
+) = range(18)  # fmt: skip
 # x, added, outputs: addresses of `[num_tokens, size]`: `x` becomes `x + factor * added`, and outputs become `x`. The
 # first is left out where `added` is 0, the second where `outputs` is.
 ADD_FIELDS = tuple("next threads num_tokens size x added outputs factor".split())
@@ -42,8 +45,14 @@ def norm(a, numbers, kind):
         if a[_ADDED]:
             _add(x, ahead(like(kind, a[_ADDED]), line * a[_IN_STRIDE]), size, np.float32(numbers[_FACTOR]))
         for vector in range(a[_VECTORS]):
-            begin = vector * size
-            _norm(ahead(x, begin), weight, ahead(outputs, begin), size, a[_IS_SHIFTED], numbers[_EPS])
+            begin = vector * a[_VECTOR_STRIDE]
+            own = ahead(outputs, begin)
+            _norm(ahead(x, begin), weight, own, size, a[_IS_SHIFTED], numbers[_EPS])
+            if a[_GATES]:
+                gates = ahead(like(kind, a[_GATES]), token * a[_GATE_STRIDE] + vector * size)
+                for index in range(size):
+                    gate = get(gates, index)
+                    put(own, index, get(own, index) * (gate / (_ONE + exponential(-gate))))
         token = take(ahead(a, _NEXT))
 
 

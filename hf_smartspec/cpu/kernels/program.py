@@ -7,13 +7,14 @@ from .gates import gate
 from .int8 import levels, multiply_int8
 from .multiply import multiply
 from .norms import add, norm
+from .recur import convolve, recur
 from .rotate import rotate
 
 # Compiled code is called with the address of int64: the number of operators, 0 or the address of the function that
 # waits for the other threads, and then for each operator its code and its fields, `SIZE` numbers in all.
-SIZE = 24
+SIZE = 32
 HEADER = 2
-MULTIPLY, NORM, ADD, GATE, ROTATE, ATTEND, LEVELS, INT8 = range(8)
+MULTIPLY, NORM, ADD, GATE, ROTATE, ATTEND, LEVELS, INT8, CONVOLVE, RECUR = range(10)
 
 
 @callback
@@ -54,5 +55,9 @@ def _run(address, kind, wide_kind):
             levels(a, kind)
         elif code == INT8:
             multiply_int8(a, kind)
+        elif code == CONVOLVE:
+            convolve(a)
+        elif code == RECUR:
+            recur(a, fields)
         if tape[1]:
             call_at(tape[1])

@@ -6,16 +6,31 @@ from ...jit.pointers import ahead, get, int64_at, like, put, rounded, take
 # Compiled code is called with the address of these numbers, int64 each.
 # heads, kv_heads: numbers of query heads and of key heads.
 # size: numbers of a head, of which the first `dim` are rotated.
-# states: address of `[num_tokens, heads + 2 * kv_heads, size]`, queries before keys before values.
+# states: address of `[num_tokens, heads + 2 * kv_heads, size]`, queries before keys before values; if `has_gates`, of
+#   `[num_tokens, 2 * heads + 2 * kv_heads, size]`: every query is followed by a gate, which is not read.
 # cos, sin: addresses of `[num_tokens, dim]`, with the sign of the rotation in the sine, as in `Halves.tables`.
 # queries: address of `[num_tokens, heads, size]`; keys, values: addresses of `[lines, kv_heads, size]`.
 # lines: address of int64 `[num_tokens]`, where keys and values are written.
 ROTATE_FIELDS = tuple(
-    "next threads num_tokens heads kv_heads size dim states cos sin queries keys values lines".split()
+    "next threads num_tokens heads kv_heads has_gates size dim states cos sin queries keys values lines".split()
 )
-_NEXT, _THREADS, _NUM_TOKENS, _HEADS, _KV_HEADS, _SIZE, _DIM, _STATES, _COS, _SIN, _QUERIES, _KEYS, _VALUES, _LINES = (
-    range(14)
-)
+(
+    _NEXT,
+    _THREADS,
+    _NUM_TOKENS,
+    _HEADS,
+    _KV_HEADS,
+    _HAS_GATES,
+    _SIZE,
+    _DIM,
+    _STATES,
+    _COS,
+    _SIN,
+    _QUERIES,
+    _KEYS,
+    _VALUES,
+    _LINES,
+) = range(15)
 _SHARE = 4  # heads that a thread takes at a time
 
 
@@ -30,7 +45,9 @@ def rotate(a, kind):
         token, begin = number // parts, number % parts * _SHARE
         line = int64_at(a[_LINES])[token]
         for head in range(begin, min(begin + _SHARE, every)):
-            states = ahead(like(kind, a[_STATES]), (token * every + head) * size)
+            further = min(head, heads) if a[_HAS_GATES] else 0
+            place = token * (every + (heads if a[_HAS_GATES] else 0)) + head + further
+            states = ahead(like(kind, a[_STATES]), place * size)
             if head < heads:
                 outputs = ahead(like(kind, a[_QUERIES]), (token * heads + head) * size)
             elif head < heads + kv_heads:

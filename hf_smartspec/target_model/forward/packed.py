@@ -55,14 +55,15 @@ class PackedForward(RaggedForward):
         super().__init__(config, model.device, model.dtype, num_rows, capacity, prefill_chunk)
         self.recurrent = recurrent_layers(model)
         if self.recurrent is not None:
-            choose, self.plans_by_trees = None, True
+            self.plans_by_trees = True
             self.cache = self.new_cache(num_rows, capacity)
         self.model, self._choose = model, choose
         self.trees = True
         self.taps = HiddenStateTaps(model)
         self._configs = attention_configs(model)
         self.rotary = LengthwiseRotary(model)
-        is_own = choose is None or bool(self.rotary)  # these embeddings are chosen on the host, by lengths
+        # These embeddings are chosen on the host, by lengths, and steps of recurrent layers are laid out there.
+        is_own = choose is None or self.recurrent is not None or bool(self.rotary)
         self.recordings = None if is_own else recordings_for(self.device)
         # MiniMax would insist on a cache of its own.
         self._takes_any_cache = model._supports_default_dynamic_cache()  # type: ignore[operator]
@@ -124,6 +125,18 @@ class PackedForward(RaggedForward):
         return logits
 
     def _run(self, planned: PlannedForward) -> torch.Tensor:
+        if not isinstance(self.cache, StateCache):
+            return self._run_chosen(planned)
+        self.cache.begin(planned.rows, self.device)
+        try:
+            return self._run_chosen(planned)
+        except BaseException:  # some layers have run these tokens, and others have not
+            for item in planned.rows:
+                self.cut(item.row, 0)
+            raise
+
+    def _run_chosen(self, planned: PlannedForward) -> torch.Tensor:
+        """Run the written-out decoder, or else the model's own forward."""
         layout = planned.layout
         decoder = None if self._choose is None else self._choose()
         if decoder is None and self.recordings is not None:
@@ -134,14 +147,8 @@ class PackedForward(RaggedForward):
             if self.recurrent is None:
                 return self._compute(layout)
             assert isinstance(self.cache, StateCache), "the cache that the model needs"
-            self.cache.begin(planned.rows, self.device)
-            try:
-                with self.recurrent.step(self.cache):
-                    return self._compute(layout)
-            except BaseException:  # some layers have run these tokens, and others have not
-                for item in planned.rows:
-                    self.cut(item.row, 0)
-                raise
+            with self.recurrent.step(self.cache):
+                return self._compute(layout)
 
     def cut(self, row: CacheRow, length: int) -> None:
         """Cut a row; if it has states, which cannot be taken back, to its last kept ones of at most `length` tokens."""

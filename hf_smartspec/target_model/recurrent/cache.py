@@ -6,16 +6,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 
+from ...cpu.recurrence import Key, Rates, can_convolve, can_recur, has_vectors
 from ...device import to_device
-from ..cache.slot_layer import zeros
 from ..layout.rows import CacheRow, RowInput
 from .diagonal import scan_levels
 from .kept import States
-from .scan import scan
+from .scan import Scanned, normalized, path_sums, rates_of, scan
 from .state_rows import StateRows
-from .step import Key, RecurrentStep
+from .step import RecurrentStep
 
 _TAIL = 17  # tokens of a row in a step, the draft included, for whose results memory is counted
 
@@ -103,6 +104,8 @@ class StateCache(StateRows):
         (step,) = before
         if step is None:
             self._settle([item.row for item in rows])
+        else:
+            self._spread(step)
         entries = [self._entries[item.row] for item in rows]
         self._step = RecurrentStep(rows, entries, self.chunk, device, step)
         self._open |= dict.fromkeys(self._step.rows, self._step)
@@ -124,6 +127,8 @@ class StateCache(StateRows):
                 if row.length - 1 in row.marks:
                     self._keep(row, row.length - 1, partial(self._before_last, step, row))
         for step, items in by_step.items():
+            if step.is_stored:
+                continue
             numbers, ends = step.ends_of([row for row, _ in items], [path for _, path in items])
             is_moved = ends >= 0
             if is_moved.any():
@@ -150,6 +155,10 @@ class StateCache(StateRows):
 
     def _advance(self, step: RecurrentStep, numbers: np.ndarray, ends: np.ndarray) -> None:
         """Compute the states of some rows of a step after the tokens `ends` of their tails."""
+        if step.short is not None:
+            step.short.store(numbers, ends, self._windows, self._states)
+        if not step.windows and not step.scanned:
+            return
         is_whole = len(numbers) == len(step.rows) and bool((numbers == np.arange(len(numbers))).all())
         own, last, entries = to_device(np.stack([numbers, ends, step.entries[numbers]]), step.device)
         at = step.at if is_whole else entries
@@ -160,6 +169,24 @@ class StateCache(StateRows):
             if not is_whole:
                 scanned = scanned.of(own)
             self._states[key][at] = scanned.state_after(self._states[key][at], last, path)
+
+    def _spread(self, step: RecurrentStep) -> None:
+        """Lay out what compiled code has left of a step as torch does, for a step whose tails begin with its tails."""
+        if step.short is None:
+            return
+        ended = [row for row, number in step.rows.items() if step.short.rows[number, 3] >= 0]  # stored already
+        self._settle([row for row in ended if self._open.get(row) is step])
+        if step.short.fill is not None:
+            step.short.fill()
+        for key, inputs in step.short.inputs.items():
+            windows = self._windows[key][step.at]
+            sources = step.sources(windows.shape[1] + 1, len(windows))
+            step.windows[key] = torch.cat([inputs, windows.flatten(0, 1)])[step.tails(sources)[..., 1:]]
+        for key, (keys, eps, writes, decays, rates) in step.short.written.items():
+            keys = normalized(keys, eps).repeat_interleave(writes.shape[1] // keys.shape[1], dim=1)
+            own, written, decay = [step.tails(item).transpose(1, 2) for item in (keys, writes, rates_of(decays, rates))]
+            step.scanned[key] = Scanned(own, written, decay, path_sums(step.sees, decay))
+        step.short.forget()
 
     # What transformers' layers call
 
@@ -184,27 +211,51 @@ class StateCache(StateRows):
         """Ignore the state: that of the accepted path is computed in `commit`."""
         return recurrent_states
 
+    def remember(self) -> Callable[[], None]:
+        """Return a function that brings all states back to the present ones, and the step to its beginning."""
+        memories = self._windows, self._states
+        saved = [{key: memory.clone() for key, memory in own.items()} for own in memories]
+
+        def restore() -> None:
+            for own, before in zip((self._windows, self._states), saved):
+                for key, memory in own.items():
+                    memory.copy_(before[key]) if key in before else memory.zero_()
+            if self.step.short is not None:
+                self.step.short.forget()
+
+        return restore
+
+    @property
+    def step(self) -> RecurrentStep:
+        """The step of the present forward."""
+        assert self._step is not None, "states are read by a packed forward only"
+        return self._step
+
     # What the replaced functions call
 
     def enter(self, layer: Any) -> None:
         """Let what is run next be a layer's, given by its number; by itself, if it keeps its states in itself."""
         self._key = layer, 0
 
-    def convolve(self, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def convolve(
+        self, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None
+    ) -> torch.Tensor:
         """
         Compute a causal convolution along every token's ancestors.
 
         Args:
             inputs (`torch.Tensor` of shape `[N, channels]`), weight (`torch.Tensor` of shape `[channels, width]`).
+            activation (`str`, *optional*): Name of a function of the outputs.
 
         Returns:
             `torch.Tensor` of shape `[N, channels]` in the weight's dtype, computed in float32.
         """
-        step, width = self._step, weight.shape[1]
-        assert step is not None, "states are read by a packed forward only"
-        memory = self._windows.get(self._key)
-        if memory is None:
-            memory = self._windows[self._key] = zeros(inputs, self._num_entries, width - 1, inputs.shape[1])
+        step, width = self.step, weight.shape[1]
+        memory = self.windows(self._key, inputs, width, inputs.shape[1])
+        is_silu = activation in ("silu", "swish")
+        short = step.short if not step.has_rounds and (is_silu or activation is None) else None
+        if short is not None and can_convolve(inputs, weight, bias):
+            return short.convolve(self._key, inputs, memory, weight, bias, is_silu)
         windows, known = memory[step.at], None
         if step.before is not None:
             known = step.before.windows[self._key][step.own]
@@ -216,13 +267,13 @@ class StateCache(StateRows):
         output = inputs[sources].float().mul_(weight.T.float()).sum(1)  # in place: larger than the inputs by the width
         if bias is not None:
             output = output + bias.float()
-        return output.to(weight.dtype)
+        output = output.to(weight.dtype)
+        return output if activation is None else ACT2FN[activation](output)
 
     def is_prompt(self) -> torch.Tensor:
         """Return for every token of the step whether it belongs to a prompt, `[N]`, bool."""
-        assert self._step is not None, "states are read by a packed forward only"
         self.tells_prompts = True
-        return self._step.is_prompt()
+        return self.step.is_prompt()
 
     def scan(
         self,
@@ -232,29 +283,42 @@ class StateCache(StateRows):
         decay: torch.Tensor,
         beta: torch.Tensor | None,
         is_transposed: bool = False,
+        scale: float = 1.0,
+        eps: float = 0.0,
+        rates: Rates | None = None,
     ) -> torch.Tensor:
         """
         Compute a recurrence along every token's ancestors: `scan.scan`, for all rows.
 
         Args:
-            query, key (`torch.Tensor` of shape `[N, heads, dk]`), value (`torch.Tensor` of shape `[N, heads, dv]`),
-            decay (`torch.Tensor` of shape `[N, heads]` or `[N, heads, dk]`), beta (`torch.Tensor` of shape `[N,
-            heads]`, *optional*): Inputs in float32.
+            query, key (`torch.Tensor` of shape `[N, heads / groups, dk]`), value (`torch.Tensor` of shape `[N, heads,
+                dv]`), decay (`torch.Tensor` of shape `[N, heads]` or `[N, heads, dk]`), beta (`torch.Tensor` of shape
+                `[N, heads]`, *optional*): Inputs in float32. Neighbouring heads share queries and keys.
             is_transposed (`bool`): Whether transformers' caches have these states as `[heads, dv, dk]`.
+            scale (`float`), eps (`float`): Factor of queries; where `eps` is not 0, queries and keys are normalized.
+            rates (pair of `torch.Tensor`, *optional*): See `rates_of`; betas are then sigmoids of those given.
 
         Returns:
             `torch.Tensor` of shape `[N, heads, dv]`.
         """
         if is_transposed:
             self._transposed.add(self._key)
-        step = self._step
-        assert step is not None, "states are read by a packed forward only"
+        step, short = self.step, None if self.step.has_rounds else self.step.short
+        heads, size, value_size = value.shape[1], key.shape[2], value.shape[2]
+        if short is not None:
+            query, key, value = (item if has_vectors(item) else item.contiguous() for item in (query, key, value))
+            if can_recur(query, key, value, decay, beta):
+                states, output = self.states(self._key, value, heads, size, value_size), torch.empty_like(value)
+                short.recur(self._key, query, key, value, decay, beta, states, output, scale, eps, rates)
+                return output
+        query, key = [normalized(item, eps).repeat_interleave(heads // key.shape[1], dim=1) for item in (query, key)]
+        beta = beta if beta is None or rates is None else beta.sigmoid()
 
         def run(state: torch.Tensor, is_piece: bool, before: Any, query, key, value, decay, beta):  # type: ignore
             sees = step.causal if is_piece else step.sees
             return scan(query, key, value, decay, beta, state, sees, before)
 
-        return self._scan_all(run, (*key.shape[1:], value.shape[2]), query, key, value, decay, beta)
+        return self._scan_all(run, (heads, size, value_size), query * scale, key, value, rates_of(decay, rates), beta)
 
     def scan_diagonal(
         self,
@@ -275,8 +339,7 @@ class StateCache(StateRows):
         Returns:
             `torch.Tensor` of shape `[N, channels]`.
         """
-        step = self._step
-        assert step is not None, "states are read by a packed forward only"
+        step = self.step
 
         def run(state: torch.Tensor, is_piece: bool, before: Any, query, key, value, decay):  # type: ignore
             levels = step.levels_of_pieces(len(state)) if is_piece else step.levels
@@ -303,13 +366,11 @@ class StateCache(StateRows):
         Returns:
             Outputs of shape `[N, ...]`.
         """
-        step, own, query, value = self._step, self._key, given[0], given[2]
-        assert step is not None and query is not None and value is not None
+        step, own, query, value = self.step, self._key, given[0], given[2]
+        assert query is not None and value is not None
         if own in step.scanned:
             raise NotImplementedError("Layers with several recurrences are not packed.")  # those of Zamba
-        memory = self._states.get(own)
-        if memory is None:
-            memory = self._states[own] = zeros(value, self._num_entries, *shape)
+        memory = self.states(own, value, *shape)
         output = torch.empty_like(value, dtype=query.dtype) if step.rounds else None
         for entries, tokens in step.rounds:
             parts = [None if item is None else item[tokens].transpose(1, 2) for item in given]

@@ -15,9 +15,10 @@ from threading import Lock
 from typing import Any
 
 import torch
+from torch.nn.functional import linear
 from transformers import PreTrainedModel
-from transformers.activations import ACT2FN
 
+from ...cpu.few_tokens import can_multiply, few_token_linear
 from ..compat import TESTED_MODEL_TYPES, modules_of
 from .cache import StateCache
 
@@ -33,9 +34,7 @@ def _convolution(
     **kwargs: Any,
 ) -> torch.Tensor:
     """Replace `causal_conv1d_fn`: inputs and outputs `[1, channels, N]`."""
-    output = cache.convolve(hidden_states[0].T, weight, bias)
-    if activation is not None:
-        output = ACT2FN[activation](output)
+    output = cache.convolve(hidden_states[0].T, weight, bias, activation)
     return output.to(hidden_states.dtype).T[None]
 
 
@@ -54,12 +53,8 @@ def _gated_delta_rule(
     N, heads]`) or one per channel of the keys (Kimi Linear, `[1, N, heads, dk]`).
     """
     queries, keys, values, decay, betas = [item[0].float() for item in (query, key, value, g, beta)]
-    if use_qk_l2norm_in_kernel:
-        queries, keys = [item * torch.rsqrt((item * item).sum(-1, keepdim=True) + 1e-6) for item in (queries, keys)]
-    queries = queries * queries.shape[-1] ** -0.5
-    if (groups := values.shape[1] // keys.shape[1]) > 1:
-        queries, keys = [item.repeat_interleave(groups, dim=1) for item in (queries, keys)]
-    output = cache.scan(queries, keys, values, decay, betas)
+    scale, eps = queries.shape[-1] ** -0.5, 1e-6 if use_qk_l2norm_in_kernel else 0.0
+    output = cache.scan(queries, keys, values, decay, betas, scale=scale, eps=eps)
     return output.to(query.dtype).contiguous()[None], output.new_empty(0)
 
 
@@ -88,9 +83,8 @@ def _state_space(
     if tuple(dt_limit) != (0.0, float("inf")):
         steps = torch.where(cache.is_prompt()[:, None], steps.clamp(*dt_limit), steps)
     values = hidden_states[0].float()
-    groups = values.shape[1] // B.shape[2]
-    keys, queries = [item[0].float().repeat_interleave(groups, dim=1) for item in (B, C)]
-    output = cache.scan(queries, keys, values * steps[..., None], A.float() * steps, None, is_transposed=True)
+    inputs = C[0].float(), B[0].float(), values * steps[..., None], A.float() * steps
+    output = cache.scan(*inputs, None, is_transposed=True)
     if D is not None:
         output = output + D[:, None] * values
     return output.contiguous()[None], output.new_empty(0)
@@ -169,6 +163,17 @@ def _gated_recurrence(
 def _unmasked(cache: StateCache, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
     """Replace `apply_mask_to_padding_states`, to which some models (Mamba-1) pass masks of any shape."""
     return hidden_states
+
+
+def _linear(
+    cache: StateCache, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Replace `torch.nn.functional.linear`: few tokens on a CPU by the product that is fastest."""
+    kinds = torch.Tensor, torch.nn.Parameter
+    is_own = type(weight) in kinds and type(bias) in (*kinds, type(None)) and not torch.is_autocast_enabled("cpu")
+    if is_own and input.dim() > 1 and can_multiply(x := input.flatten(0, -2), weight, bias):
+        return few_token_linear(x, weight, bias).view(*input.shape[:-1], len(weight))
+    return linear(input, weight, bias)
 
 
 _SCANS: dict[str, Callable] = {
@@ -264,4 +269,6 @@ def recurrent_layers(model: PreTrainedModel) -> RecurrentLayers | None:
         if not all(found & names for names in needed):
             return None
         replaced |= {(owner, name): _REPLACEMENTS[name] for name in found}
+    if replaced and model.device.type == "cpu":
+        replaced[torch.nn.functional, "linear"] = _linear
     return RecurrentLayers(replaced) if replaced else None

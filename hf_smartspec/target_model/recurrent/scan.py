@@ -16,7 +16,9 @@ State spaces have no β: U is v. The state after a path that ends in e is e^(G_e
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import softplus
 
+from ...cpu.recurrence import Rates
 from ...device import has_float64
 
 _MOST_PAIRS = 2**25  # pairs of nodes, times the keys' channels: arrays in float64 and float32 exist at once
@@ -92,11 +94,7 @@ def scan(
     num, by_channel = key.shape[2], decay.dim() == 4
     keys = key if before is None else torch.cat([before.keys, key], dim=2)
     decays = decay if before is None else torch.cat([before.decays, decay], dim=2)
-    # Differences of these large sums become exponents: float32 would ruin them, and so would TF32, which a caller may
-    # allow in products.
-    exact = torch.float64 if has_float64(decay.device) else decay.dtype
-    sums = sees.to(exact) @ (decays if by_channel else decays[..., None]).to(exact)
-    sums = sums if by_channel else sums[..., 0]
+    sums = path_sums(sees, decays)
     last, hidden = sums[:, :, -num:], ~sees[:, :, -num:]
     into = (last if by_channel else last[..., None]).to(key.dtype).exp()
     lefts = [query, key] if beta is not None and keys.shape[2] > 1 else [query]
@@ -124,6 +122,25 @@ def scan(
         writes = torch.cat([before.writes, writes], dim=2)
     output = (query * into) @ state + scores[0] @ writes
     return output, Scanned(keys, writes, decays, sums)
+
+
+def path_sums(sees: torch.Tensor, decays: torch.Tensor) -> torch.Tensor:
+    """Return G of g, `[R, H, T]` or `[R, H, T, dk]`."""
+    # Differences of these large sums become exponents: float32 would ruin them, and so would TF32, which a caller may
+    # allow in products.
+    exact = torch.float64 if has_float64(decays.device) else decays.dtype
+    sums = sees.to(exact) @ (decays if decays.dim() == 4 else decays[..., None]).to(exact)
+    return sums if decays.dim() == 4 else sums[..., 0]
+
+
+def normalized(vectors: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return vectors of length 1, `eps` under the root; if it is 0, they stay as they are."""
+    return vectors * torch.rsqrt((vectors * vectors).sum(-1, keepdim=True) + eps) if eps else vectors
+
+
+def rates_of(numbers: torch.Tensor, rates: Rates | None) -> torch.Tensor:
+    """Return g, `[N, heads]`: `-exp(A) softplus(x + b)` with the rates A and b, `[heads]`; without rates, x itself."""
+    return numbers if rates is None else -rates[0].float().exp() * softplus(numbers.float() + rates[1])
 
 
 def _scores_by_channel(

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
+from ...cpu.recurrence import Key
 from ..cache.slot_cache import SlotCache
 from ..cache.slot_layer import zeros
 from ..layout.rows import CacheRow
 from .kept import KeptStates, States
-from .step import Key, RecurrentStep
+from .step import RecurrentStep
 
 
 class StateRows(SlotCache):
@@ -136,7 +137,19 @@ class StateRows(SlotCache):
         for memory, own in zip(self._all(), states):
             memory[self._entries[row]] = own
 
-    # Memory
+    # Memory, which the first inputs of layers allocate
+
+    def windows(self, key: Key, like: torch.Tensor, width: int, channels: int) -> torch.Tensor:
+        """Return the last inputs of a convolution, `[entries, width - 1, channels]`."""
+        if key not in self._windows:
+            self._windows[key] = zeros(like, self._num_entries, width - 1, channels)
+        return self._windows[key]
+
+    def states(self, key: Key, like: torch.Tensor, *shape: int) -> torch.Tensor:
+        """Return the states of a recurrence, `[entries, *shape]`."""
+        if key not in self._states:
+            self._states[key] = zeros(like, self._num_entries, *shape)
+        return self._states[key]
 
     def _grow(self) -> None:
         """Make room for more rows. All memory is allocated before any of it is used, so that a failure changes none."""

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import torch
 
+from ...cpu.recurrence import Key, ShortTails, has_recurrence
 from ...device import send_together, to_device
 from ..layout.kernels.trees import ancestor_bits
 from ..layout.rows import CacheRow, RowInput
@@ -15,7 +15,6 @@ from .diagonal import Levels, Trail, levels_of
 from .scan import Scanned
 
 _NO_TOKEN = -2
-Key = tuple[Any, int]  # layer, by its number where transformers' cache has its states, and number of the state in it
 
 
 class RecurrentStep:
@@ -33,6 +32,7 @@ class RecurrentStep:
         before (`RecurrentStep`, *optional*): The step that has run the first nodes of all rows' drafts.
 
     Attributes:
+        short (`ShortTails`, *optional*): The tails for compiled code, on CPUs.
         at (`slice` or `torch.Tensor` of shape `[R]`): The entries.
         rounds (list of pairs of `torch.Tensor`): For each round, the entries of the rows that run a piece, `[P]`, and
             the pieces' tokens, `[P, C]`.
@@ -54,46 +54,27 @@ class RecurrentStep:
         device: torch.device,
         before: "RecurrentStep | None" = None,
     ):
-        self.rows = {item.row: number for number, item in enumerate(rows)}
+        self.rows, self.inputs = {item.row: number for number, item in enumerate(rows)}, rows
         self.device, self.before = device, before
         counts, num_fed = np.array([item.num_tokens for item in rows]), np.array([len(item.feed) for item in rows])
         starts = np.cumsum(counts) - counts
         heads = np.maximum(num_fed - 1, 0) // chunk * chunk  # tokens of whole pieces
         sizes, begins = counts - heads, starts + heads
-        width, num_before = int(sizes.max()), 0 if before is None else before.parents.shape[1]
+        width = int(sizes.max())
         self.entries, self.fed_in_tail = np.array(entries), num_fed - heads
         own = np.zeros(len(rows), int) if before is None else np.array([before.rows[row] for row in self.rows])
         self._lay_out_tails(rows, sizes, width, own)
-        self._parents = self._packed_parents(starts, heads, num_before)
-
-        within = np.arange(width)
-        padded = begins[:, None] + np.minimum(within, sizes[:, None] - 1)
-        is_token = within < sizes[:, None]
-        bits = np.zeros((*self.parents.shape, -(-self.parents.shape[1] // 64)), np.int64)
-        ancestor_bits(self.parents, bits)
-        rounds = []
-        for piece in range(int(heads.max()) // chunk):
-            running = np.flatnonzero(heads > piece * chunk)
-            pieces = np.arange(piece * chunk, (piece + 1) * chunk)
-            rounds += [self.entries[running], starts[running][:, None] + pieces]
-        tensors = [self.entries, own, padded, np.flatnonzero(is_token.reshape(-1)), bits, *rounds]
-        sent = send_together([torch.from_numpy(item) for item in tensors], device)
-        at, self.own, tail, unpadded, words, *rest = sent
-        first, is_dense = int(self.entries[0]), bool(is_token.all())
-        is_range = bool((self.entries == np.arange(first, first + len(rows))).all())
-        self.at = slice(first, first + len(rows)) if is_range else at
-        self.tail = None if is_dense and not heads.any() else tail
-        self.unpadded = None if is_dense else unpadded
-        self.tokens = tail.reshape(-1) if is_dense else tail.reshape(-1)[unpadded]
         self.shape = len(rows), width
-        self.rounds = list(zip(rest[::2], rest[1::2]))
-        seen = (words[..., None] >> torch.arange(64, device=device)) & 1
-        self.sees = seen.flatten(2)[:, None, :, : self.parents.shape[1]].bool()
-        self.causal = torch.ones(chunk, chunk, dtype=torch.bool, device=device).tril()[None, None]
-        self._starts = starts
+        self._starts, self._sizes, self._heads, self._own, self._chunk = starts, sizes, heads, own, chunk
+        self.short = None
+        if device.type == "cpu" and before is None and has_recurrence():
+            # Rows without drafts end with their feed, unless the states before its last token are kept.
+            is_kept = [item.row.length + len(item.feed) - 1 in item.row.marks for item in rows]
+            ends = np.where((counts > num_fed) | is_kept, -1, sizes - 1)
+            self.short = ShortTails(np.stack([begins, sizes, self.entries, ends], axis=1), self.parents)
         # A row's prompt is as long as the batch's longest, less what that one is ahead.
-        ends = [item.row.least_length - item.row.ahead - item.row.length for item in rows]
-        self._num_prompt = np.clip(ends, 0, num_fed)
+        prompts = [item.row.least_length - item.row.ahead - item.row.length for item in rows]
+        self._num_prompt = np.clip(prompts, 0, num_fed)
         self._sources: dict[int, torch.Tensor] = {}
         self.windows: dict[Key, torch.Tensor] = {}
         self.scanned: dict[Key, Scanned | Trail] = {}
@@ -103,7 +84,79 @@ class RecurrentStep:
     def num_bytes(self) -> int:
         """Bytes of what the tails have left."""
         left = [*self.windows.values(), *chain.from_iterable(self.scanned.values())]
-        return sum(item.nbytes for item in left if item is not None and len(item) == len(self.rows))
+        num = 0 if self.short is None else self.short.num_bytes
+        return num + sum(item.nbytes for item in left if item is not None and len(item) == len(self.rows))
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether all states are those after the step."""
+        return not self.windows and not self.scanned and (self.short is None or self.short.is_stored)
+
+    @cached_property
+    def _sent(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Entries, own, padded tails, places of their tokens, and bits of ancestors; and the tensors of `rounds`."""
+        within, rounds = np.arange(self.shape[1]), []
+        padded = (self._starts + self._heads)[:, None] + np.minimum(within, self._sizes[:, None] - 1)
+        bits = np.zeros((*self.parents.shape, -(-self.parents.shape[1] // 64)), np.int64)
+        ancestor_bits(self.parents, bits)
+        for piece in range(int(self._heads.max()) // self._chunk):
+            running = np.flatnonzero(self._heads > piece * self._chunk)
+            pieces = np.arange(piece * self._chunk, (piece + 1) * self._chunk)
+            rounds += [self.entries[running], self._starts[running][:, None] + pieces]
+        is_token = within < self._sizes[:, None]
+        tensors = [self.entries, self._own, padded, np.flatnonzero(is_token.reshape(-1)), bits, *rounds]
+        sent = send_together([torch.from_numpy(item) for item in tensors], self.device)
+        return sent[:5], sent[5:]
+
+    @cached_property
+    def at(self) -> slice | torch.Tensor:
+        first, num = int(self.entries[0]), len(self.entries)
+        is_range = bool((self.entries == np.arange(first, first + num)).all())
+        return slice(first, first + num) if is_range else self._sent[0][0]
+
+    @property
+    def own(self) -> torch.Tensor:
+        return self._sent[0][1]
+
+    @property
+    def _is_dense(self) -> bool:
+        return bool((self._sizes == self.shape[1]).all())
+
+    @cached_property
+    def tail(self) -> torch.Tensor | None:
+        return None if self._is_dense and not self._heads.any() else self._sent[0][2]
+
+    @cached_property
+    def unpadded(self) -> torch.Tensor | None:
+        return None if self._is_dense else self._sent[0][3]
+
+    @cached_property
+    def tokens(self) -> torch.Tensor:
+        tail = self._sent[0][2].reshape(-1)
+        return tail if self.unpadded is None else tail[self.unpadded]
+
+    @property
+    def has_rounds(self) -> bool:
+        """Whether some rows run whole pieces."""
+        return bool(self._heads.any())
+
+    @property
+    def rounds(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return list(zip(self._sent[1][::2], self._sent[1][1::2])) if self.has_rounds else []
+
+    @cached_property
+    def sees(self) -> torch.Tensor:
+        seen = (self._sent[0][4][..., None] >> torch.arange(64, device=self.device)) & 1
+        return seen.flatten(2)[:, None, :, : self.parents.shape[1]].bool()
+
+    @cached_property
+    def causal(self) -> torch.Tensor:
+        return torch.ones(self._chunk, self._chunk, dtype=torch.bool, device=self.device).tril()[None, None]
+
+    @cached_property
+    def _parents(self) -> np.ndarray:
+        num_before = 0 if self.before is None else self.before.parents.shape[1]
+        return self._packed_parents(self._starts, self._heads, num_before)
 
     def _lay_out_tails(self, rows: Sequence[RowInput], sizes: np.ndarray, width: int, own: np.ndarray) -> None:
         """

@@ -15,7 +15,10 @@ from ...cpu.quantized import native
 from ...cpu.quantized.product import has_right_kernels
 from ...cpu.tensor_checks import is_plain, is_vector
 from ..attention.seen_lines import has_few_tokens
+from ..cache.slot_cache import SlotCache
 from ..layout.step_layout import StepLayout
+from ..recurrent.cache import StateCache
+from .delta import can_compile_delta
 from .parts import MLP, Fused, Halves, RMSNorm, gate_of
 from .plan import DecoderPlan, FeaturePlan, LayerPlan
 from .program import DecoderInput, ForwardProgram, products_of
@@ -38,10 +41,11 @@ class CompiledDecoder:
         self._most_weights = max(item.shape[0] * item.shape[1] for item in products_of(plan))
         self._free: defaultdict[tuple, list[ForwardProgram]] = defaultdict(list)  # by what they are built for
 
-    def serves(self, layout: StepLayout) -> bool:
+    def serves(self, layout: StepLayout, cache: SlotCache) -> bool:
         """Return whether compiled code computes this forward: few tokens, which columns say what to attend to."""
         return (
-            is_plain(layout.tokens)
+            not (isinstance(cache, StateCache) and (cache.step.short is None or cache.step.has_rounds))
+            and is_plain(layout.tokens)
             and layout.tokens.shape[1] <= min(_MOST, most_tokens(self.dtype))
             and layout.encoded is None
             and not layout.is_padded  # as on GPUs
@@ -50,7 +54,7 @@ class CompiledDecoder:
 
     @property
     def _windows(self) -> set[int | None]:
-        return {layer.window for layer in self.plan.layers}
+        return {layer.window for layer in self.plan.layers if layer.delta is None}
 
     def run(
         self,
@@ -108,12 +112,13 @@ def _can_compile_features(plan: FeaturePlan, dtype: torch.dtype) -> bool:
 def _can_compile_layer(plan: LayerPlan, dtype: torch.dtype) -> bool:
     norms = plan.before_attention, plan.after_attention, plan.before_mlp, plan.after_mlp, plan.query_norm, plan.key_norm
     mlp = plan.mlp
+    is_known = not plan.head_dim % 16 if plan.delta is None else can_compile_delta(plan.delta)
     return (
-        not plan.is_parallel
+        is_known
+        and not plan.is_parallel
         and all(norm is None or _is_norm(norm, dtype) for norm in norms)
         and plan.softcap is None
         and (plan.rotation is None or isinstance(plan.rotation, Halves))
-        and not plan.head_dim % 16
         and isinstance(mlp, MLP)
         and mlp.is_gated
         and gate_of(mlp.activation) is not None

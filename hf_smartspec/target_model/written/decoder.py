@@ -13,7 +13,9 @@ from ..attention.tree_attention import packed_attention
 from ..cache.slot_cache import SlotCache
 from ..cache.slot_layer import SlotLayer
 from ..layout.step_layout import StepLayout
+from ..recurrent.cache import StateCache
 from .compiled import CompiledDecoder, can_compile
+from .delta import run_delta
 from .plan import DecoderPlan, FeaturePlan, LayerPlan
 from .program import DecoderInput, Features, Tables
 
@@ -48,6 +50,7 @@ class WrittenDecoder:
         """
         compiled, windows = self._compiled, {layer.window for layer in self.plan.layers}
         is_determined = all(window is None or window >= _TYPICAL_TREE for window in windows)
+        is_determined = is_determined and all(layer.delta is None for layer in self.plan.layers)
         return compiled is not None and most_width(compiled.dtype) == ANY and is_determined
 
     def __call__(
@@ -77,7 +80,7 @@ class WrittenDecoder:
             x = self.embed(layout.tokens)
             given = DecoderInput(x, layout, cache, self.tables(x, layout.positions), features)
             compiled = self._compiled
-            if compiled is None or (keep is not None and layers is None) or not compiled.serves(layout):
+            if compiled is None or (keep is not None and layers is None) or not compiled.serves(layout, cache):
                 return self._run(given, keep)
             if self._is_tried:
                 return self._scaled(compiled.run(given, frozenset(layers or ()), keep))
@@ -88,10 +91,13 @@ class WrittenDecoder:
     ) -> torch.Tensor:
         """Run layer by layer, and compare the program with it, which should give every bit of that."""
         found, reason = None, "its results differ"
+        restore = given.cache.remember() if isinstance(given.cache, StateCache) else None
         try:
             found = self._scaled(compiled.run(given))
         except Exception as error:  # compilers raise errors of many types
             reason = repr(error)
+        if restore is not None:
+            restore()
         expected = self._run(given, keep)  # second, so that its keys and values stay in the cache
         self._is_tried = found is not None and torch.allclose(found, expected, rtol=0.0, atol=0.0, equal_nan=True)
         if not self._is_tried:
@@ -181,7 +187,10 @@ def run_layer(
     """
     if normed is None:
         normed = x if plan.before_attention is None else plan.before_attention(x)
-    attended = attend(plan, normed, layout, memory, tables)
+    if plan.delta is None:
+        attended = attend(plan, normed, layout, memory, tables)
+    else:
+        attended = plan.attention_output(run_delta(plan.delta, plan.query_key_value, normed, memory.cache))  # type: ignore[arg-type]
     if plan.after_attention is not None:
         attended = plan.after_attention(attended)
     if plan.is_parallel:
@@ -204,7 +213,12 @@ def attend(
     Run a layer's attention on `x` of shape `[N, hidden_size]`, after its norm; keys and values are written to `memory`.
     """
     num, heads, both = len(x), plan.num_heads, plan.num_heads + plan.kv_heads
-    states = plan.query_key_value(x).view(num, both + plan.kv_heads, plan.head_dim)
+    states = plan.query_key_value(x)
+    if plan.has_gates:
+        pairs, others = states.split([2 * heads * plan.head_dim, 2 * plan.kv_heads * plan.head_dim], dim=1)
+        queries, gates = pairs.view(num, heads, 2, plan.head_dim).unbind(2)
+        states = torch.cat([queries.reshape(num, -1), others], dim=1)
+    states = states.view(num, both + plan.kv_heads, plan.head_dim)
     rotated, values = states[:, :both], states[:, both:]
     if plan.query_norm is not None and plan.key_norm is not None:
         rotated = _normed(plan, rotated)
@@ -214,6 +228,8 @@ def attend(
         plan.rotation.rotate(rotated if dim == plan.head_dim else rotated[..., :dim], heads, cos_sin)
     keys, values = memory.write(rotated[:, heads:], values)
     output = packed_attention(rotated[:, :heads], keys, values, layout, plan.window, plan.scaling, plan.softcap)
+    if plan.has_gates:
+        output = output * gates.contiguous().sigmoid()
     return plan.attention_output(output.reshape(num, heads * plan.head_dim))
 
 

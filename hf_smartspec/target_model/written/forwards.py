@@ -15,20 +15,25 @@ _ORIGINS = ("transformers.", "torch.", __name__.partition(".")[0] + ".")
 # Names in the forwards of known layers. A forward with other names may do things that a few tokens do not show: scale
 # logits after some length (Ministral 3), clip values, ...
 _MENTIONS = frozenset(
-    "_attn_implementation _bidirectional_window_overlay act act_fn activation_fn ALL_ATTENTION_FUNCTIONS "
-    "apply_rotary_pos_emb arange attention_dropout attentions attn_logit_softcapping BaseModelOutputWithPast "
-    "block_sparse_moe bool c_fc c_proj cache cache_position cat chunk clamp_ clip_qkv config contiguous copy "
-    "create_causal_mask create_sliding_window_causal_mask dense device dict down_proj dropout dtype DynamicCache "
-    "eager_attention_forward embed_dropout embed_tokens embedding_dropout embedding_multiplier enumerate fc1 fc2 "
-    "final_layernorm float float32 functional gate_proj gate_up_proj get_interface get_seq_length getattr "
-    "has_sliding_layers head_dim hidden_states input_layernorm isinstance k_layernorm k_norm k_proj "
-    "last_hidden_state layer_idx layer_types layers mean mlp MoeModelOutputWithPast nn norm num_attention_heads "
-    "num_heads num_hidden_layers num_key_value_groups num_key_value_heads o_proj past_key_values "
+    "_attn_implementation _bidirectional_window_overlay A_log act act_fn activation activation_fn "
+    "ALL_ATTENTION_FUNCTIONS apply_mask_to_padding_states apply_rotary_pos_emb arange attention_dropout attentions "
+    "attn_logit_softcapping BaseModelOutputWithPast bias block_sparse_moe block_type bool c_fc c_proj cache "
+    "cache_position cat causal_conv1d_fn causal_conv1d_update chunk clamp_ clip_qkv config contiguous conv1d "
+    "conv_kernel_size copy create_causal_mask create_recurrent_attention_mask create_sliding_window_causal_mask dense "
+    "device dict down_proj dropout dt_bias dtype DynamicCache eager_attention_forward embed_dropout embed_tokens "
+    "embedding_dropout embedding_multiplier enumerate exp expand F fc1 fc2 final_layernorm float float32 functional "
+    "gate_proj gate_up_proj get_conv_state get_interface get_recurrent_state get_seq_length getattr "
+    "has_sliding_layers head_dim head_k_dim head_v_dim hidden_states in_proj_a in_proj_b in_proj_qkv in_proj_z "
+    "input_layernorm is_recording_past isinstance k_layernorm k_norm k_proj key_dim last_hidden_state layer_idx "
+    "layer_types layers linear_attn mean mlp MoeModelOutputWithPast ndim nn norm num_attention_heads num_heads "
+    "num_hidden_layers num_key_value_groups num_key_value_heads o_proj out_proj past_key_values pop "
     "post_attention_layernorm post_feedforward_layernorm post_mlp_layernorm post_self_attn_layernorm "
     "pre_feedforward_layernorm q_layernorm q_norm q_proj qk_layernorm qkv_proj reshape resid_attn_dropout "
     "resid_dropout resid_mlp_dropout residual_dropout residual_multiplier rotary_emb rotary_ndims scaling self_attn "
-    "set shape size sliding_window tensor to torch training transpose type_as unsqueeze up_proj update "
-    "use_bidirectional_attention use_parallel_residual use_qk_norm use_rope v_proj ValueError view".split()
+    "set shape sigmoid size sliding_window softplus split squeeze tensor to torch torch_chunk_gated_delta_rule "
+    "torch_recurrent_gated_delta_rule training transpose tuple type_as unsqueeze up_proj update update_conv_state "
+    "update_recurrent_state use_bidirectional_attention use_parallel_residual use_qk_norm use_rope v_proj value_dim "
+    "ValueError view weight".split()
 )
 
 Kind = type[nn.Module]

@@ -46,7 +46,7 @@ class Called:
         return self._module()
 
 
-class _Weighted:
+class Weighted:
     """Base of parts that compute with a module's parameters, which are read anew each time."""
 
     def __init__(self, module: nn.Module):
@@ -57,7 +57,7 @@ class _Weighted:
         return module._parameters
 
 
-class RMSNorm(_Weighted):
+class RMSNorm(Weighted):
     """
     `x / sqrt(mean(x ** 2) + eps) * weight` over the last dimension, rounded where the model's own norm rounds.
 
@@ -87,7 +87,7 @@ class RMSNorm(_Weighted):
         return torch.rms_norm(x, self.shape, None, self.eps).mul_(weight)
 
 
-class LayerNorm(_Weighted):
+class LayerNorm(Weighted):
     """`nn.LayerNorm` without the module around it."""
 
     def __init__(self, module: nn.LayerNorm):

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ..attention.tree_attention import layer_window
 from ..compat import shared_value
+from .delta import MAPS, DeltaPlan, delta_plan
 from .forwards import foreign_code, unknown_mentions
 from .parts import (
     MLP,
@@ -89,6 +90,8 @@ class LayerPlan:
     layer_type: str | None  # selects rotary embeddings, where types differ
     is_parallel: bool = False
     multiplier: float = 1.0  # of the outputs of attention and MLP
+    has_gates: bool = False  # whether every head's query is followed by a gate of its output, before a sigmoid
+    delta: DeltaPlan | None = None  # in place of attention
 
 
 @dataclass(eq=False)
@@ -202,18 +205,25 @@ class _Recognition:
         return plan
 
     def _layer(self, layer: Any) -> LayerPlan:
-        attention, mlp = self._child(layer, "self_attn"), self._first(layer, _MLPS)
+        is_recurrent = "linear_attn" in layer._modules
+        attention: Any = self._child(layer, "linear_attn" if is_recurrent else "self_attn")
+        mlp = self._first(layer, _MLPS)
         self._bypass(layer, attention)
         self.bodies += layer, attention
         names = next((row for row in _NORMS if set(row) <= {None, *layer._modules}), None)
         if names is None:
             raise UnknownStructureError("norms")
         norms = [None if name is None else self._norm(self._child(layer, name)) for name in names]
-        maps = next((names for names in _QUERY_KEY_VALUE if all(name in attention._modules for name in names)), None)
+        delta = self._delta(attention) if is_recurrent else None
+        maps = (
+            MAPS
+            if delta
+            else next((names for names in _QUERY_KEY_VALUE if all(name in attention._modules for name in names)), None)
+        )
         if maps is None:
             raise UnknownStructureError("attention")
         query, key = self._optional(attention, _QUERY_NORM), self._optional(attention, _KEY_NORM)
-        heads = self._heads(attention)
+        heads = (0, 0, 0) if delta else self._heads(attention)
         self._bypass(*(module for module in layer.modules() if isinstance(module, nn.Dropout)))
         config = getattr(attention, "config", self.config)
         window = getattr(attention, "sliding_window", shared_value(config, "sliding_window"))
@@ -227,19 +237,38 @@ class _Recognition:
             query_norm=None if query is None else self._norm(query),
             key_norm=None if key is None else self._norm(key),
             norms_heads=query is not None and query.weight.numel() == heads[2],
-            attention_output=self._map([self._first(attention, _ATTENTION_OUTPUT)]),
+            attention_output=self._map([self._first(attention, ("out_proj",) if delta else _ATTENTION_OUTPUT)]),
             mlp=self._mlp(mlp),
             num_heads=heads[0],
             kv_heads=heads[1],
             head_dim=heads[2],
-            scaling=float(getattr(attention, "scaling", heads[2] ** -0.5)),
+            scaling=1.0 if delta else float(getattr(attention, "scaling", heads[2] ** -0.5)),
             softcap=getattr(attention, "attn_logit_softcapping", None),
             window=layer_window(attention, window),
-            rotation=written_rotation(attention) if getattr(attention, "use_rope", True) else None,
+            rotation=None if delta or not getattr(attention, "use_rope", True) else written_rotation(attention),
             layer_type=types[index] if types and index is not None else None,
             is_parallel=names[1:] == (None, None, None),
             multiplier=float(getattr(layer, "residual_multiplier", 1.0)),
+            has_gates=not delta and self._has_gates(attention, heads),
+            delta=delta,
         )
+
+    def _delta(self, module: Any) -> DeltaPlan:
+        """Return the plan of a gated delta rule, without its maps."""
+        plan = delta_plan(module) if self.model.dtype is torch.float32 else None
+        if plan is None:
+            raise UnknownStructureError("recurrent layers")
+        self._bypass(module.conv1d, module.norm)
+        for item in (module.conv1d, module.norm):
+            self._know(item)
+        self.known |= {id(module.A_log), id(module.dt_bias)}
+        return plan
+
+    @staticmethod
+    def _has_gates(attention: Any, heads: tuple[int, int, int]) -> bool:
+        """Return whether the map of queries has as many outputs again, for gates (Qwen3.5, Qwen3-Next)."""
+        outputs = getattr(getattr(attention, "q_proj", None), "out_features", 0)
+        return outputs == 2 * heads[0] * heads[2]
 
     def _heads(self, attention: Any) -> tuple[int, int, int]:
         """Return the numbers of heads and key/value heads, and the dimensions of each."""
@@ -321,7 +350,7 @@ class _Recognition:
         """Refuse a decoder with parameters that the plan does not use."""
         left = {id(parameter) for parameter in decoder.parameters()} - self.known
         left -= {id(parameter) for layer in unused for parameter in layer.parameters()}
-        if left or any(True for _ in _own_parameters([self.model, *self.bypassed])):
+        if left or any(id(item) not in self.known for item in _own_parameters([self.model, *self.bypassed])):
             raise UnknownStructureError("further parameters")
 
 

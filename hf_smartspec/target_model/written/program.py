@@ -17,6 +17,7 @@ from ...cpu.threads import share_of
 from ..attention.seen_lines import lines_of
 from ..cache.slot_cache import SlotCache
 from ..layout.step_layout import StepLayout
+from .delta_program import DeltaOperators
 from .parts import gate_of
 from .plan import DecoderPlan, LayerPlan
 
@@ -79,6 +80,7 @@ class ForwardProgram:
         self.operators: list[tuple[int, dict[str, float]]] = []
         self.sized: list[int] = []  # operators on all tokens
         self.memory: list[torch.Tensor] = []
+        self.deltas = DeltaOperators(self)
         self.rotated: list[int] = []  # operators of each kind
         self.attending: list[int] = []
         self.multiplied: list[int] = []
@@ -97,8 +99,10 @@ class ForwardProgram:
         self.rounded = Rounded(self.room, max(groups, default=0))  # for products in int8
         layers = self.plan.layers
         self.queries = self._new(max(layer.num_heads * layer.head_dim for layer in layers))
-        self.attended = self._new(max(layer.num_heads * layer.head_dim for layer in layers))
-        self.states = self._new(max((layer.num_heads + 2 * layer.kv_heads) * layer.head_dim for layer in layers))
+        sizes = [layer.delta.sizes[1] if layer.delta else layer.num_heads * layer.head_dim for layer in layers]
+        self.attended = self._new(max(sizes))
+        maps: list[Any] = [layer.query_key_value for layer in layers if layer.delta is None]
+        self.states = self._new(max([item.shape[0] for item in maps], default=0))
         mlps: list[Any] = [layer.mlp for layer in layers]
         self.hidden = self._new(max(mlp.inputs.shape[0] for mlp in mlps))
         self.gated = self._new(self.hidden.shape[1] // 2)
@@ -114,14 +118,14 @@ class ForwardProgram:
             self._settle()
             self.kept[-1] = self._norm(self.plan.final_norm, self.x, self.x)
         self.last_norm = self._norm(self.plan.final_norm, self.x, self.normed, is_sized=False)
-        self.head = self._multiply(self.plan.head, self.normed, self.normed, is_sized=False)  # outputs are set later
+        self.head = self.multiply(self.plan.head, self.normed, self.normed, is_sized=False)  # outputs are set later
         self.last = [*range(self.last_norm, self.head + 1)]  # operators on the tokens that are kept
 
     def _new(self, size: int) -> torch.Tensor:
         self.memory.append(torch.empty(self.room, size, dtype=self.dtype, device="cpu"))
         return self.memory[-1]
 
-    def _add(self, code: int, is_sized: bool = True, /, **fields: float) -> int:
+    def add(self, code: int, is_sized: bool = True, /, **fields: float) -> int:
         """Append an operator, on all tokens if `is_sized`; return its number."""
         self.operators.append((code, fields))
         if is_sized:
@@ -138,7 +142,7 @@ class ForwardProgram:
         added, factor = self.pending or (None, 1.0)
         self.pending = None
         address = 0 if added is None else added.data_ptr()
-        return self._add(codes.ADD, size=self.size, x=self.x.data_ptr(), added=address, factor=factor)
+        return self.add(codes.ADD, size=self.size, x=self.x.data_ptr(), added=address, factor=factor)
 
     def _norm(self, norm: Any, x: torch.Tensor, outputs: torch.Tensor, is_sized: bool = True) -> int:
         """Normalize tokens of `size` numbers; `x` after what is pending was added to it."""
@@ -146,25 +150,23 @@ class ForwardProgram:
         if x is self.x and self.pending is not None:
             fields |= {"added": self.pending[0].data_ptr(), "factor": self.pending[1]}
             self.pending = None
-        return self._norm_vectors(norm, 1, (self.size, self.size), is_sized, **fields)
+        return self.norm_vectors(norm, 1, (self.size, self.size), is_sized, **fields)
 
-    def _norm_vectors(
+    def norm_vectors(
         self, norm: Any, vectors: int, strides: tuple[int, int], is_sized: bool = True, /, **fields: float
     ) -> int:
-        return self._add(
-            codes.NORM,
-            is_sized,
-            vectors=vectors,
-            size=norm.shape[0],
-            in_stride=strides[0],
-            out_stride=strides[1],
-            is_shifted=norm.is_shifted,
-            weight=norm.weight().data_ptr(),
-            eps=norm.eps,
-            **fields,
-        )
+        own = {
+            "size": norm.shape[0],
+            "vector_stride": norm.shape[0],
+            "in_stride": strides[0],
+            "out_stride": strides[1],
+            "is_shifted": norm.is_shifted,
+            "weight": norm.weight().data_ptr(),
+            "eps": norm.eps,
+        }
+        return self.add(codes.NORM, is_sized, vectors=vectors, **own | fields)
 
-    def _multiply(self, item: Any, x: torch.Tensor, outputs: torch.Tensor, is_sized: bool = True) -> int:
+    def multiply(self, item: Any, x: torch.Tensor, outputs: torch.Tensor, is_sized: bool = True) -> int:
         """Write a product; return the number of its last operator."""
         weight, bias, scale = item.whole()
         num_outputs, num_inputs = item.shape
@@ -176,13 +178,13 @@ class ForwardProgram:
         }
         if scale is not None:
             rounded = dict(zip(("levels", "steps", "offsets"), self.rounded.addresses))
-            self._add(codes.LEVELS, is_sized, size=num_inputs, tokens=x.data_ptr(), **rounded)
+            self.add(codes.LEVELS, is_sized, size=num_inputs, tokens=x.data_ptr(), **rounded)
             fields |= {"num_groups": weight.shape[1], "share": blocks_of(num_outputs, num_inputs), **rounded}
-            return self._add(codes.INT8, is_sized, scales=scale.data_ptr(), **fields)
+            return self.add(codes.INT8, is_sized, scales=scale.data_ptr(), **fields)
         at_once = tokens_at_once(self.room, num_inputs)
         fields |= {"at_once": at_once, "wide_size": wide_size(at_once, num_inputs)}
         share = share_of(num_outputs, num_inputs, ROWS)
-        number = self._add(codes.MULTIPLY, is_sized, num_inputs=num_inputs, share=share, tokens=x.data_ptr(), **fields)
+        number = self.add(codes.MULTIPLY, is_sized, num_inputs=num_inputs, share=share, tokens=x.data_ptr(), **fields)
         self.multiplied.append(number)
         return number
 
@@ -194,18 +196,23 @@ class ForwardProgram:
             self.given = self._new(plan.states_map.shape[1])
             place = self.given.data_ptr()
             for norm in plan.states_norms:
-                self._norm_vectors(norm, 1, (self.given.shape[1],) * 2, x=place, outputs=place)
+                self.norm_vectors(norm, 1, (self.given.shape[1],) * 2, x=place, outputs=place)
                 place += norm.shape[0] * self.given.itemsize
-            self._multiply(plan.states_map, self.given, features)
+            self.multiply(plan.states_map, self.given, features)
         if plan.adds_normed:
             self._norm(plan.feature_norm, features, self.x)
         halves = both.data_ptr(), both.data_ptr() + self.size * both.itemsize
         for norm, x, place in zip((plan.embedding_norm, plan.feature_norm), (self.embedded, features), halves):
-            self._norm_vectors(norm, 1, (self.size, 2 * self.size), x=x.data_ptr(), outputs=place)
+            self.norm_vectors(norm, 1, (self.size, 2 * self.size), x=x.data_ptr(), outputs=place)
         return both
 
     def _write_layer(self, plan: LayerPlan, normed: torch.Tensor | None = None) -> None:
-        self._write_attention(plan, self._input(plan.before_attention) if normed is None else normed)
+        normed = self._input(plan.before_attention) if normed is None else normed
+        if plan.delta is None:
+            self._write_attention(plan, normed)
+        else:
+            self.deltas.add(plan.delta, plan.query_key_value, normed)
+            self.multiply(plan.attention_output, self.attended, self.out)
         if plan.after_attention is not None:
             self._norm(plan.after_attention, self.out, self.out)
         self.pending = self.out, plan.multiplier
@@ -224,16 +231,24 @@ class ForwardProgram:
 
     def _write_attention(self, plan: LayerPlan, normed: torch.Tensor) -> None:
         heads, kv_heads, size = plan.num_heads, plan.kv_heads, plan.head_dim
-        self._multiply(plan.query_key_value, normed, self.states)
-        stride = (heads + 2 * kv_heads) * size
-        for norm, first, number in ((plan.query_norm, 0, heads), (plan.key_norm, heads, kv_heads)):
+        maps: Any = plan.query_key_value
+        self.multiply(maps, normed, self.states)
+        step, stride = 2 if plan.has_gates else 1, maps.shape[0]  # from one query to the next, and to the next token's
+        for norm, first, number, apart in (
+            (plan.query_norm, 0, heads, step),
+            (plan.key_norm, step * heads, kv_heads, 1),
+        ):
             if norm is not None:
                 place = self.states.data_ptr() + first * size * self.states.itemsize
                 number = number if plan.norms_heads else 1
-                self._norm_vectors(norm, number, (stride, stride), x=place, outputs=place)
-        fields = {"states": self.states.data_ptr(), "queries": self.queries.data_ptr()}
-        self.rotated.append(self._add(codes.ROTATE, heads=heads, kv_heads=kv_heads, size=size, **fields))
-        attention = self._add(
+                fields = {"x": place, "outputs": place, "vector_stride": apart * size}
+                self.norm_vectors(norm, number, (stride, stride), **fields)
+        fields = {"states": self.states.data_ptr(), "queries": self.queries.data_ptr(), "has_gates": plan.has_gates}
+        self.rotated.append(self.add(codes.ROTATE, heads=heads, kv_heads=kv_heads, size=size, **fields))
+        gates = {}
+        if plan.has_gates:
+            gates = {"gates": self.states.data_ptr() + size * self.states.itemsize, "gate_stride": stride}
+        attention = self.add(
             codes.ATTEND,
             False,
             kv_heads=kv_heads,
@@ -242,23 +257,24 @@ class ForwardProgram:
             queries=self.queries.data_ptr(),
             outputs=self.attended.data_ptr(),
             scale=plan.scaling,
+            **gates,
         )
         self.attending.append(attention)
-        self._multiply(plan.attention_output, self.attended, self.out)
+        self.multiply(plan.attention_output, self.attended, self.out)
 
     def _write_mlp(self, plan: LayerPlan, x: torch.Tensor, outputs: torch.Tensor) -> None:
         mlp: Any = plan.mlp
         activation = gate_of(mlp.activation)
         assert activation is not None
-        self._multiply(mlp.inputs, x, self.hidden)
-        self._add(
+        self.multiply(mlp.inputs, x, self.hidden)
+        self.add(
             codes.GATE,
             size=mlp.inputs.shape[0] // 2,
             activation=activation,
             inputs=self.hidden.data_ptr(),
             outputs=self.gated.data_ptr(),
         )
-        self._multiply(mlp.output, self.gated, outputs)
+        self.multiply(mlp.output, self.gated, outputs)
 
     # --- Running it
 
@@ -269,7 +285,7 @@ class ForwardProgram:
         self.wide = column(codes.MULTIPLY, "wide")
         sizes = rows[self.multiplied, column(codes.MULTIPLY, "wide_size")]
         self.most_wide = int(sizes.max(initial=0))
-        layers = self.plan.layers
+        layers = [layer for layer in self.plan.layers if layer.delta is None]
         self.lines = column(codes.ROTATE, "lines")
         self.memory_places = [
             _places(codes.ROTATE, self.rotated, _MEMORY),
@@ -296,6 +312,8 @@ class ForwardProgram:
         program.set(self.last_norm, "lines", 0 if lines is None else lines.data_ptr())
         program.set(self.head, "outputs", logits.data_ptr())
         program.run(self.num_threads)
+        if self.deltas.plans:
+            self.deltas.keep(num, given.cache, scratch[:2])
         del scratch  # until here, only its addresses were known
         for layer, states in zip(self.kept, kept):
             assert keep is not None, "`layers` come with `keep`"
@@ -304,9 +322,10 @@ class ForwardProgram:
 
     def _set_places(self, given: DecoderInput) -> list[torch.Tensor]:
         """Set the memory of layers, what tokens attend to, and rotary embeddings; return what must stay meanwhile."""
-        (x, layout, cache, tables, _), layers, rows = given, self.plan.layers, self.program.rows
-        memories = [cache.layer(index) for index in range(len(layers))]
-        for memory, layer in zip(memories, layers):
+        (x, layout, cache, tables, _), rows = given, self.program.rows
+        layers = [(index, layer) for index, layer in enumerate(self.plan.layers) if layer.delta is None]
+        memories = [cache.layer(index) for index, _ in layers]
+        for memory, (_, layer) in zip(memories, layers):
             if not memory.is_initialized:
                 empty = x.new_empty(1, layer.kv_heads, 1, layer.head_dim)
                 memory.lazy_initialization(empty, empty)
@@ -315,7 +334,7 @@ class ForwardProgram:
             rows[where] = addresses
 
         assert all(part.dtype is self.dtype for pair in tables.values() for part in pair)
-        held: list[torch.Tensor] = []
+        held: list[torch.Tensor] = self.deltas.place(x, cache) if self.deltas.plans else []
         rows[self.rotated, self.lines] = layout.lines.data_ptr()
         for name, where in self.rotations.items():
             cos, sin = (part.contiguous() for part in tables[name])

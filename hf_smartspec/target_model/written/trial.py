@@ -21,6 +21,7 @@ from ..forward.packed import PackedForward
 from ..forward.rotary import forget_lengths
 from ..layout.rows import RowInput
 from ..layout.step_layout import StepLayout
+from ..recurrent.cache import StateCache
 from ..support.twin import TWIN_REACH, borders, float32_copy, small_twin
 from .decoder import Tables, WrittenDecoder, run_layer
 from .parts import CalledMLP
@@ -78,6 +79,7 @@ class _Call(NamedTuple):
     x: torch.Tensor  # [N, hidden_size], the input
     output: torch.Tensor  # [N, hidden_size]
     layout: StepLayout
+    rows: Sequence[RowInput]  # where the cache has states
     tables: Mapping[str | None, Tables]
 
 
@@ -161,7 +163,9 @@ class _Trial:
         elif self.output is None or not torch.equal(x, self.output.to(x.device)):
             raise UnknownStructureError(f"values are computed between layers {index - 1} and {index}")
         self.output = output
-        self.calls[index].append(_Call(args, kwargs, x, output, layout, self.tables))
+        cache = self.forward.cache
+        rows = cache.step.inputs if isinstance(cache, StateCache) else ()
+        self.calls[index].append(_Call(args, kwargs, x, output, layout, rows, self.tables))
 
     def _compare_layer(self, index: int, layer: nn.Module) -> None:
         # Keys and values of their own, in the places that the forward's cache has for them.
@@ -170,6 +174,8 @@ class _Trial:
         in_float32 = float32_copy(layer, self.configs) if self.is_coarse else None
         for call in self.calls.pop(index):
             written.layout = wide.layout = call.layout
+            if isinstance(written, StateCache):
+                written.begin(call.rows, call.x.device)
             output = run_layer(self.plan.layers[index], call.x, call.layout, written.layer(index), call.tables)
             expected, unit = call.output, self._unit(call.output)
             if in_float32 is not None:
@@ -259,4 +265,6 @@ def _beside(cache: SlotCache) -> SlotCache:
     """Return a cache of the same rows, with memory of its own."""
     other = copy.copy(cache)
     other.layers = []
+    if isinstance(other, StateCache):
+        other.forget()
     return other

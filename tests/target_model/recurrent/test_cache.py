@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from hf_smartspec.cpu.recurrence import has_recurrence
 from hf_smartspec.drafts.tree import DraftTree
 from hf_smartspec.target_model.compat import TESTED_MODEL_TYPES, new_cache
 from hf_smartspec.target_model.forward.packed import PackedForward
@@ -12,6 +13,7 @@ from hf_smartspec.target_model.recurrent import functions, state_rows
 from hf_smartspec.target_model.recurrent.cache import StateCache
 from hf_smartspec.target_model.recurrent.functions import recurrent_layers
 from hf_smartspec.target_model.recurrent.kept import KeptStates
+from hf_smartspec.target_model.written import packed_forward, written_decoder
 
 from ...models import RECURRENT, UNPADDED, VOCAB_SIZE, new_model, shared_model
 
@@ -67,15 +69,21 @@ def check_states_in_modules(model, forward, row, text):
         check_state(cache._windows[block, 0][cache._entries[row]], block.conv1d_state[0].T)
 
 
+_GROWING = "qwen3_5_text", "kimi_linear", "bamba", "jamba", "minimax", "recurrent_gemma", "lfm2"
+WRITTEN = [("qwen3_5_text", packed_forward), ("qwen3_5_moe_text", packed_forward)]
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("architecture", [*RECURRENT, *UNPADDED])
-def test_logits_of_trees_and_states_after_commits(architecture):
+@pytest.mark.parametrize(
+    ("architecture", "build"), [*[(name, PackedForward) for name in [*RECURRENT, *UNPADDED]], *WRITTEN]
+)
+def test_logits_of_trees_and_states_after_commits(architecture, build):
     """
     Rows that come and go, prompts in pieces over several chunks, trees of up to 64 nodes, branches that win, and drafts
     that fail.
     """
     model, rng = shared_model(architecture), np.random.default_rng(0)
-    forward = PackedForward(model, prefill_chunk=48)
+    forward = build(model, prefill_chunk=48)
     forward.cache.chunk = 7
     forward.cache.is_prompt = lambda: torch.tensor([True])  # as for the forward over a whole text below
     texts = {forward.add(): rng.integers(3, VOCAB_SIZE, length) for length in (61, 1, 8)}
@@ -107,12 +115,13 @@ def test_logits_of_trees_and_states_after_commits(architecture):
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "architecture", ["qwen3_5_text", "kimi_linear", "bamba", "jamba", "minimax", "recurrent_gemma", "lfm2"]
+    ("architecture", "build"),
+    [*[(name, PackedForward) for name in _GROWING], *WRITTEN],
 )
-def test_drafts_that_grow_by_several_forwards(architecture):
+def test_drafts_that_grow_by_several_forwards(architecture, build):
     """Levels of different widths, rows that end early, and paths that end in every level, as draft models run."""
     model, rng = shared_model(architecture), np.random.default_rng(1)
-    forward = PackedForward(model)
+    forward = build(model)
     forward.cache.chunk = 6
     texts = {forward.add(): rng.integers(3, VOCAB_SIZE, length) for length in (9, 3, 14)}
     for round_ in range(4):
@@ -123,8 +132,11 @@ def test_drafts_that_grow_by_several_forwards(architecture):
             inputs = []
             for row in running:
                 tree, first = trees[row], known[row]
-                # A draft model's first level has no nodes yet.
-                end = min(first + (int(rng.integers(1, 5)) if level or round_ % 2 else 0), len(tree.tokens))
+                # A draft model's first level has no nodes yet; a row without a draft runs beside others.
+                has_nodes = level or round_ % 2
+                if round_ == 3 and row is next(iter(texts)):
+                    has_nodes = False
+                end = min(first + (int(rng.integers(1, 5)) if has_nodes else 0), len(tree.tokens))
                 if end == first and level:
                     continue
                 part = DraftTree(tree.tokens[:end], tree.parents[:end], tree.probs[:end])
@@ -144,6 +156,15 @@ def test_drafts_that_grow_by_several_forwards(architecture):
         for row, path in zip(texts, paths):
             texts[row] = np.append(np.concatenate([texts[row], trees[row].tokens[path]]), rng.integers(3, VOCAB_SIZE))
             check_states(model, forward, row, texts[row][:-1])
+
+
+def test_the_written_out_ones_are_not_refused():
+    for (name, build), is_one_call in zip(WRITTEN, (True, False)):
+        build(shared_model(name))
+        decoder = written_decoder(shared_model(name))
+        assert decoder is not None
+        if has_recurrence():
+            assert (decoder._compiled is not None) == is_one_call, "experts are called as they are"
 
 
 @torch.no_grad()
@@ -277,6 +298,20 @@ def test_plain_models_are_not_searched_for_recurrent_layers(monkeypatch):
     assert recurrent_layers(model) is None
     with pytest.raises(TypeError):
         recurrent_layers(shared_model("lfm2"))  # not stateful by its class
+
+
+@torch.no_grad()
+@pytest.mark.skipif(not has_recurrence(), reason="no compiled code for this CPU")
+def test_linear_layers_multiply_few_tokens_as_written_out_ones_do(monkeypatch):
+    model, sizes = shared_model("bamba"), []
+    product = functions.few_token_linear
+    monkeypatch.setattr(functions, "few_token_linear", lambda x, *rest: (sizes.append(len(x)), product(x, *rest))[1])
+    forward, text = PackedForward(model), np.arange(5, 8)
+    forward.forward([RowInput(forward.add(), text)])
+    assert sizes and set(sizes) <= {1, 3}
+    sizes.clear()
+    model(torch.from_numpy(text)[None])
+    assert not sizes, "of packed forwards only"
 
 
 @torch.no_grad()

@@ -1,0 +1,176 @@
+"""Operators of gated delta rules in the program of a decoder's forward."""
+
+from collections.abc import Mapping
+from functools import cache, cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from ...cpu.kernels import program as codes
+from ...cpu.kernels.recur import scratch_size
+from ...cpu.program import Program, column
+from ..cache.slot_cache import SlotCache
+from ..recurrent.cache import StateCache
+from .delta import NORM_EPS, DeltaPlan
+
+_LAYOUT = "num_rows", "tail", "rows", "parents"
+_ITEMSIZE = 4  # bytes of float32
+
+
+class Writer(Protocol):
+    """Attributes of a `ForwardProgram` that are used here."""
+
+    program: Program
+    num_threads: int
+    attended: torch.Tensor
+
+    def add(self, code: int, is_sized: bool = True, /, **fields: float) -> int: ...
+
+    def multiply(self, item: Any, x: torch.Tensor, outputs: torch.Tensor, is_sized: bool = True) -> int: ...
+
+    def norm_vectors(
+        self, norm: Any, vectors: int, strides: tuple[int, int], is_sized: bool = True, /, **fields: float
+    ) -> int: ...
+
+
+class DeltaOperators:
+    """
+    The operators of all layers with a delta rule.
+
+    Args:
+        program (`ForwardProgram`): The program that they are part of.
+    """
+
+    def __init__(self, program: Writer):
+        self.program = program
+        self.plans: list[DeltaPlan] = []
+        self._widths: list[int] = []  # outputs of the layers' maps
+        self._operators: list[list[int]] = []  # for each layer: map, convolution, recurrence, norm
+
+    def add(self, plan: DeltaPlan, inputs: Any, x: torch.Tensor) -> None:
+        """Write a layer's operators from its input `x` to `attended`."""
+        own, (channels, values, _, _) = self.program, plan.sizes
+        number = own.multiply(inputs, x, x)  # outputs are set later
+        weight, bias = plan.convolution.weight(), plan.convolution.bias()
+        width = inputs.shape[0]
+        convolution = own.add(
+            codes.CONVOLVE,
+            False,
+            channels=channels,
+            width=weight.shape[1],
+            is_silu=True,
+            in_stride=width,
+            out_stride=channels,
+            weight=weight.data_ptr(),
+            bias=0 if bias is None else bias.data_ptr(),
+        )
+        logs, biases = plan.rates()
+        recurrence = own.add(
+            codes.RECUR,
+            False,
+            heads=plan.heads,
+            groups=plan.heads // plan.key_heads,
+            size=plan.key_size,
+            value_size=plan.value_size,
+            **dict.fromkeys(("query_stride", "key_stride", "value_stride"), channels),
+            **dict.fromkeys(("decay_stride", "beta_stride"), width),
+            logs=logs.data_ptr(),
+            biases=biases.data_ptr(),
+            is_delta=True,
+            outputs=own.attended.data_ptr(),
+            scale=plan.key_size**-0.5,
+            eps=NORM_EPS,
+        )
+        fields = {"x": own.attended.data_ptr(), "outputs": own.attended.data_ptr(), "gate_stride": width}
+        norm = own.norm_vectors(plan.norm, plan.heads, (values, values), **fields)
+        self.plans.append(plan)
+        self._widths.append(width)
+        self._operators.append([number, convolution, recurrence, norm])
+
+    @cached_property
+    def _index(self) -> np.ndarray:
+        """
+        For each layer: its map's operator and the place of outputs there, convolution, recurrence, norm; outputs of the
+        map, numbers of queries, keys and values, of values, and heads. `[9, layers]`
+        """
+        rows, places = self.program.program.rows, []
+        for plan, width, (number, *others) in zip(self.plans, self._widths, self._operators):
+            places.append([number, column(rows[number, 0], "outputs"), *others, width, *plan.sizes[:3]])
+        return np.array(places).T
+
+    def place(self, x: torch.Tensor, cache: SlotCache) -> list[torch.Tensor]:
+        """
+        Set the memory of a forward of embeddings `x`; return what must stay meanwhile. Without drafts, states are
+        stored at once, and all layers use the same memory for the rest.
+        """
+        rows = self.program.program.rows
+        assert isinstance(cache, StateCache), "the cache that the model needs"
+        num, short = len(x), cache.step.short
+        assert short is not None, "`CompiledDecoder.serves`"
+        maps, outputs, convolutions, recurrences, norms, widths, channels, values, heads = self._index
+        totals = num * (widths + channels + values)
+        self._offsets = np.zeros_like(totals) if short.stores_all else np.cumsum(totals) - totals
+        short.num_bytes = _ITEMSIZE * int(totals.sum())
+        memory = x.new_empty(int((self._offsets + totals).max()))
+        inputs = memory.data_ptr() + _ITEMSIZE * self._offsets
+        convolved = inputs + _ITEMSIZE * num * widths
+        windows, states = [], []
+        for plan in self.plans:
+            key, shape = (plan.layer, 0), (plan.heads, plan.key_size, plan.value_size)
+            windows.append(cache.windows(key, x, plan.convolution.width, plan.sizes[0]).data_ptr())
+            states.append(cache.states(key, x, *shape).data_ptr())
+        number = max(scratch_size(short.parents.shape[1], plan.key_size, plan.value_size) for plan in self.plans)
+        scratch = x.new_empty(self.program.num_threads * number)
+
+        rows[maps, outputs] = inputs
+        key_bytes = _ITEMSIZE * (channels - values) // 2
+        factors = inputs + _ITEMSIZE * (channels + values)
+        layout = dict(zip(_LAYOUT, short.layout))
+        fields: dict[str, Any] = {"inputs": inputs, "windows": windows, "outputs": convolved, **layout}
+        _set(rows, codes.CONVOLVE, convolutions, fields)
+        fields = {"queries": convolved, "keys": convolved + key_bytes, "values": convolved + 2 * key_bytes, **layout}
+        fields |= {"betas": factors, "decays": factors + _ITEMSIZE * heads, "states": states}
+        fields |= {"writes": convolved + _ITEMSIZE * num * channels, "scratch": scratch.data_ptr()}
+        _set(rows, codes.RECUR, recurrences, fields | {"scratch_size": number})
+        _set(rows, codes.NORM, norms, {"gates": inputs + _ITEMSIZE * channels})
+        return [memory, scratch]
+
+    def keep(self, num: int, cache: SlotCache, held: list[torch.Tensor]) -> None:
+        """Keep what `ShortTails.store` and longer drafts read after a forward of `num` tokens."""
+        rows = self.program.program.rows
+        assert isinstance(cache, StateCache) and cache.step.short is not None
+        short, memory = cache.step.short, held[0]
+        if short.stores_all:
+            return
+        for plan, (_, convolution, recurrence, _) in zip(self.plans, self._operators):
+            short.operators[codes.CONVOLVE, (plan.layer, 0)] = rows[convolution].copy()
+            short.operators[codes.RECUR, (plan.layer, 0)] = rows[recurrence].copy()
+        short.held += held
+        plans, widths, offsets = self.plans, self._widths, self._offsets
+
+        def fill() -> None:
+            for plan, width, offset in zip(plans, widths, offsets.tolist()):
+                key, (channels, values, heads, _) = (plan.layer, 0), plan.sizes
+                sizes = [num * width, num * channels, num * values]
+                parts = memory[offset : offset + sum(sizes)].split(sizes)
+                inputs, convolved, writes = (part.view(num, -1) for part in parts)
+                own = convolved[:, (channels - values) // 2 : channels - values].unflatten(1, (plan.key_heads, -1))
+                written = writes.unflatten(1, (heads, -1))
+                short.inputs[key] = inputs[:, :channels]
+                short.written[key] = own, NORM_EPS, written, inputs[:, width - heads :], plan.rates()
+
+        short.fill = fill
+
+
+def _set(rows: np.ndarray, code: int, operators: np.ndarray, fields: Mapping[str, Any]) -> None:
+    """Set fields of operators of one code."""
+    values = np.empty((len(operators), len(fields)), np.int64)
+    for place, value in enumerate(fields.values()):
+        values[:, place] = value
+    rows[operators[:, None], _columns(code, tuple(fields))] = values
+
+
+@cache
+def _columns(code: int, names: tuple[str, ...]) -> list[int]:
+    return [column(code, name) for name in names]
