@@ -98,6 +98,8 @@ class TreeCandidateGenerator(AssistedDecodingSource):
             `hidden_states[k]`, except that the last of these is -1 here.)
         num_likeliest (`int`): Number of the target's likeliest next tokens that it uses, where these are available.
             `observe` then gets a `Committed` in place of tokens.
+        observes_every_step (`bool`): Whether `observe` is called after every step. By default, what steps committed in
+            which no source was asked comes at once, before the next `propose` or `stop`, unless scores are needed.
         label (`str`): The kind of source that readers of a trace see, such as "suffix"; by default, the name of the
             class.
         weights_version (`int`): Count it up whenever the weights that it drafts with have changed while requests run,
@@ -116,6 +118,7 @@ class TreeCandidateGenerator(AssistedDecodingSource):
     needs: frozenset[str] = frozenset()
     hidden_layers: Sequence[int] = (LAST,)
     num_likeliest: int = 0
+    observes_every_step: bool = False
     label: str = ""
     weights_version: int = 0
     num_renewals: int = 0
@@ -187,9 +190,9 @@ class TreeCandidateGenerator(AssistedDecodingSource):
     @abstractmethod
     def observe(self, request_id: Hashable, tokens: Any) -> None:
         """
-        Take the tokens (int64 `[n]`) that were committed: every token of a request comes once, in order, when it has
-        been verified. Sources with `needs` or `num_likeliest` get a `Committed`; with `needs`, also while the prompt is
-        run.
+        Take the tokens (int64 `[n]`) that were committed: every token of a request comes once, in order, after the step
+        that verified it, or later, see `observes_every_step`. Sources with `needs` or `num_likeliest` get a
+        `Committed`; with `needs`, also while the prompt is run.
         """
 
     @abstractmethod
@@ -262,6 +265,7 @@ def adopt(source: TreeCandidateGenerator, parts: Sequence[TreeCandidateGenerator
         {layer for part in parts if HIDDEN_STATES in part.needs for layer in part.hidden_layers}
     )
     source.num_likeliest = max(part.num_likeliest for part in parts)
+    source.observes_every_step = any(part.observes_every_step for part in parts)
     source.follows_target = all(part.follows_target for part in parts)
     source.default_num_nodes = max(part.default_num_nodes for part in parts)
     source.most_nodes = max(map(most_nodes_of, parts))

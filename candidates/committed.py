@@ -50,7 +50,7 @@ class Committed:
 
     Args:
         tokens (`np.ndarray` of shape `[n]`, int64): Tokens committed since the last call: those of the accepted path,
-            and the bonus token after it.
+            and the bonus token after it. Those of steps that asked no source come together.
         path (`np.ndarray` of shape `[n - 1]`, int64): The nodes of `tree` that were accepted; shorter or empty where
             nothing was verified.
         hidden_states (mapping of `int` to `torch.Tensor` of shape `[m, hidden_size]`): By layer, see

@@ -21,6 +21,7 @@ _ATTRIBUTES = (
     "needs",
     "hidden_layers",
     "num_likeliest",
+    "observes_every_step",
     "label",
 )
 

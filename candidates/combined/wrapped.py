@@ -71,6 +71,7 @@ class WrappedCandidates(TreeCandidateGenerator):
             needs.add(HIDDEN_STATES)
             self.hidden_layers = _asked_layers(generator, num_layers)
         self.needs, self.follows_target = frozenset(needs), generator.requires_model_outputs
+        self.observes_every_step = generator.requires_model_outputs
         self._sequences: dict[Hashable, _Sequence] = {}
 
     @property

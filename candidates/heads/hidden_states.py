@@ -1,7 +1,7 @@
 """Sources whose rows hold what a drafter computes of the target's hidden states."""
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from ..models.draft_growth import DraftState
 from ..models.rows import RowCandidates
 from ..request import SourceRequest
 
-_MOST_PENDING = 256  # hidden states that are kept for a draft; more go into the row
+_MOST_PENDING = 1024  # hidden states that are kept for a draft, which may never be wanted; more go into the row
 
 
 @dataclass(eq=False)
@@ -28,11 +28,19 @@ class KnownStates(DraftState):
 
     first_token: int = -1
     start: int = 0
-    known: torch.Tensor | None = None
+    pieces: list[torch.Tensor] = field(default_factory=list)  # of the hidden states, in order
+    num_known: int = 0  # tokens up to the last one whose hidden state is known
+
+    def set_known(self, start: int, *pieces: torch.Tensor) -> None:
+        """Replace the hidden states by these of the tokens from `start` on."""
+        self.start, self.pieces, self.num_known = start, list(pieces), start + sum(map(len, pieces))
 
     @property
-    def num_known(self) -> int:
-        return self.start + (0 if self.known is None else len(self.known))
+    def known(self) -> torch.Tensor | None:
+        """The hidden states, joined when they are read: not at every step that is decoded without a draft."""
+        if len(self.pieces) > 1:
+            self.pieces = [torch.cat(self.pieces)]
+        return self.pieces[0] if self.pieces else None
 
     @property
     def num_pending(self) -> int:
@@ -40,7 +48,8 @@ class KnownStates(DraftState):
         return self.num_known - self.row.length
 
     def features(self) -> torch.Tensor | None:
-        return None if self.known is None else self.known[self.row.length - self.start :]
+        known = self.known
+        return None if known is None else known[self.row.length - self.start :]
 
     def input(self) -> RowInput:
         """Return the row's input with all these."""
@@ -68,16 +77,20 @@ class KnownStates(DraftState):
         if start > self.num_known:
             return
         first = min(self.row.length, start)
-        if self.known is not None:
-            kept = self.known[max(first - self.start, 0) : max(start - self.start, 0)]
-            states = torch.cat([kept, states]) if len(kept) else states
-        self.start, self.known = first, states
+        if first == self.start and start == self.num_known:
+            self.pieces.append(states)
+            self.num_known += len(states)
+            return
+        known = self.known
+        kept = states[:0] if known is None else known[max(first - self.start, 0) : max(start - self.start, 0)]
+        self.set_known(first, torch.cat([kept, states]) if len(kept) else states)
 
     def let_go(self) -> None:
         """Keep only the newest of the hidden states that have gone into the row, since drafts begin with it."""
-        if self.known is not None:
+        known = self.known
+        if known is not None:
             start = max(min(self.row.length, self.num_known) - 1, self.start)
-            self.start, self.known = start, self.known[start - self.start :].clone()
+            self.set_known(start, known[start - self.start :].clone())
 
 
 class HiddenStateCandidates(RowCandidates):
@@ -134,10 +147,10 @@ class HiddenStateCandidates(RowCandidates):
         num = 0 if other is None else min(request.num_cached, state.shared(other, self._num_ahead))
         if other is None or not num:
             return 0
-        state.start = min(num, other.row.length)
-        if num > state.start and other.known is not None:
-            state.known = other.known[state.start - other.start : num - other.start].clone()
-        self._ragged.reuse(state.row, other.row, state.start)
+        start = min(num, other.row.length)
+        known = None if num == start else other.known
+        state.set_known(start, *([] if known is None else [known[start - other.start : num - other.start].clone()]))
+        self._ragged.reuse(state.row, other.row, start)
         return num
 
     @torch.no_grad()
@@ -150,7 +163,7 @@ class HiddenStateCandidates(RowCandidates):
             self._ragged.cut(state.row, committed.start)
         # Layers may lie on several devices.
         states = [committed.hidden_states[layer].to(self.heads.device) for layer in self.hidden_layers]
-        state.take(states[0] if len(states) == 1 else torch.cat(states, dim=1), committed.start)
+        state.take(torch.cat(states, dim=1), committed.start)  # a copy, also of one layer: it is a part of all rows'
         if not len(committed.tokens) or state.num_pending > _MOST_PENDING:
             self._run_pending([state])  # not to be kept until a long prompt or a pause in drafting ends
 

@@ -24,6 +24,7 @@ from .statistics import GenerationStatistics
 from .text import RequestText
 from .trace import RequestTrace
 
+_MOST_UNSHOWN = 1024  # tokens of a text whose hidden states wait for the next draft
 DRAFT_ROOM = 16  # tokens after a request's last one that memory is reserved for; see `DecodingCall.cap`
 
 
@@ -71,7 +72,8 @@ class Request(RequestText):
     dropped: set[int] = field(default_factory=set)  # positions of sources that have failed
     is_known_to_source: bool = False
     shares_with: Hashable | None = None  # the request whose keys and values its row began with
-    num_observed: int = 0  # generated tokens that were passed to its sources
+    num_observed: int = 0  # generated tokens that the loop has observed,
+    num_passed: int = 0  # and those of them that were passed to its sources
 
     # Logits of the draft under verification, [1 + nodes, vocab_size]; None where tokens are picked by their arg max.
     logits: torch.Tensor | None = None
@@ -97,6 +99,12 @@ class Request(RequestText):
     def wants_states(self) -> bool:
         """True if a source or recorder needs more of the request than its tokens."""
         return self.chain.needs_more and (self.is_drafting or bool(self.chain.recorders))
+
+    @property
+    def must_observe(self) -> bool:
+        """True if what its sources observe cannot wait until they are asked for a draft."""
+        is_full = self.fed is not None and self.fed.num_fed > _MOST_UNSHOWN
+        return is_full or bool(self.path) or self.chain.observes_every_step
 
     @property
     def cache_row(self) -> CacheRow:

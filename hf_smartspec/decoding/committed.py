@@ -31,7 +31,9 @@ def check_source(source: TreeCandidateGenerator, forward: ModelForward) -> None:
 def run_forward(
     forward: ModelForward, rows: Sequence[Request], inputs: Sequence[RowInput]
 ) -> tuple[torch.Tensor, list[int]]:
-    """Run a forward of the rows' inputs, and store hidden states in the rows whose sources need them."""
+    """
+    Run a forward of the rows' inputs, and add hidden states to the rows whose sources need them, until these get them.
+    """
     asking = [request for request in rows if request.chain.hidden_layers and request.wants_states]
     if not asking or forward.taps is None:
         return forward.forward(inputs)
@@ -39,7 +41,8 @@ def run_forward(
     with forward.taps.taking(layers) as states:
         output = forward.forward(inputs)
     for request in asking:
-        request.fed = states.get(request.cache_row)
+        newest = states.get(request.cache_row)
+        request.fed = newest if request.fed is None or newest is None else request.fed.continued(newest)
     return output
 
 
@@ -51,7 +54,7 @@ def show_steps(
 
     Args:
         rows (sequence of `Request`): Rows whose draft was verified, or of whose prompt a part was run.
-        tokens (mapping of `Request` to `np.ndarray`): Newly committed tokens of the verified rows.
+        tokens (mapping of `Request` to `np.ndarray`): Tokens that were committed since rows were shown last, if any.
         show (`Callable`): Passes a step to the sources of a request.
     """
     steps = _committed_steps(rows, tokens)

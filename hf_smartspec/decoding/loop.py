@@ -15,7 +15,7 @@ from ..target_model.forward.ranks import Ranks
 from ..target_model.layout.rows import RowInput
 from .alarm import AcceptanceAlarm
 from .call import DecodingCall, ModelLimits, Request, alike, by_forward
-from .committed import run_forward, show_steps
+from .committed import run_forward
 from .drafting import Drafting, StepDrafts
 from .learning import Learning, guarded
 from .prefill import shorten_prompts
@@ -121,6 +121,7 @@ class DecodingLoop:
         self.drafting.learn()
         self.calls.remove(call)
         self.suspended.add(call)
+        self.drafting.sources.observe(call.requests)
         for request in call.requests:
             request.is_resumed = True
             # Logits and states of a whole step: a resumed row gets new ones.
@@ -315,10 +316,7 @@ class DecodingLoop:
                 new = request.generated(request.num_observed, end).copy()  # a copy, which sources may change
                 committed[request] = new
                 request.num_observed += len(new)
-                if len(new):
-                    self.drafting.sources.observe(request, new)
-            if self._shows_more:
-                self._show(committed)
+            self._pass_on(committed)
             for request in rows:
                 request.likeliest = None
             if self.drafting.is_traced:
@@ -329,11 +327,14 @@ class DecodingLoop:
                 tokens = [committed[request] for request in step.rows]
                 self.drafting.observe(step, accepted, tokens, may_wait=self._runs_on)
 
-    def _show(self, committed: dict[Request, np.ndarray]) -> None:
-        """Pass states and scores to sources that need them, also after a forward of a part of a prompt."""
-        asking = [request for request in self.running if request.wants_states]
-        ready = [item for item in asking if item in committed or (item.fed is not None and not item.is_verifying)]
-        show_steps(ready, committed, self.drafting.sources.show)
+    def _pass_on(self, committed: dict[Request, np.ndarray]) -> None:
+        """Pass the step to the sources, prompts' parts included; if it asked none, mostly leave that until one is."""
+        rows = list(committed)
+        if self._shows_more:
+            parts = [item for item in self.running if item.fed is not None and not item.is_verifying]
+            rows += [request for request in parts if request not in committed]
+        has_asked = self.drafting.has_asked
+        self.drafting.sources.observe([request for request in rows if has_asked or request.must_observe])
 
     # 7. report
 

@@ -13,6 +13,7 @@ from ..drafts.tree import DraftTree, check_trees
 from ..goodput.prefill_gate import PrefillGate
 from ..log import get_logger
 from .call import DecodingCall, Request
+from .committed import show_steps
 from .source_chain import SourceChain
 
 logger = get_logger(__name__)
@@ -110,13 +111,27 @@ class GuardedSources:
         if request.chain.drafter is not None:
             self.gates[request.chain.drafter].forget(request)
         if request.is_known_to_source:
+            self.observe([request])
             request.is_known_to_source = False
             # Sources that have failed are stopped too, since they hold state of the request.
             for position, source in enumerate(request.chain.sources):
                 self._guarded(request, position, source.stop, request.request_id)
 
-    def observe(self, request: Request, tokens: np.ndarray) -> None:
-        """Pass committed tokens on to the sources without needs; the others get theirs by `show`."""
+    def observe(self, requests: Sequence[Request]) -> None:
+        """
+        Pass what was committed since the latest call to the sources of requests, and to their recorders. Steps that ask
+        no source mostly go without a call: it would cost them time.
+        """
+        passed: dict[Request, np.ndarray] = {}
+        for request in requests:
+            first, request.num_passed = request.num_passed, request.num_observed
+            if first < request.num_observed:
+                passed[request] = request.generated(first, request.num_observed).copy()  # which sources may change
+                self._pass_tokens(request, passed[request])
+        show_steps([request for request in requests if request.wants_states], passed, self._show)
+
+    def _pass_tokens(self, request: Request, tokens: np.ndarray) -> None:
+        """Pass tokens to the sources without needs; the others get theirs by `_show`."""
         if not request.is_drafting:
             return
         for position, source in request.chain.watching:
@@ -127,14 +142,15 @@ class GuardedSources:
                 except Exception as error:
                     self._drop(request, position, error)
 
-    def show(self, request: Request, step: Committed) -> None:
-        """`observe` for sources with needs."""
+    def _show(self, request: Request, step: Committed) -> None:
+        """Pass a step to the sources with needs."""
         for position, source in self._serving(request):
             if source.needs:
-                self._guarded(request, position, _show, request, source, step)
+                self._guarded(request, position, _show_source, request, source, step)
 
     def propose(self, position: int, asked: dict[Request, int], price: LevelPrice | None) -> dict[Request, DraftTree]:
         """Call `propose` once per source that any row has at this position, with the `price` where it is heeded."""
+        self.observe([item for item in asked if item.num_passed < item.num_observed or item.fed is not None])
         proposals: dict[Request, DraftTree] = {}
         by_source: dict[TreeCandidateGenerator, dict[Request, int]] = {}
         for request, limit in asked.items():
@@ -234,7 +250,7 @@ def _begin(request: Request, source: TreeCandidateGenerator) -> int | None:
     return num_reused
 
 
-def _show(request: Request, source: TreeCandidateGenerator, step: Committed) -> None:
+def _show_source(request: Request, source: TreeCandidateGenerator, step: Committed) -> None:
     if HIDDEN_STATES in source.needs and not set(source.hidden_layers) <= set(step.hidden_states):
         raise ValueError(f"the target's forward leaves no hidden states of layers {sorted(source.hidden_layers)}")
     pass_on(source, request.request_id, step)

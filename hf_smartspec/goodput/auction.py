@@ -17,7 +17,7 @@ from .estimates.decayed import DecayedRate
 from .estimates.trust import Trust
 from .kernels.prefixes import best_prefix
 from .node_prices import least_node_seconds, level_prices, node_seconds
-from .plan import Before, Plan, known_continuation
+from .plan import Before, Plan, Won, known_continuation, nothing_before
 from .policy import LengthPolicy, StepOutcome, StepRows
 from .stage import Stage
 from .stage_record import StageRecord, size_class
@@ -35,14 +35,6 @@ _NUM_NARROW = 4  # first bounds, which are always tried
 _DEEPEST = 32  # levels of an autoregressive draft that are considered
 _UNPROMISING = 0.3  # tokens: another source is tried beside drafts that promise less
 _EPSILON = 1e-9  # relative amount by which a child bids less than its parent at equal probability
-
-
-class Won(NamedTuple):
-    """Result of an auction."""
-
-    num_nodes: int
-    tokens: float  # expected tokens of the step
-    seconds: float  # expected time of its forward, without prompts
 
 
 class Prediction(NamedTuple):
@@ -103,7 +95,7 @@ class GoodputAuction(LengthPolicy):
         self.speedup = 1.0
         # By `size_class`: what speculation gains with one row says nothing about a large batch.
         self._speedups = defaultdict[int, DecayedRate](partial(DecayedRate, tries=_STRENGTH, hits=_STRENGTH))
-        self._paces = Paces()
+        self._paces = Paces(cost)
         self._probe_seconds = 0.0  # time saved for the next probe
         self._num_since_baseline = 0
         self._size = 1  # tokens of the latest step, drafts included
@@ -117,7 +109,7 @@ class GoodputAuction(LengthPolicy):
         if plan.is_baseline or not caps.any():
             return np.zeros_like(caps)
         before = plan.before[stage] = self._before(rows, trees)
-        if _weighs_levels(stage):
+        if stage.is_by_level:
             return self._levels(rows, stage, caps, before)
         return caps if self._pays(rows, stage, caps) else np.zeros_like(caps)
 
@@ -126,12 +118,7 @@ class GoodputAuction(LengthPolicy):
         prefill = float(self.cost.seconds(*rows.forward_size())) - plain if rows.num_prefill_tokens else 0.0
         self._earlier_plan, self._plan = self._plan, Plan(rows, plain, prefill)
         self.speedup = max(self._speedups[size_class(rows)].rate, 1.0)
-        if len(rows) > 1 and rows.num_remaining is not None:
-            alone = float(self.cost.seconds(*rows.without_prefill().first(1).forward_size()))
-            self._plan.row_seconds = min(max(plain - alone, 0.0) / (len(rows) - 1), plain / len(rows))
         self._plan.is_baseline = self._needs_baseline(rows)
-        if len(rows):
-            self._plan.node_price = self._price(rows) * node_seconds(self.cost, rows, plain + prefill)
 
     def _needs_baseline(self, rows: StepRows) -> bool:
         """Return whether this step must run without speculation, since the cost of such steps is not known well."""
@@ -141,37 +128,39 @@ class GoodputAuction(LengthPolicy):
         return is_unknown or self._num_since_baseline >= _BASELINE_INTERVAL
 
     def _before(self, rows: StepRows, trees: Sequence[DraftTree]) -> Before:
+        if not any([len(tree.tokens) for tree in trees]):
+            return nothing_before(len(rows))
         forest = self._plan.forest_of(trees)
-        if not forest.num_nodes:
-            return Before(forest, np.zeros(0), np.zeros(len(rows)))
-        profits = np.maximum(forest.along_paths(forest.probs) - self._plan.node_price, 0.0)
+        profits = np.maximum(forest.along_paths(forest.probs) - self._node_price(rows), 0.0)
         return Before(forest, profits, np.bincount(forest.row, profits, minlength=len(rows)))
 
     def _levels(self, rows: StepRows, stage: Stage, caps: np.ndarray, before: Before) -> np.ndarray:
         """Return `max_nodes` of a source that is asked by level: as many levels as pay, and probes."""
         best = self._weighed(rows, stage, caps, before)
-        levels = self._with_probes(stage, best, (caps > 0) & (before.promises < _UNPROMISING))
+        levels = self._with_probes(rows, stage, best, (caps > 0) & (before.promises < _UNPROMISING))
         if not stage.cost.is_autoregressive:
             return np.where(levels > 0, caps, 0)
         # A source that heeds prices ends each draft by its own probabilities, which are better than averages.
         return np.where((best > 0) & stage.cost.heeds_prices, caps, np.minimum(levels * stage.cost.width, caps))
 
     def _weighed(self, rows: StepRows, stage: Stage, caps: np.ndarray, before: Before) -> np.ndarray:
-        """
-        Return the levels worth drafting, `[rows]` int64. If none pays by its mean estimate, use the optimistic one.
-        """
+        """Return the levels worth drafting, `[rows]` int64: by the mean estimate, or where none pays, by a high one."""
         record = self.records[stage.cost]
+        if record.rests(rows.request_ids):
+            return np.zeros(len(rows), np.int64)
         # Levels that pay by the mean estimate pay by the optimistic one, too. So after a step in which none paid, the
         # optimistic one alone mostly decides, in one auction instead of two.
         hopes_first = not record.pays and stage.cost.is_autoregressive
         hoped = self._best_levels(rows, stage, caps, before, in_doubt=True) if hopes_first else None
-        if hoped is not None and not hoped.any():
-            return hoped
-        best = self._best_levels(rows, stage, caps, before)
-        record.pays = bool(best.any())
-        if record.pays:
-            return best
-        return self._best_levels(rows, stage, caps, before, in_doubt=True) if hoped is None else hoped
+        if hoped is None or hoped.any():
+            best = self._best_levels(rows, stage, caps, before)
+            record.pays = bool(best.any())
+            if record.pays:
+                return best
+            hoped = self._best_levels(rows, stage, caps, before, in_doubt=True) if hoped is None else hoped
+        if not hoped.any() and not before.num_nodes:
+            record.rest(rows.request_ids)
+        return hoped
 
     def _best_levels(
         self, rows: StepRows, stage: Stage, caps: np.ndarray, before: Before, in_doubt: bool = False
@@ -205,14 +194,18 @@ class GoodputAuction(LengthPolicy):
         gains[np.arange(gains.shape[1]) >= most[:, None]] = 0.0
         return gains * np.reshape(self._paces.worth(self._plan), (-1, 1))
 
-    def _with_probes(self, stage: Stage, levels: np.ndarray, may: np.ndarray) -> np.ndarray:
+    def _with_probes(self, rows: StepRows, stage: Stage, levels: np.ndarray, may: np.ndarray) -> np.ndarray:
         """Add one level now and then to rows without a draft: acceptance is learnt from it, verified or not."""
-        idle = (levels == 0) & may
-        if not idle.any():
+        idle, record = (levels == 0) & may, self.records[stage.cost]
+        if self._probe_seconds < 0 or not idle.any():
             return levels
-        record, probed = self.records[stage.cost], np.where(idle, 1, levels)
-        price = record.seconds(stage.cost, probed) - record.seconds(stage.cost, levels)
-        return probed if self._affords(price) else levels
+        if stage.cost.is_autoregressive:
+            idle = record.cheapest(rows.request_ids, idle)
+        probed = np.where(idle, 1, levels)
+        if not self._affords(record.seconds(stage.cost, probed) - record.seconds(stage.cost, levels)):
+            return levels
+        self._plan.probing = stage
+        return probed
 
     def _pays(self, rows: StepRows, stage: Stage, caps: np.ndarray) -> bool:
         """Return whether to ask a source that drafts all levels in one call."""
@@ -234,11 +227,15 @@ class GoodputAuction(LengthPolicy):
             return LevelPrice(0.0, 0.0, self._price(rows) * least_node_seconds(self.cost, rows), trust)
         record = self.records[cost]
         deeper = level_prices(self.cost, rows, self._price(rows), record.timer.seconds(cost), record.acceptance.rate)
-        return LevelPrice(*deeper[0], self._plan.node_price, trust, deeper)
+        return LevelPrice(*deeper[0], self._node_price(rows), trust, deeper)
 
     def _price(self, rows: StepRows) -> float:
         """Return lambda, the price of time in this step: tokens per second."""
         return self.speedup * len(rows) / self._plan.plain_seconds
+
+    def _node_price(self, rows: StepRows) -> float:
+        """Return the cost of verifying a further node, in tokens."""
+        return self._price(rows) * node_seconds(self.cost, rows, self._plan.plain_seconds + self._plan.prefill_seconds)
 
     def _affords(self, price: float) -> bool:
         """Return whether the time saved for probes has reached `price` (seconds), and if so, spend it."""
@@ -270,25 +267,28 @@ class GoodputAuction(LengthPolicy):
         if self._plan.rows is not rows:
             self._begin(rows)
         plan, plain = self._plan, self._plan.plain_seconds
-        forest = plan.forest_of(trees)
-        if (forest.sizes > rows.caps).any():
-            forest = plan.forest_of([tree.most_likely(int(cap)) for tree, cap in zip(trees, rows.caps)])
-        mask, best = np.zeros(forest.num_nodes, bool), Won(0, float(len(rows)), plain)
-        won = best
-        if forest.num_nodes and not plan.is_baseline:
-            best, won = self._winners(rows, forest, mask)
-        if won is not best:
-            plan.break_even = best.seconds + (won.tokens - best.tokens) / self._price(rows)
-        draft_seconds = sum([self.records[stage.cost].seconds(stage.cost, stage.levels) for stage in rows.stages])
-        tokens = won.tokens
-        if won.num_nodes and np.ndim(plan.worth):  # those of `won` are weighed
-            tokens = len(rows) + float(forest.along_paths(forest.probs)[mask].sum())
+        best = won = Won(0, float(len(rows)), plain)
+        selected, tokens = list(trees), won.tokens
+        if any([len(tree.tokens) for tree in trees]):
+            forest = plan.forest_of(trees)
+            if (forest.sizes > rows.caps).any():
+                forest = plan.forest_of([tree.most_likely(int(cap)) for tree, cap in zip(trees, rows.caps)])
+            mask = np.zeros(forest.num_nodes, bool)
+            if not plan.is_baseline:
+                best, won = self._winners(rows, forest, mask)
+            if won is not best:
+                plan.break_even = best.seconds + (won.tokens - best.tokens) / self._price(rows)
+            selected, tokens = forest.keep(mask), won.tokens
+            if won.num_nodes and np.ndim(plan.worth):  # those of `won` are weighed
+                tokens = len(rows) + float(forest.along_paths(forest.probs)[mask].sum())
+        asked = [stage for stage in plan.before if stage.asked.any()]
+        draft_seconds = sum([self.records[stage.cost].seconds(stage.cost, stage.levels) for stage in asked])
         self.prediction = Prediction(tokens, won.seconds + plan.prefill_seconds, draft_seconds)
         plan.plain_tokens = len(rows) * (won.seconds + draft_seconds) / plain if len(rows) else 0.0
-        plan.shares, plan.added_seconds = self._shares(rows, trees), won.seconds - plain
+        plan.shares, plan.added_seconds = self._shares(rows, trees, asked), won.seconds - plain
         self._num_since_baseline = self._num_since_baseline + 1 if won.num_nodes else 0
         self._size = rows.num_batched + won.num_nodes
-        return forest.keep(mask)
+        return selected
 
     def _winners(self, rows: StepRows, forest: Forest, mask: np.ndarray) -> tuple[Won, Won]:
         """
@@ -327,9 +327,8 @@ class GoodputAuction(LengthPolicy):
         expected = float(cost.seconds(*rows.forward_size(tried.num_nodes, 1 + widest)))
         return best, tried._replace(seconds=expected - plan.prefill_seconds)
 
-    def _shares(self, rows: StepRows, trees: Sequence[DraftTree]) -> dict[Stage, float]:
+    def _shares(self, rows: StepRows, trees: Sequence[DraftTree], asked: Sequence[Stage]) -> dict[Stage, float]:
         """Return the shares in the drafts' benefit of the stages that were asked, by the promise that each added."""
-        asked = [stage for stage in self._plan.before if stage.asked.any()]
         if len(asked) < 2:
             return dict.fromkeys(asked, 1.0)
         promises = [self._plan.before[stage].promises for stage in asked] + [self._before(rows, trees).promises]
@@ -359,10 +358,12 @@ class GoodputAuction(LengthPolicy):
                 for stage, share in plan.shares.items():
                     self.records[stage.cost].benefits[size].add(saved * share)
             speedup.add(plan.plain_tokens, len(rows) + accepted, _SPEEDUP_DECAY)
-        if plan.row_seconds is not None:
+        if rows.num_remaining is not None:
             self._paces.learn(rows, outcome.accepted)
         for stage in rows.stages:
-            self.records[stage.cost].learn_time(stage, rows.request_ids)
+            if stage.asked.any():
+                reading = self.records[stage.cost].learn_time(stage, rows.request_ids)
+                self._probe_seconds -= reading if stage is plan.probing else 0.0
         if tokens is None:
             tokens = [known_continuation(tree, num) for tree, num in zip(outcome.verified, outcome.accepted)]
             self._learn_outcomes(plan, rows, rows.stages[0], Forest(outcome.verified), tokens)
@@ -377,7 +378,7 @@ class GoodputAuction(LengthPolicy):
         nodes, hits = forest.outcomes(tokens)
         if self.trust is not None:
             self.trust.learn(stage.name, forest, nodes, hits)
-        if _weighs_levels(stage):
+        if stage.is_by_level:
             record, before = self.records[stage.cost], plan.before.get(stage)
             record.learn_levels(rows.request_ids, stage, forest, nodes, hits)
             if stage.position and before is not None:
@@ -393,8 +394,3 @@ class GoodputAuction(LengthPolicy):
         for record in self.records.values():
             record.forget(request_id)
         self._paces.forget(request_id)
-
-
-def _weighs_levels(stage: Stage) -> bool:
-    """Return whether a source is asked level by level: each level costs a call, or adds to earlier drafts."""
-    return stage.cost.is_autoregressive or stage.position > 0

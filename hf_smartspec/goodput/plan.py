@@ -3,6 +3,7 @@
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +32,20 @@ class Before(NamedTuple):
         return int(np.bincount(self.forest.row, self.profits > 0).max(initial=0)) if len(self.profits) else 0
 
 
+class Won(NamedTuple):
+    """Result of an auction."""
+
+    num_nodes: int
+    tokens: float  # expected tokens of the step
+    seconds: float  # expected time of its forward, without prompts
+
+
+@lru_cache(maxsize=64)
+def nothing_before(num_rows: int) -> Before:
+    """Return `Before` of a stage that no other has drafted before."""
+    return Before(Forest([DraftTree.empty()] * num_rows), np.zeros(0), np.zeros(num_rows))
+
+
 @dataclass
 class Plan:
     """
@@ -39,15 +54,13 @@ class Plan:
     Args:
         rows (`StepRows`, *optional*): The step's rows.
         plain_seconds, prefill_seconds (`float`): T without drafts and prompts, and the time that prompts add to it.
-        row_seconds (`float`, *optional*): Part of `plain_seconds` that each row adds, where all rows are waited for
-            together.
-        node_price (`float`): Cost of verifying a node, in tokens.
         worth (`float` or `np.ndarray` of shape `[rows]`): Worth of a token of each row, 1 in the mean.
         is_baseline (`bool`): Whether the step runs without speculation, so that the cost of such steps stays known.
         plain_tokens (`float`): Tokens that plain decoding would have yielded in the step's time.
         break_even (`float`, *optional*): Where more nodes are verified than pay by the expected costs: seconds of the
             forward, without prompts, above which they do not.
         added_seconds (`float`): Expected time that verifying drafts adds to the forward.
+        probing (`Stage`, *optional*): A stage of which some rows were asked as a trial.
         shares (`dict`): Share of each stage that was asked in what the drafts save.
         before (`dict`): Earlier stages' drafts when each stage was asked.
         drafted (`dict`): Drafts of each stage, with its own probabilities.
@@ -57,13 +70,12 @@ class Plan:
     rows: StepRows | None = None
     plain_seconds: float = 0.0
     prefill_seconds: float = 0.0
-    row_seconds: float | None = None
-    node_price: float = 0.0
     worth: Any = 1.0
     is_baseline: bool = False
     plain_tokens: float = 0.0
     break_even: float | None = None
     added_seconds: float = 0.0
+    probing: Stage | None = None
     shares: dict[Stage, float] = field(default_factory=dict)
     before: dict[Stage, Before] = field(default_factory=dict)
     drafted: dict[Stage, Forest] = field(default_factory=dict)

@@ -49,6 +49,11 @@ class Stage:
         return self.cost.source
 
     @property
+    def is_by_level(self) -> bool:
+        """Whether an auction asks for levels: each costs a call, or adds to earlier drafts."""
+        return self.cost.is_autoregressive or self.position > 0
+
+    @property
     def levels(self) -> np.ndarray:
         """Levels drafted for each row, `[rows]` int64; 0 for rows that were not asked for, 1 for empty drafts."""
         asked = (self.asked > 0).astype(np.int64)

@@ -18,6 +18,7 @@ _PRIOR = np.append(1.0, np.exp(-1.5 * _EDGES))  # prior of the novelty share, wh
 _HALF_LIFE = 300.0  # of an accepted level, in accepted levels of its bin
 _STRENGTH = 4.0  # weight of the prior, in levels
 _NEWEST = 0.1  # least weight of the newest step in the running benefit of drafting
+_RESTS = 15  # steps in which levels that did not pay are not weighed again
 _MOST_LEFT_OUT = 8  # measurements in a row that are skipped since they include prompts
 
 
@@ -41,6 +42,8 @@ class StageRecord:
         # Seconds saved by drafts less those of verifying them, by `size_class`; of first sources that draft at once.
         self.benefits = _no_benefits()
         self.pays = False  # whether levels paid in the latest step, for sources that are asked by level
+        self._resting: Sequence[Hashable] = ()  # rows whose levels did not pay, for
+        self._num_rests = 0  # so many further steps
         self._newcomers = Newcomers()
         self._number = 0
 
@@ -50,6 +53,7 @@ class StageRecord:
             self._number = number
             self.acceptance.decay_counts()
             self.benefits = _no_benefits()
+            self._num_rests = 0
 
     def seconds(self, cost: DraftCost, levels: np.ndarray) -> float:
         """Return the seconds to draft so many levels (`[rows]` int)."""
@@ -71,8 +75,28 @@ class StageRecord:
         acceptance = np.cumprod(rates, axis=1)
         return acceptance * self.novelty.share(promises)[:, None]
 
-    def learn_time(self, stage: Stage, request_ids: Sequence[Hashable]) -> None:
-        self._newcomers.time(self.timer, stage.cost, request_ids, stage.levels, stage.seconds)
+    def rest(self, request_ids: Sequence[Hashable]) -> None:
+        """Let `rests` be true of these rows: none of their levels pays, and nothing changes that soon but a draft."""
+        self._resting, self._num_rests = request_ids, _RESTS
+
+    def rests(self, request_ids: Sequence[Hashable]) -> bool:
+        """Return whether no level paid for the same rows in one of the latest steps, since when none was drafted."""
+        self._num_rests -= 1
+        return self._num_rests >= 0 and self._resting == request_ids
+
+    def cheapest(self, request_ids: Sequence[Hashable], idle: np.ndarray) -> np.ndarray:
+        """
+        Return which of the idle rows (bool `[rows]`) a trial is cheap for: those whose prompts the drafter has read;
+        where there are none, the first one.
+        """
+        known = np.array([name in self._newcomers.known for name in request_ids]) & idle
+        return known if known.any() else idle & (np.cumsum(idle) == 1)
+
+    def learn_time(self, stage: Stage, request_ids: Sequence[Hashable]) -> float:
+        """Learn the time of a stage that was asked; return the seconds in which it read prompts."""
+        expected = self.seconds(stage.cost, stage.levels)
+        has_read = self._newcomers.time(self.timer, stage.cost, request_ids, stage.levels, stage.seconds)
+        return max(stage.seconds - expected, 0.0) if has_read and expected else 0.0
 
     def learn_levels(
         self, request_ids: Sequence[Hashable], stage: Stage, forest: Forest, nodes: np.ndarray, hits: np.ndarray
@@ -81,6 +105,7 @@ class StageRecord:
         Learn from nodes whose parents were right: `nodes` are their indices `[m]`, `hits` whether they were right, bool
         `[m]`. An empty draft counts as a level that was rejected.
         """
+        self._num_rests = 0
         row, depth = forest.row[nodes], forest.depths[nodes]
         tried = np.zeros((len(request_ids), int(depth.max(initial=1))), bool)
         tried[:, 0] = (stage.asked > 0) & (forest.sizes == 0)
@@ -133,23 +158,28 @@ class Newcomers:
     """
 
     def __init__(self) -> None:
-        self._known: set[Hashable] = set()
+        self.known: set[Hashable] = set()
         self._num_left_out = 0
 
     def time(
         self, timer: DraftTimer, draft: DraftCost, request_ids: Sequence[Hashable], levels: np.ndarray, seconds: float
-    ) -> None:
-        """Pass the time of drafts with so many levels (`[rows]` int; 0: not asked for) to the timer, or skip it."""
+    ) -> bool:
+        """
+        Pass the time of drafts with so many levels (`[rows]` int; 0: not asked for) to the timer, or skip it. Return
+        whether prompts were read.
+        """
+        are_known = True
         if draft.is_autoregressive and levels.any():
             names = [name for name, level in zip(request_ids, levels.tolist()) if level]
-            are_known = self._known.issuperset(names)
-            self._known.update(names)
+            are_known = self.known.issuperset(names)
+            self.known.update(names)
             self._num_left_out = 0 if are_known else self._num_left_out + 1
             if 0 < self._num_left_out <= _MOST_LEFT_OUT:
-                return
+                return True
             self._num_left_out = 0
         timer.observe(*draft.calls(levels), seconds)
+        return not are_known
 
     def forget(self, request_id: Hashable) -> None:
         """Delete a request that has ended. Unknown ids are ignored."""
-        self._known.discard(request_id)
+        self.known.discard(request_id)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from .cost import CostModel
 from .estimates.decayed import DecayedMean
 from .plan import Plan
 from .policy import StepRows
@@ -18,9 +19,15 @@ _PACE, _PACE_STRENGTH = 0.05, 8  # least weight of the newest step in a row's pa
 
 
 class Paces:
-    """Tokens per step of each request where rows are waited for together: the slow ones are likely to end last."""
+    """
+    Tokens per step of each request where rows are waited for together: the slow ones are likely to end last.
 
-    def __init__(self) -> None:
+    Args:
+        cost (`CostModel`): Cost of the target's forward.
+    """
+
+    def __init__(self, cost: CostModel) -> None:
+        self.cost = cost
         self._means: defaultdict[Hashable, DecayedMean] = defaultdict(partial(DecayedMean, _PACE, 1.0, _PACE_STRENGTH))
 
     def worth(self, plan: Plan, promises: Any = 0.0) -> Any:
@@ -30,10 +37,12 @@ class Paces:
         forward only if the row is the last one to end. That is likely where many tokens are left after this step, in
         which a row gains `promises` (`[rows]`) tokens of its draft.
         """
-        rows, plain, own = plan.rows, plan.plain_seconds, plan.row_seconds
-        if own is None or rows is None or rows.num_remaining is None:
+        rows, plain = plan.rows, plan.plain_seconds
+        if rows is None or rows.num_remaining is None or len(rows) < 2:
             return 1.0
         num, means = len(rows), np.array([self._means[name].mean for name in rows.request_ids])
+        alone = float(self.cost.seconds(*rows.without_prefill().first(1).forward_size()))
+        own = min(max(plain - alone, 0.0) / (num - 1), plain / num)  # seconds that each row adds to a forward
         left = (rows.num_remaining - promises) / means
         most = left.max()
         is_last = np.exp((left - most) / max(_SPREAD_SHARE * most, _SPREAD))

@@ -137,6 +137,7 @@ class TimedCandidates(ForwardingSource):
 
     def __init__(self, source: TreeCandidateGenerator, clock: EventClock, cost: DraftCost):
         super().__init__(source)
+        self.observes_every_step = True  # oracles read where its requests are
         self.clock, self.cost = clock, cost
         self._num_seen: dict[Hashable, int] = {}
 

@@ -5,14 +5,15 @@ import pytest
 
 from benchmarks.step.overhead import host
 from benchmarks.step.overhead.host import make_setting
-from hf_smartspec import SmartSpecConfig, SuffixTreeCandidates
+from hf_smartspec import DraftTree, SmartSpecConfig, SuffixTreeCandidates
 from hf_smartspec.goodput import CostModel, DraftCost, FixedLength, PrefillGate
 from hf_smartspec.simulator import LoadRequest, SimulatedEngine, TableCandidates, with_acceptance
 
 from ..cases import left_padded
 from ..models import shared_model
 from ..sources import Random
-from .shown import decoded
+from ..watching import Watching
+from .shown import LENGTH, PROMPTS, decoded
 
 
 def test_the_time_of_prompts_is_that_of_the_steps_that_run_them():
@@ -105,3 +106,63 @@ def test_likely_tokens_are_kept_in_steps_that_ask_a_source():
     source.got = []
     decoded(shared_model("llama"), SmartSpecConfig(source, policy=EveryOther(2)), left_padded([[5, 9, 5]]))
     assert source.got == [number % 2 == 0 for number in range(len(source.got))] and len(source.got) > 3
+
+
+class Seldom(FixedLength):
+    """Asks sources in every so many steps."""
+
+    def __init__(self, interval):
+        super().__init__(2)
+        self.interval, self.num_steps = interval, 0
+
+    def max_nodes(self, rows, stage, trees):
+        self.num_steps += 1
+        return super().max_nodes(rows, stage, trees) * (self.num_steps % self.interval == 0)
+
+
+class Calls(Random):
+    """Notes the calls that it gets for a request, and the text that it knows when it drafts."""
+
+    def __init__(self):
+        super().__init__(0, is_tree=False)
+        self.calls: list[tuple] = []
+
+    def observe(self, request_id, tokens):
+        self.calls.append(("observe", len(tokens)))
+        super().observe(request_id, tokens)
+
+    def draft(self, text, limit):
+        self.calls.append(("propose", len(text)))
+        return DraftTree.chain([1])
+
+    def stop(self, request_id):
+        self.calls.append(("stop", len(self.texts.get(request_id, ()))))
+        super().stop(request_id)
+
+
+def test_steps_that_ask_no_source_are_observed_when_it_is_asked_next_or_at_the_end():
+    source, every = Calls(), Calls()
+    every.observes_every_step = True
+    for item in (source, every):
+        decoded(shared_model("llama"), SmartSpecConfig(item, policy=Seldom(4)), left_padded([[5, 9, 5]]), length=10)
+    assert source.calls[:4] == [("observe", 3), ("propose", 6), ("observe", 1), ("observe", 3)], "four steps, and three"
+    assert source.calls[-1] == ("stop", 13) and len(source.calls) < 9
+    texts = [[call for call in item.calls if call[0] != "observe"] for item in (source, every)]
+    assert texts[0] == texts[1], "each draft, and the end, knows the whole text"
+    assert sum(num == 1 for kind, num in every.calls if kind == "observe") >= 9
+
+
+def test_hidden_states_of_steps_that_ask_no_source_come_together():
+    model = shared_model("llama")
+    for layers, interval, most in (((-1, 0), 4, 30), ((1,), 100, len(PROMPTS))):
+        source = Watching(Random(0, is_tree=False), layers, scores=False)
+        decoded(model, SmartSpecConfig(source, policy=Seldom(interval)))
+        source.check(model)
+        assert len(PROMPTS) <= len(source.steps) <= most, f"of {len(PROMPTS) * LENGTH} steps"
+
+
+def test_suffix_trees_remember_outputs_of_steps_that_ask_none():
+    trees, model = SuffixTreeCandidates(max_bytes=2**20), shared_model("llama")
+    output = decoded(model, SmartSpecConfig(trees, policy=Seldom(100)))
+    kept = {tuple(text[-LENGTH:].tolist()) for _, _, text in trees.outputs()}
+    assert kept == {tuple(row[-LENGTH:].tolist()) for row in output}

@@ -42,7 +42,7 @@ def test_reading_prompts_is_no_drafts_cost_and_is_all_there_is_where_every_draft
         if step % 8 == 7:
             newcomers.forget(step // 8)
     assert sum(timer.seconds(draft)) == pytest.approx(1e-3, rel=0.1)
-    assert not newcomers._known, "who was not asked is not remembered"
+    assert not newcomers.known, "who was not asked is not remembered"
     timer = DraftTimer()
     for step in range(20):
         newcomers.time(timer, draft, [step], np.array([3]), 0.3)
@@ -60,16 +60,82 @@ def staged_rows(num, cost=None, serves=None):
     return StepRows(list(range(num)), np.full(num, 50), caps, stages=stages)
 
 
-@pytest.mark.parametrize(("per_call", "pays"), [(1e-9, True), (1.0, False)])
-def test_levels_are_weighed_once_a_step_where_they_always_pay_or_never(per_call, pays, monkeypatch):
+@pytest.fixture
+def weighings(monkeypatch):
+    """A list that grows by an item with every auction over levels."""
     calls, weigh = [], GoodputAuction._best_levels
     monkeypatch.setattr(GoodputAuction, "_best_levels", lambda *args, **named: calls.append(1) or weigh(*args, **named))
-    policy, cost, caps = GoodputAuction(line()), model_cost(per_call), np.full(2, 8)
+    return calls
+
+
+def alone(cost, names=(0, 1)):
+    """A step of one source that is asked by level."""
+    caps = np.full(len(names), 8)
+    return StepRows(list(names), np.full(len(names), 50), caps, stages=[Stage(cost, caps)])
+
+
+def step_of_nothing(policy, rows, seconds=0.02):
+    """A step whose source has no idea; return for how many nodes it was asked."""
+    stage, nothing = rows.stages[0], [DraftTree.empty()] * len(rows)
+    stage.asked = np.asarray(policy.max_nodes(rows, stage, nothing))
+    if stage.asked.any():
+        stage.seconds = stage.cost.per_call
+        policy.calibrated(rows, stage, nothing)
+    kept = policy.select(rows, nothing)
+    tokens = [np.array([1])] * len(rows)
+    policy.observe(StepOutcome(rows, kept, kept, [0] * len(rows), StepSeconds(stage.seconds, seconds), tokens))
+    return stage.asked
+
+
+@pytest.mark.parametrize(("per_call", "num"), [(1e-9, 21), (1.0, 2)])
+def test_levels_are_weighed_once_a_step_where_they_pay_and_hardly_ever_where_they_do_not(per_call, num, weighings):
+    policy, cost = GoodputAuction(line()), model_cost(per_call)
     for _ in range(20):
-        rows = StepRows([0, 1], np.full(2, 50), caps, stages=[Stage(cost, caps)])
+        rows = alone(cost)
         asked = policy.max_nodes(rows, rows.stages[0], [DraftTree.empty()] * 2)
-        assert asked.any() == pays
-    assert len(calls) == 20 + pays
+        assert asked.any() == (num > 20)
+    assert len(weighings) == num
+
+
+def test_levels_that_did_not_pay_are_weighed_again_for_other_rows_and_after_a_draft(weighings):
+    policy, cost = GoodputAuction(line()), model_cost(0.5)
+    for names, num in (((0, 1), 1), ((0, 1), 1), ((0, 2), 2), ((0, 2), 2), ((0,), 3)):
+        assert not step_of_nothing(policy, alone(cost, names)).any()
+        assert len(weighings) == num
+    policy._probe_seconds = 1.0
+    assert step_of_nothing(policy, alone(cost, (0,))).any() and len(weighings) == 3, "a trial"
+    step_of_nothing(policy, alone(cost, (0,)))
+    assert len(weighings) == 4, "it has shown something"
+
+
+def test_a_trial_reads_one_prompt_and_that_is_paid_for_by_the_trials_to_come():
+    policy, cost, names = GoodputAuction(line()), model_cost(0.5), tuple(range(16))
+    policy._probe_seconds = 1.0
+    assert np.flatnonzero(step_of_nothing(policy, alone(cost, names))).tolist() == [0]
+    assert policy._probe_seconds < 0.01, "it took as long as expected"
+    policy._probe_seconds = 1.0
+    assert np.flatnonzero(step_of_nothing(policy, alone(cost, names))).tolist() == [0], "the row that was read"
+    policy._probe_seconds, rows = 1.0, alone(cost, names[1:])
+    rows.stages[0].asked = np.asarray(policy.max_nodes(rows, rows.stages[0], [DraftTree.empty()] * 15))
+    rows.stages[0].seconds = 2.5  # two seconds more than a level
+    kept = policy.select(rows, [DraftTree.empty()] * 15)
+    policy.observe(StepOutcome(rows, kept, kept, [0] * 15, StepSeconds(2.5, 0.02), [np.array([1])] * 15))
+    assert policy._probe_seconds == pytest.approx(-2.0, abs=0.01)
+    assert not any(step_of_nothing(policy, alone(cost, names)).any() for _ in range(500)), "500 x 1 % of 25 ms"
+
+
+def test_a_step_without_drafts_costs_two_estimates_and_no_forest(monkeypatch):
+    """One of its own time, and one to learn from: nothing that only drafts need is computed."""
+    policy, calls, source = GoodputAuction(line()), [], DraftCost(per_call=10.0, source="call")
+    policy.records[source].benefits[4].num = 100  # has been judged
+    step_of_nothing(policy, alone(source, range(8)))  # builds what is kept
+    estimate = type(policy.cost).seconds
+    monkeypatch.setattr(type(policy.cost), "seconds", lambda *arguments: calls.append(1) or estimate(*arguments))
+    monkeypatch.setattr("hf_smartspec.goodput.auction.Forest", None)
+    monkeypatch.setattr("hf_smartspec.goodput.plan.Forest", None)
+    for _ in range(10):
+        assert not step_of_nothing(policy, alone(source, range(8))).any()
+    assert len(calls) == 20
 
 
 @pytest.mark.parametrize("paid_before", [False, True])

@@ -88,6 +88,7 @@ class Lane(ForwardingSource):
 
     def __init__(self, source: TreeCandidateGenerator, log: RequestLog, route: str):
         super().__init__(source)
+        self.observes_every_step = True  # the log counts steps
         self.log, self.route, self.label = log, route, f"{route}: {label_of(source)}"
 
     @property

@@ -32,10 +32,25 @@ class FedStates:
 
     start: int  # position of the first token in the text
     pieces: list[Piece] = field(default_factory=list)
+    num_fed: int = 0
 
-    @property
-    def num_fed(self) -> int:
-        return sum(piece.num_fed for piece in self.pieces)
+    def add(self, piece: Piece) -> None:
+        self.pieces.append(piece)
+        self.num_fed += piece.num_fed
+
+    def continued(self, newer: "FedStates") -> "FedStates":
+        """Return these, of feeds without drafts, and then those of a later forward, which may begin within them."""
+        if newer.start < self.start:
+            return newer
+        if newer.start < self.start + self.num_fed:
+            kept = FedStates(self.start)
+            for piece in self.pieces:
+                num = min(piece.num_fed, newer.start - kept.start - kept.num_fed)
+                kept.add(Piece(piece.states, piece.lines[:num], num))
+            return kept.continued(newer)
+        for piece in newer.pieces:
+            self.add(piece)
+        return self
 
     def lines(self, path: Sequence[int], most: int) -> list[np.ndarray]:
         """
@@ -195,7 +210,7 @@ class HiddenStateTaps:
         for item in items:
             own, lines = lines[: item.num_tokens], lines[item.num_tokens :]
             fed = self._fed.setdefault(item.row, FedStates(item.row.length))
-            fed.pieces.append(Piece(states, own, len(item.feed)))
+            fed.add(Piece(states, own, len(item.feed)))
 
 
 def _first(output: Any) -> Any:
