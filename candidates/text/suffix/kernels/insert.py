@@ -9,7 +9,7 @@ their text by themselves, so the cost is that of the match length, not of the de
 import numpy as np
 
 from .....jit import compiled, inner
-from .....jit.pointers import int32_at
+from .....jit.pointers import int32_at, prefetch
 from .store import (
     CHILD,
     CLOCK,
@@ -120,6 +120,8 @@ def extend(s, root, points, num_points, max_depth, end, token):
             node, offset = bottom, 0
         points[2 * depth + 2] = node
         points[2 * depth + 3] = offset
+        if offset == 0:
+            prefetch(s.rows, s.nodes[node * NODE + KIDS] * PAIR)
     return matched
 
 

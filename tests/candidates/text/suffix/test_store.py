@@ -30,12 +30,20 @@ from hf_smartspec.candidates.text.suffix.kernels.store import (
     free_tree,
     new_root,
     new_store,
+    pointers,
 )
 from hf_smartspec.jit import compiled
+from hf_smartspec.jit.pointers import int32_at
 
 from ....covering import examples
 
-extend, finish, find = (compiled(part.py_func) for part in (insertion.extend, insertion.finish, storage.find))
+finish, find = (compiled(part.py_func) for part in (insertion.finish, storage.find))
+
+
+@compiled
+def extend(store, root, points, num_points, max_depth, end, token):
+    at = int32_at(points.ctypes.data)
+    return insertion.extend(pointers(store), root, at, num_points, max_depth, end, token)
 
 
 def counts_of(texts, max_depth):
