@@ -8,7 +8,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import hf_smartspec
 from hf_smartspec.cpu import norms
-from hf_smartspec.cpu.norms import can_norm, few_token_rms_norm
+from hf_smartspec.cpu.norms import can_norm, few_token_rms_norm, gated_rms_norm
 from hf_smartspec.target_model.written.parts import RMSNorm, written_norm
 
 from ..models import new_model
@@ -49,6 +49,16 @@ def test_a_tokens_norm_does_not_depend_on_the_others(dtype):
     weight, x = numbers(96).to(dtype), numbers(40, 96).to(dtype)
     alone = torch.cat([few_token_rms_norm(line[None], weight, 1e-6, False) for line in x])
     assert torch.equal(few_token_rms_norm(x, weight, 1e-6, False), alone)
+
+
+@pytest.mark.parametrize(("heads", "size"), [(1, 16), (6, 64)])
+def test_gated_norms_are_those_of_models(heads, size):
+    """Gates lie among other numbers, as in the output of a map."""
+    x, weight, others = numbers(5, heads, size), numbers(size), numbers(5, 3 + heads * size + 2)
+    gates = others[:, 3:-2]
+    normalized = torch.rms_norm(x.double(), (size,), None, 1e-5) * weight
+    expected = normalized * nn.functional.silu(gates.double()).view(x.shape)
+    torch.testing.assert_close(gated_rms_norm(x, gates, weight, 1e-5).double(), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

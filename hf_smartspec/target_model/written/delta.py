@@ -1,6 +1,7 @@
 """The gated delta rule of written-out layers (Qwen3.5), in place of attention."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -83,7 +84,7 @@ class DeltaPlan:
     rates: _Rates
     norm: GatedNorm
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, int, int, int]:
         """Numbers of queries, keys and values together, of gates, of factors, and of decays."""
         values = self.heads * self.value_size
