@@ -16,6 +16,16 @@ unless its checkpoint is deleted or the budget is raised. Two settings of the en
 `OMP_WAIT_POLICY=passive` where other programs run on the same cores (threads then sleep instead of spinning: several
 times the speed), and `MALLOC_MMAP_THRESHOLD_=8000000000 MALLOC_TRIM_THRESHOLD_=16000000000`, which keep memory
 between steps (about a tenth).
+
+A small hybrid, of whose layers three in four keep a state in place of keys and values, is distilled from the embedded
+target and has its tokenizer, so that the embedded draft model drafts for it. In an hour on one core it learns SQL and
+code rather than chat, and held-out prompts are written by category:
+
+    python demos/train_models.py --data DATA --stages tokenizer target prompts --kind qwen3_5 \
+        --teacher demos/models/target --target-shape 384 4 6 2 896 --block 384 --target-batch-tokens 1024 \
+        --target-lr 2e-3 --target-minutes 65 --output HYBRID --work HYBRID/work --prompts HYBRID --num-prompts 16 \
+        --repeat text_to_sql_advising=0 mbpp=5 humaneval=5 gsm8k=0.5 instruct_en_oasst1_val=0.5 \
+        instruct_en_oa_models=0.2 instruct_en_medquad=0.05 multilingual_tldr=0.2
 """
 
 import argparse
@@ -50,6 +60,7 @@ from training.tokenizer import Encoded, encode, train_tokenizer
 
 STAGES = ("tokenizer", "target", "draft", "prompts", "evaluate")
 HERE = Path(__file__).resolve().parent
+KINDS = ("llama", "qwen3_5")
 EVAL_ROWS = 24  # rows per category in the reports while training
 
 
@@ -59,13 +70,25 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--data", type=Path, required=True, help="folder with the .jsonl or .jsonl.gz files")
     parser.add_argument("--output", type=Path, default=HERE / "models", help="gets target/, draft/, results.json")
-    parser.add_argument("--prompts", type=Path, default=HERE / "prompts.jsonl", help="where the demo prompts go")
+    parser.add_argument(
+        "--prompts", type=Path, default=HERE / "prompts.jsonl", metavar="FILE_OR_FOLDER",
+        help="where the demo prompts go; a folder gets a file for each category",
+    )  # fmt: skip
+    parser.add_argument("--num-prompts", type=int, default=6, help="prompts per category in it")
     parser.add_argument(
         "--work", type=Path, default=Path.home() / ".cache/hf_smartspec/training", help="checkpoints and tokenizer"
     )
     parser.add_argument(
         "--continue-saved", action="store_true", help="start from the models in OUTPUT, not from random weights"
     )
+    parser.add_argument(
+        "--teacher", type=Path, metavar="MODEL",
+        help="distil the target from this model, beginning with its embeddings, and take its tokenizer",
+    )  # fmt: skip
+    parser.add_argument(
+        "--repeat", nargs="+", type=file_and_repeat, default=[], metavar="FILE=TIMES",
+        help="how often rows of some files come up in a pass, in place of the usual number, such as gsm8k=0.5",
+    )  # fmt: skip
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES, help="what to run", metavar="STAGE")
     budget = parser.add_argument_group("budget, shared by all runs that resume one another")
     budget.add_argument("--target-minutes", type=float, default=50, help="learning rate decays over this time")
@@ -76,6 +99,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     budget.add_argument("--eval-minutes", type=float, default=6, help="time between reports of held-out loss")
     shape = parser.add_argument_group("shape")
     shape.add_argument("--vocab-size", type=int, default=8192, help="entries of the vocabulary")
+    shape.add_argument("--kind", choices=KINDS, default="llama", help="architecture of the target")
     shape.add_argument(
         "--target-shape", type=int, nargs=5, default=(384, 8, 6, 2, 896), metavar="N",
         help="hidden size, layers, heads, key-value heads, intermediate size",
@@ -105,14 +129,14 @@ class Run:
 
     def tokenizer(self) -> None:
         path = self.args.work / "tokenizer"
+        saved = self.args.output / "target" if self.args.continue_saved else self.args.teacher
         if path.exists():
-            saved = self.args.output / "target"
-            if self.args.continue_saved and self.load_tokenizer().get_vocab() != load_vocab(saved):
-                raise ValueError(f"{path} is not the tokenizer of {saved}: give another `--work` to `--continue-saved`")
+            if saved and self.load_tokenizer().get_vocab() != load_vocab(saved):
+                raise ValueError(f"{path} is not the tokenizer of {saved}: give another `--work`")
             print(f"{path} exists: kept, because checkpoints depend on it")
             return
-        if self.args.continue_saved:
-            AutoTokenizer.from_pretrained(self.args.output / "target").save_pretrained(path)
+        if saved:
+            AutoTokenizer.from_pretrained(saved).save_pretrained(path)
             return
         texts = [
             content
@@ -125,22 +149,33 @@ class Run:
     def target(self) -> None:
         tokenizer = self.load_tokenizer()
         torch.manual_seed(self.args.seed)
+        if self.args.teacher:
+            self.distil("target", self.args.teacher, tokenizer)
+            return
         target = self.initial("target", tokenizer)
         self.train("target", target, lambda batch: next_token_loss(target, batch), tokenizer)
 
     def draft(self) -> None:
-        tokenizer = self.load_tokenizer()
         torch.manual_seed(self.args.seed)
-        target = load_model(self.args.output / "target", self.args.device)
-        draft = self.initial("draft", tokenizer)
+        self.distil("draft", self.args.output / "target", self.load_tokenizer())
+
+    def distil(self, name: str, path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Train the student `name` to predict as the teacher at `path` does."""
+        teacher = load_model(path, self.args.device)
+        student = self.initial(name, tokenizer)
         if not self.args.continue_saved:
-            copy_embeddings(target, draft)
-        self.train("draft", draft, lambda batch: distillation_loss(draft, target, batch), tokenizer)
+            (copy_parts if name == "target" else copy_embeddings)(teacher, student)
+        self.train(name, student, lambda batch: distillation_loss(student, teacher, batch), tokenizer)
 
     def prompts(self) -> None:
-        rows = pick_prompts(self.corpus, self.load_tokenizer())
-        write_prompts(rows, self.args.prompts)
-        print(f"{len(rows)} prompts written to {self.args.prompts}")
+        rows, path = pick_prompts(self.corpus, self.load_tokenizer(), self.args.num_prompts), self.args.prompts
+        if path.suffix:
+            write_prompts(rows, path)
+        else:  # a folder
+            path.mkdir(parents=True, exist_ok=True)
+            for category in {row["category"] for row in rows}:
+                write_prompts([row for row in rows if row["category"] == category], path / f"{category}.jsonl")
+        print(f"{len(rows)} prompts written to {path}")
 
     def evaluate(self) -> None:
         tokenizer = self.load_tokenizer()
@@ -166,7 +201,8 @@ class Run:
         if self.args.continue_saved:
             return load_model(self.args.output / name, self.args.device).float().train().requires_grad_(True)
         shape = getattr(self.args, f"{name}_shape")
-        return make_model(tokenizer, shape, self.args.max_positions).to(self.args.device)
+        kind = self.args.kind if name == "target" else "llama"
+        return make_model(tokenizer, kind, shape, self.args.max_positions).to(self.args.device)
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         path = self.args.work / "tokenizer"
@@ -183,8 +219,9 @@ class Run:
     def train(self, name: str, model: PreTrainedModel, loss_fn, tokenizer: PreTrainedTokenizerBase) -> None:
         """Train `model` within the budget of `name` and save it with its tokenizer."""
         args, corpus = self.args, self.corpus
+        repeats = {file: source.repeat for file, source in SOURCES.items()} | dict(args.repeat)
         sources = [
-            ([row for e in examples if (row := encode(e, tokenizer, args.block))], SOURCES[file].repeat)
+            ([row for e in examples if (row := encode(e, tokenizer, args.block))], repeats[file])
             for file, examples in corpus.train.items()
         ]
         mix = Mix(sources, getattr(args, f"{name}_batch_tokens"), tokenizer.pad_token_id, args.seed)
@@ -208,37 +245,80 @@ class Run:
         print(f"{name} saved; held-out loss {report()}")
 
 
+def file_and_repeat(text: str) -> tuple[str, float]:
+    """Return a file of `SOURCES` and the number after it, from `FILE=TIMES`."""
+    file, _, times = text.partition("=")
+    if file not in SOURCES or float(times) < 0:
+        raise ValueError(text)
+    return file, float(times)
+
+
 def load_vocab(path: Path) -> dict[str, int]:
     return AutoTokenizer.from_pretrained(path).get_vocab()
 
 
-def make_model(tokenizer: PreTrainedTokenizerBase, shape: tuple[int, ...], max_positions: int) -> LlamaForCausalLM:
-    """A Llama model with random weights and tied embeddings, whose generation is greedy by default."""
+def make_model(
+    tokenizer: PreTrainedTokenizerBase, kind: str, shape: tuple[int, ...], max_positions: int
+) -> PreTrainedModel:
+    """A model with random weights and tied embeddings, whose generation is greedy by default."""
     hidden, layers, heads, kv_heads, intermediate = shape
     ids = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        intermediate_size=intermediate,
-        max_position_embeddings=max_positions,
-        tie_word_embeddings=True,
+    sizes = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": intermediate,
+        "max_position_embeddings": max_positions,
+        "tie_word_embeddings": True,
         **ids,
-    )
-    model = LlamaForCausalLM(config)
+    }
+    if kind == "llama":
+        model: PreTrainedModel = LlamaForCausalLM(LlamaConfig(**sizes))
+    else:
+        from transformers import (
+            Qwen3_5ForCausalLM,
+            Qwen3_5TextConfig,
+        )  # newer than the oldest release that is supported
+
+        # Values as wide as the hidden states, and keys half as wide, as in the large models.
+        head_dim = hidden // heads
+        linear = {"linear_key_head_dim": head_dim, "linear_value_head_dim": head_dim}
+        linear |= {"linear_num_key_heads": max(heads // 2, 1), "linear_num_value_heads": max(heads // 2, 1) * 2}
+        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes, **linear, head_dim=head_dim))
     model.generation_config = GenerationConfig(do_sample=False, **ids)
     return model
 
 
 @torch.no_grad()
 def copy_embeddings(target: PreTrainedModel, draft: PreTrainedModel) -> None:
-    """Start the draft from the main directions of the target's embeddings: most of its parameters are embeddings, and
-    distilling is too short to learn them from nothing."""
+    """Start the draft from the main directions of the target's embeddings (all, where it is as wide): most of its
+    parameters are embeddings, and distilling is too short to learn them from nothing."""
     weight = target.get_input_embeddings().weight.float()
     directions = torch.linalg.svd(weight, full_matrices=False).Vh[: draft.config.hidden_size]  # (hidden, target hidden)
     draft.get_input_embeddings().weight.copy_(weight @ directions.T)
+
+
+@torch.no_grad()
+def copy_parts(teacher: PreTrainedModel, student: PreTrainedModel) -> None:
+    """
+    Start a student as wide as the teacher from its embeddings, and from the MLPs and norms of layers that are evenly
+    spread over it (as DistilBERT does), another one from the embeddings' main directions.
+    """
+    sizes = [(model.config.hidden_size, model.config.intermediate_size) for model in (teacher, student)]
+    if sizes[0] != sizes[1]:
+        copy_embeddings(teacher, student)
+        return
+    student.get_input_embeddings().load_state_dict(teacher.get_input_embeddings().state_dict())
+    places = torch.linspace(0, len(teacher.model.layers) - 1, len(student.model.layers)).round().int().tolist()
+    pairs = [(teacher.model.norm, student.model.norm)]
+    for old, new in zip([teacher.model.layers[place] for place in places], student.model.layers, strict=True):
+        new.mlp.load_state_dict(old.mlp.state_dict())
+        pairs += [(getattr(old, name), getattr(new, name)) for name in ("input_layernorm", "post_attention_layernorm")]
+    one = 1 if student.config.model_type == "qwen3_5_text" else 0  # its norms multiply by 1 + weight
+    for old, new in pairs:
+        new.weight.copy_(old.weight.float() - one)
 
 
 def load_model(path: Path, device: str) -> PreTrainedModel:

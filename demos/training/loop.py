@@ -198,7 +198,7 @@ def train(
             now.step += 1
             now.tokens += sum(batch.input_ids.numel() for batch in batches)
             elapsed, clock = time.monotonic() - clock, time.monotonic()
-            mean = now.seconds / (now.step - 1) if now.step > 20 else elapsed
+            mean = now.seconds / (now.step - 1) if now.step > 5 else elapsed
             now.seconds += min(elapsed, 10 * mean)  # longer: the process was suspended, or reported losses
             loss_mean = loss if loss_mean is None else 0.98 * loss_mean + 0.02 * loss
             before, used = used, _used(now, config)

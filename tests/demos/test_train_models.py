@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.models import RECURRENT
+
 DEMOS = Path(__file__).resolve().parents[2] / "demos"
 TINY = ["--vocab-size", "320", "--block", "128", "--target-batch-tokens", "256", "--draft-batch-tokens", "256"]
 TINY += ["--target-shape", "16", "2", "4", "2", "32", "--draft-shape", "8", "1", "2", "1", "16"]
@@ -95,6 +97,25 @@ def test_all_stages_leave_models_that_the_auto_classes_load(run, tmp_path):
     assert 0 <= results["first_token_acceptance"]["all"]["acceptance"] <= 1
     prompts = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
     assert [row["category"] for row in prompts] == ["math", "math"]  # the chats have several turns
+
+
+@pytest.mark.skipif("qwen3_5_text" not in RECURRENT, reason="the release of transformers has no such model")
+def test_a_hybrid_is_distilled_from_a_target_with_its_tokenizer_and_embeddings(run, tmp_path):
+    assert run("--stages", "tokenizer", "target", "--target-steps", "1") == 0
+    teacher, hybrid, prompts = tmp_path / "models" / "target", tmp_path / "hybrid", tmp_path / "by_category"
+    stages = ("--stages", "tokenizer", "target", "prompts", "--kind", "qwen3_5", "--teacher", str(teacher))
+    places = ("--output", str(hybrid), "--work", str(hybrid / "work"), "--prompts", str(prompts), "--num-prompts", "1")
+    repeats = ("--repeat", "instruct_en_oasst1_val=0")
+    assert run(*stages, *places, *repeats, "--target-steps", "3", "--target-lr", "1e-6") == 0
+
+    old, new = (AutoModelForCausalLM.from_pretrained(path) for path in (teacher, hybrid / "target"))
+    assert new.config.layer_types == ["linear_attention", "linear_attention"] and not old.config.is_encoder_decoder
+    products = [weight.float() @ weight.float().T for weight in (old.lm_head.weight, new.lm_head.weight)]
+    torch.testing.assert_close(*products, atol=1e-3, rtol=1e-2)  # the same directions, turned together
+    texts = [(path / "tokenizer.json").read_text() for path in (teacher, hybrid / "target")]
+    assert texts[0] == texts[1]
+    assert checkpoint(hybrid, "target")["mix"] == (1, 1)  # 6 batches; a pass has 5 without the chats
+    assert {path.name: len(path.read_text().splitlines()) for path in prompts.iterdir()} == {"math.jsonl": 1}
 
 
 def test_training_goes_on_from_saved_models(run, script, tmp_path):

@@ -8,6 +8,7 @@ from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...prepare.sources import resolve
+from ...target_model.compat import is_stateful
 from ..common.arguments import UsageError, command_of, usage_errors
 from ..common.console import environment, make_console, print_head
 from ..common.models import demo_folder, load_draft
@@ -88,7 +89,7 @@ def _methods(args: argparse.Namespace, model: PreTrainedModel) -> list[Method]:
     with usage_errors("--assistant"):
         for method in own:
             resolve(method.assistant, model)
-    return [*own, *others]
+    return own if is_stateful(model) else [*own, *others]  # transformers refuses to speculate with states
 
 
 def _shown(name: str, names: Sequence[str]) -> str:

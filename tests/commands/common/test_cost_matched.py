@@ -9,7 +9,9 @@ import torch
 from hf_smartspec.commands.common.cost_matched import enlarge, find_sizes
 from hf_smartspec.commands.common.models import find_demo, load_model
 from hf_smartspec.target_model.compat import CACHE
-from tests.models import new_model, shared_model
+from tests.models import RECURRENT, new_model, shared_model
+
+HYBRID = ["qwen3_5_text"] if "qwen3_5_text" in RECURRENT else []
 
 
 def own_parameters(model):
@@ -25,7 +27,7 @@ def assert_same_function(small, large):
     assert large.generate(ids, **arguments).tolist() == small.generate(ids, **arguments).tolist()
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral"])
+@pytest.mark.parametrize("architecture", ["llama", "mistral", *HYBRID])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("num_parameters", [3e5, 3e6])
 def test_computes_the_same_at_the_given_number_of_parameters(architecture, tied, num_parameters):
@@ -101,7 +103,7 @@ def test_keeps_the_dtype():
         (lambda: shared_model("llama"), 10, "`num_parameters` must be at least"),
         (lambda: shared_model("llama"), math.inf, "and finite, got inf"),
         (lambda: shared_model("llama"), math.nan, "and finite, got nan"),
-        (lambda: shared_model("gpt2"), 1e6, "llama or mistral can be enlarged, got 'gpt2'"),
+        (lambda: shared_model("gpt2"), 1e6, "llama or mistral or qwen3_5_text can be enlarged, got 'gpt2'"),
         (lambda: new_model("llama", attention_bias=True), 1e6, "biases"),
     ],
 )

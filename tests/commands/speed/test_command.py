@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 from transformers import GenerationConfig
 
 from hf_smartspec.commands import main as cli
-from hf_smartspec.commands.common.models import left_padded
+from hf_smartspec.commands.common.models import left_padded, load_model
 from hf_smartspec.commands.common.replaying import RecordedText
 from hf_smartspec.commands.speed import command as speed_command
 from hf_smartspec.commands.speed import loop as speed_loop
@@ -20,7 +21,7 @@ from hf_smartspec.cpu.quantized import is_quantized
 from hf_smartspec.generate import enabled
 from hf_smartspec.target_model.written.decoder import WrittenDecoder
 from tests.folders import save_tiny_models
-from tests.models import VOCAB_SIZE, new_model, noisy_model, shared_model
+from tests.models import RECURRENT, VOCAB_SIZE, new_model, noisy_model, shared_model
 
 from .. import helpers
 
@@ -105,6 +106,18 @@ def test_command_replays_and_enlarges(folder, tmp_path, capsys):
     # One token a byte, and the end of sequence; as many as asked for at most.
     assert {row["statistics"]["generated_tokens"] for row in report["results"]} == {3 * min(len(" 0 and 0.") + 1, 10)}
     assert "first, replayed, batch 1" in capsys.readouterr().out
+
+
+@pytest.mark.skipif("qwen3_5_text" not in RECURRENT, reason="hybrids are decoded without speculation")
+def test_command_enlarges_hybrids_and_leaves_out_what_transformers_refuses(folder, tmp_path, capsys):
+    hybrid, out = shutil.copytree(folder / "target", tmp_path / "hybrid"), tmp_path / "results.json"
+    new_model("qwen3_5_text", vocab_size=load_model(str(hybrid)).config.vocab_size).save_pretrained(hybrid)
+    settings = ["--model", hybrid, "--parameters", "1e6", "--batch-size", "1", "2", "--json", out]
+    assert call(folder / "first.jsonl", *settings, "--assistant", "none", "suffix", folder / "draft", *SHORT) == 0
+    report = json.loads(out.read_text())
+    assert report["parameters"] == pytest.approx(1e6, rel=0.05)
+    assert {row["method"] for row in report["results"]} == {PLAIN, "none", "suffix", "draft"}
+    assert all(row["num_different_rows"] == 0 for row in report["results"])
 
 
 def test_command_quantizes_the_target(folder, monkeypatch, deprecated_by_itself):
