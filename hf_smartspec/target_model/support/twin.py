@@ -47,7 +47,7 @@ _SIZES = [
         (r"qk_head_dim|attention_head_dim|lora_rank|kv_channels", 16),
         (r"head_dim|headdim|head_size|d_head|dim_head|d_kv|state_size|d_state", 8),
         (r"rotary_dim", 4),
-        (r"(key_value|kv)_heads|query_groups", 2),
+        (r"(key_value|kv|num_key)_heads|query_groups", 2),
         (r"heads|n_head", 4),
         (r"(hidden|embedding|intermediate|feed_forward|output)_size|d_model|n_embd|emb(edding)?_dim|embed_dim", 32),
         (r"word_embed_proj_dim|ffn_dim|ffn_hidden_size|d_inner|dff|dim_ff|lru_width|dim_model_base|d_ssm", 32),
@@ -189,7 +189,8 @@ def _small(key: str, value: Any, values: dict[str, Any], num_layers: int, kept: 
         return BORDERS[key]
     if _LAYERS.search(key):
         return min(value, kept)
-    if re.search(r"(key_value|kv)_heads$", key) and value == values.get("num_attention_heads"):
+    queries = "linear_num_value_heads" if key == "linear_num_key_heads" else "num_attention_heads"
+    if re.search(r"(key_value|kv|num_key)_heads$", key) and value == values.get(queries):
         return min(value, 4)
     return next((min(value, most) for names, most in _SIZES if names.search(key)), value)
 

@@ -118,6 +118,8 @@ _MOSTLY_MAMBA = [*["mamba"] * 5, "attention", *["mamba"] * 4]
         ("nemotron_h", {}),
         ("zamba2", {}),
         ("qwen3_next", {}),
+        ("qwen3_next", {"linear_num_key_heads": 3, "linear_num_value_heads": 3}),
+        ("qwen3_5_text", {"linear_num_key_heads": 3, "linear_num_value_heads": 6}),
         ("kimi_linear", {}),
     ],
 )
