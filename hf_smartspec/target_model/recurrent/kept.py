@@ -44,7 +44,9 @@ class KeptStates:
 
     def cut(self, row: CacheRow, length: int = 0) -> None:
         """Drop a row's states after more than `length` tokens."""
-        self._rows[row] = {own: states for own, states in self._rows.pop(row, {}).items() if own <= length}
+        left = {own: states for own, states in self._rows.pop(row, {}).items() if own <= length}
+        if left:
+            self._rows[row] = left
 
     def clear(self) -> None:
         self._rows.clear()
