@@ -58,7 +58,9 @@ class RecurrentStep:
         self.device, self.before = device, before
         counts, num_fed = np.array([item.num_tokens for item in rows]), np.array([len(item.feed) for item in rows])
         starts = np.cumsum(counts) - counts
-        heads = np.maximum(num_fed - 1, 0) // chunk * chunk  # tokens of whole pieces
+        # Tokens of whole pieces. Where states before the last fed token are kept, the tail has the one before it, too.
+        is_kept = np.array([item.row.length + len(item.feed) - 1 in item.row.marks for item in rows])
+        heads = np.maximum(num_fed - 1 - is_kept, 0) // chunk * chunk
         sizes, begins = counts - heads, starts + heads
         width = int(sizes.max())
         self.entries, self.fed_in_tail = np.array(entries), num_fed - heads
@@ -69,7 +71,6 @@ class RecurrentStep:
         self.short = None
         if device.type == "cpu" and before is None and has_recurrence():
             # Rows without drafts end with their feed, unless the states before its last token are kept.
-            is_kept = [item.row.length + len(item.feed) - 1 in item.row.marks for item in rows]
             ends = np.where((counts > num_fed) | is_kept, -1, sizes - 1)
             self.short = ShortTails(np.stack([begins, sizes, self.entries, ends], axis=1), self.parents)
         # A row's prompt is as long as the batch's longest, less what that one is ahead.

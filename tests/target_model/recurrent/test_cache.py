@@ -176,15 +176,15 @@ def test_rows_begin_with_kept_states_and_are_cut_to_them(architecture):
     forward = PackedForward(model)
     forward.cache.chunk = 6
     row, beside = forward.add(), forward.add()
-    row.marks = 19, 24, 30  # the second one comes after a feed of whole pieces and one token
-    for end in (9, 20, 25, 31):
-        tree = random_tree(rng, 5 if end != 20 else 0)
+    row.marks = 19, 26, 28, 30  # the second one comes after a whole piece
+    for end in (9, 20, 27, 29, 31):
+        tree = random_tree(rng, 0 if end in (20, 29) else 5)
         inputs = [RowInput(beside, text[beside.length : end]), RowInput(row, text[row.length : end], tree)]
         forward.forward(inputs)
         forward.commit([beside, row], [[], path_to(tree, 4) if end == 31 else []])
         if end == 9:
             forward.cache.keep(row)
-    for length, known in ((9, 9), (18, 9), (19, 19), (25, 24), (31, 30)):
+    for length, known in ((9, 9), (18, 9), (19, 19), (27, 26), (29, 28), (31, 30)):
         other = forward.add()
         assert forward.cache.reusable(row, length) == known
         forward.cache.copy(row, other, known)
