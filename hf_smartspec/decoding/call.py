@@ -24,7 +24,7 @@ from .statistics import GenerationStatistics
 from .text import RequestText
 from .trace import RequestTrace
 
-_MOST_UNSHOWN = 1024  # tokens of a text whose hidden states wait for the next draft
+_MOST_UNSHOWN = 64  # tokens whose hidden states wait for the next draft: each keeps those of all rows of its step
 DRAFT_ROOM = 16  # tokens after a request's last one that memory is reserved for; see `DecodingCall.cap`
 
 

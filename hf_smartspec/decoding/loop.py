@@ -316,7 +316,7 @@ class DecodingLoop:
                 new = request.generated(request.num_observed, end).copy()  # a copy, which sources may change
                 committed[request] = new
                 request.num_observed += len(new)
-            self._pass_on(committed)
+            self._pass_on(committed, self.drafting.has_asked or step.policy_rows.num_prefill_tokens > 0)
             for request in rows:
                 request.likeliest = None
             if self.drafting.is_traced:
@@ -327,14 +327,13 @@ class DecodingLoop:
                 tokens = [committed[request] for request in step.rows]
                 self.drafting.observe(step, accepted, tokens, may_wait=self._runs_on)
 
-    def _pass_on(self, committed: dict[Request, np.ndarray]) -> None:
-        """Pass the step to the sources, prompts' parts included; if it asked none, mostly leave that until one is."""
+    def _pass_on(self, committed: dict[Request, np.ndarray], is_due: bool) -> None:
+        """Pass the step to the sources, prompts' parts included; if that is not due, mostly leave it for later."""
         rows = list(committed)
         if self._shows_more:
             parts = [item for item in self.running if item.fed is not None and not item.is_verifying]
             rows += [request for request in parts if request not in committed]
-        has_asked = self.drafting.has_asked
-        self.drafting.sources.observe([request for request in rows if has_asked or request.must_observe])
+        self.drafting.sources.observe([request for request in rows if is_due or request.must_observe])
 
     # 7. report
 
