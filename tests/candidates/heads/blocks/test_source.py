@@ -107,6 +107,7 @@ KINDS = {
     "dspark, gated": {"markov": "gated", "own_vocab": 30},
     "dspark, rnn": {"markov": "rnn", "confidence": "hidden", "from_anchor": True},
     "jetspec": {"config": {"causal_head": True}},
+    "dflash, MiMo": {"has_sinks": True, "turned": 4, "windows": (6, 6), "causal": False},
 }
 
 
