@@ -25,7 +25,7 @@ PROMPTS = {"one row": (12,), "ragged rows": (5, 14)}
 
 # Sizes that depend on one another in ways of their own.
 CHANGES: dict[str, dict[str, Any]] = {
-    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "attn_layer_indices": [1]},
+    "bamba": {"attn_layer_indices": [1]},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
     "dots3_note_text": {"swa_head_dim": 16},
     "gemma3n_text": {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8},
