@@ -145,7 +145,7 @@ class ShortTails:
         """Drop what `store` reads."""
         for item in (self.inputs, self.written, self.operators, self.held):
             item.clear()
-        self.num_bytes = 0
+        self.num_bytes, self.fill = 0, None
 
     def store(
         self,

@@ -243,6 +243,7 @@ class EngineRunner:
         """Begin or resume waiting requests in turn, as long as there is room or other requests give way."""
         try:
             self.memory.check_weights(self.loop.running)
+            self.memory.keep_states(self.loop.running)
         except Exception as error:
             self._fail_running(error)
         scheduler, most = self.memory.scheduler, self._most_running()

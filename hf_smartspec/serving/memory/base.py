@@ -96,6 +96,9 @@ class RequestMemory(ABC):
     def _forget(self, running: Sequence[Request]) -> None:
         """Discard all keys and values; running requests compute theirs anew."""
 
+    def keep_states(self, running: Sequence[Request]) -> None:  # noqa: B027 (optional)
+        """Keep states that running requests have reached, for prompts that begin alike."""
+
     def reset(self) -> None:  # noqa: B027 (optional)
         """Start over after a failed forward, with no request running."""
 

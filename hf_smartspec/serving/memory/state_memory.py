@@ -1,11 +1,10 @@
 """An engine's memory for models with recurrent layers: keys and values, and states, which cannot be cut."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ...decoding.call import Request
 from ...target_model.layout.rows import CacheRow
 from ...target_model.recurrent.cache import StateCache
-from ..outputs import PendingRequest
 from .kv_memory import EngineMemory
 from .prefix_cache import SharedBase, SharedPrefix, num_shared
 
@@ -27,15 +26,11 @@ class StateMemory(EngineMemory):
         assert isinstance(cache, StateCache), "the model has recurrent layers"
         return cache
 
-    def next(self, running: list[Request], suspend: Callable[[PendingRequest], None]) -> PendingRequest | None:
-        self._keep_states(running)
-        return super().next(running, suspend)
-
-    def _keep_states(self, running: Sequence[Request]) -> None:
+    def keep_states(self, running: Sequence[Request]) -> None:
         """Keep the states that prompts have reached at one of their marks, or many tokens after the last kept ones."""
         for request in running:
             row = request.row
-            if row is None or request.tokens or request.tree is not None:
+            if row is None or row.length > len(request.prompt) or request.tree is not None:
                 continue
             is_due = row.length in row.marks or row.length - self.cache.reusable(row, row.length) >= _EVERY
             if is_due or row.length < max(row.marks, default=0):  # the next step may keep some
@@ -102,7 +97,8 @@ class StateMemory(EngineMemory):
 
     def release(self, request: Request) -> None:
         row = request.cache_row
-        if not (request.tokens and self.cache.tells_prompts):  # else no prompt has the same states
+        # Where prompts are read in another way than what follows, no prompt has the states of generated tokens.
+        if row.length and not (request.tokens and self.cache.tells_prompts):
             self._make_room()
             self.cache.keep(row)
         self.cache.rest(row)

@@ -64,7 +64,7 @@ class StateCache(StateRows):
     def bytes_per_row(self) -> int:
         """Bytes of a row's states, and of what a step with a draft leaves of it, by the steps that are open now."""
         num_tokens = sum(step.parents.size for step in set(self._open.values()))
-        return self.bytes_per_state + _TAIL * self._num_open_bytes // num_tokens
+        return self.bytes_per_state + _TAIL * self._num_open_bytes // max(num_tokens, 1)
 
     def export(
         self, rows: Sequence[CacheRow], columns: Sequence[torch.Tensor], total_length: int, cache: Cache

@@ -167,6 +167,24 @@ def test_without_memory_for_copies_of_states_prompts_are_run_anew(monkeypatch):
         assert failed and not engine._memory.cache.rows, "without states, rows are of no use"
 
 
+def test_states_that_cannot_be_computed_end_the_requests_that_run(monkeypatch):
+    """The engine goes on."""
+    model, text = model_of("qwen3_next"), list(range(3, 38)) * 2
+    keep, failures = StateCache.keep, [RuntimeError("not enough memory")]
+
+    def failing(cache, row):
+        if failures:
+            raise failures.pop()
+        keep(cache, row)
+
+    monkeypatch.setattr(state_memory, "_EVERY", 20)
+    monkeypatch.setattr(StateCache, "keep", failing)
+    with Engine(model, drafting(), max_prefill_tokens=25) as engine:
+        failed = engine.get_result(engine.add_request(text, **LONG), TIMEOUT)
+        assert "not enough memory" in failed.error and not failures
+        assert reused(engine, model, text) == 0
+
+
 def bytes_of_one(model) -> int:
     """Bytes of one running row beside its keys and values."""
     return packed_forward(model).footprint().state
