@@ -16,7 +16,7 @@ from ..models.draft_growth import DraftState
 from ..models.rows import RowCandidates
 from ..request import SourceRequest
 
-_MOST_PENDING = 1024  # hidden states that are kept for a draft, which may never be wanted; more go into the row
+_MOST_PENDING = 256  # hidden states that are kept for a draft, which may never be wanted; more go into the row
 
 
 @dataclass(eq=False)

@@ -146,6 +146,7 @@ class Drafting:
         if not asked:
             return trees
         with self._timed("seconds_draft"):
+            self.sources.catch_up(asked)
             before = self.clock()
             padding, asked = _split_padding(asked, stage.position)
             proposals = padding | self.sources.propose(stage.position, asked, price)

@@ -1,7 +1,7 @@
 """Calls of candidate sources by the loop. A source that fails is dropped for the request, which goes on."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -111,8 +111,11 @@ class GuardedSources:
         if request.chain.drafter is not None:
             self.gates[request.chain.drafter].forget(request)
         if request.is_known_to_source:
-            self.observe([request])
             request.is_known_to_source = False
+            try:
+                self.observe([request])
+            except Exception as error:
+                logger.warning_once(f"The last tokens of a request could not be passed to its sources: {error!r}")
             # Sources that have failed are stopped too, since they hold state of the request.
             for position, source in enumerate(request.chain.sources):
                 self._guarded(request, position, source.stop, request.request_id)
@@ -148,9 +151,12 @@ class GuardedSources:
             if source.needs:
                 self._guarded(request, position, _show_source, request, source, step)
 
+    def catch_up(self, requests: Collection[Request]) -> None:
+        """Pass to the sources what was committed in steps that did not ask them."""
+        self.observe([item for item in requests if item.num_passed < item.num_observed or item.fed is not None])
+
     def propose(self, position: int, asked: dict[Request, int], price: LevelPrice | None) -> dict[Request, DraftTree]:
         """Call `propose` once per source that any row has at this position, with the `price` where it is heeded."""
-        self.observe([item for item in asked if item.num_passed < item.num_observed or item.fed is not None])
         proposals: dict[Request, DraftTree] = {}
         by_source: dict[TreeCandidateGenerator, dict[Request, int]] = {}
         for request, limit in asked.items():

@@ -26,6 +26,7 @@ from .worth import Paces
 _SPEEDUP_DECAY = 0.98  # decay per step of the tokens that the speed-up is the ratio of
 _STRENGTH = 10.0  # weight of the prior that there is no speed-up, in tokens
 _PROBE_SHARE = 0.01  # share of the time for drafts that are not expected to pay
+_MOST_DEBT = 50  # steps without drafts whose time such drafts may be behind, by prompts that were read for them
 _BASELINE_INTERVAL = 200  # steps with speculation in a row before one without: the cost of plain steps stays known
 _UNKNOWN = 0.16  # doubt (log standard deviation of cost ratios) above which a size is tried
 _OPTIMISM = 3.0  # standard deviations by which sizes may be cheaper than expected, where they are tried
@@ -158,7 +159,7 @@ class GoodputAuction(LengthPolicy):
             if record.pays:
                 return best
             hoped = self._best_levels(rows, stage, caps, before, in_doubt=True) if hoped is None else hoped
-        if not hoped.any() and not before.num_nodes:
+        if not hoped.any() and not before.num_nodes and caps.all():  # rows in prefill may draft in the next step
             record.rest(rows.request_ids)
         return hoped
 
@@ -200,11 +201,12 @@ class GoodputAuction(LengthPolicy):
         if self._probe_seconds < 0 or not idle.any():
             return levels
         if stage.cost.is_autoregressive:
-            idle = record.cheapest(rows.request_ids, idle)
+            idle = record.for_trial(rows, idle)
         probed = np.where(idle, 1, levels)
         if not self._affords(record.seconds(stage.cost, probed) - record.seconds(stage.cost, levels)):
             return levels
-        self._plan.probing = stage
+        record.num_trials += 1
+        self._plan.probing = None if levels.any() else stage  # drafts that pay read prompts at their own cost
         return probed
 
     def _pays(self, rows: StepRows, stage: Stage, caps: np.ndarray) -> bool:
@@ -363,7 +365,8 @@ class GoodputAuction(LengthPolicy):
         for stage in rows.stages:
             if stage.asked.any():
                 reading = self.records[stage.cost].learn_time(stage, rows.request_ids)
-                self._probe_seconds -= reading if stage is plan.probing else 0.0
+                if stage is plan.probing:
+                    self._probe_seconds = max(self._probe_seconds - reading, -_MOST_DEBT * plan.plain_seconds)
         if tokens is None:
             tokens = [known_continuation(tree, num) for tree, num in zip(outcome.verified, outcome.accepted)]
             self._learn_outcomes(plan, rows, rows.stages[0], Forest(outcome.verified), tokens)

@@ -60,7 +60,7 @@ class Plan:
         break_even (`float`, *optional*): Where more nodes are verified than pay by the expected costs: seconds of the
             forward, without prompts, above which they do not.
         added_seconds (`float`): Expected time that verifying drafts adds to the forward.
-        probing (`Stage`, *optional*): A stage of which some rows were asked as a trial.
+        probing (`Stage`, *optional*): A stage that was asked as a trial, and for nothing else.
         shares (`dict`): Share of each stage that was asked in what the drafts save.
         before (`dict`): Earlier stages' drafts when each stage was asked.
         drafted (`dict`): Drafts of each stage, with its own probabilities.

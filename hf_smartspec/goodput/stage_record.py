@@ -41,6 +41,7 @@ class StageRecord:
         self.timer, self.acceptance, self.novelty = DraftTimer(), AcceptanceEstimator(), Novelty()
         # Seconds saved by drafts less those of verifying them, by `size_class`; of first sources that draft at once.
         self.benefits = _no_benefits()
+        self.num_trials = 0
         self.pays = False  # whether levels paid in the latest step, for sources that are asked by level
         self._resting: Sequence[Hashable] = ()  # rows whose levels did not pay, for
         self._num_rests = 0  # so many further steps
@@ -84,13 +85,16 @@ class StageRecord:
         self._num_rests -= 1
         return self._num_rests >= 0 and self._resting == request_ids
 
-    def cheapest(self, request_ids: Sequence[Hashable], idle: np.ndarray) -> np.ndarray:
+    def for_trial(self, rows: StepRows, idle: np.ndarray) -> np.ndarray:
         """
-        Return which of the idle rows (bool `[rows]`) a trial is cheap for: those whose prompts the drafter has read;
-        where there are none, the first one.
+        Return which of the idle rows (bool `[rows]`) a trial asks: those whose prompts the drafter has read; in every
+        other trial, or where there are none, the shortest of the others.
         """
-        known = np.array([name in self._newcomers.known for name in request_ids]) & idle
-        return known if known.any() else idle & (np.cumsum(idle) == 1)
+        known = np.array([name in self._newcomers.known for name in rows.request_ids]) & idle
+        others = idle & ~known
+        if not others.any() or (known.any() and self.num_trials % 2):
+            return known
+        return np.arange(len(idle)) == np.where(others, rows.context_lens, np.inf).argmin()
 
     def learn_time(self, stage: Stage, request_ids: Sequence[Hashable]) -> float:
         """Learn the time of a stage that was asked; return the seconds in which it read prompts."""

@@ -6,6 +6,7 @@ import pytest
 from benchmarks.step.overhead import host
 from benchmarks.step.overhead.host import make_setting
 from hf_smartspec import DraftTree, SmartSpecConfig, SuffixTreeCandidates
+from hf_smartspec.decoding.source_guard import GuardedSources
 from hf_smartspec.goodput import CostModel, DraftCost, FixedLength, PrefillGate
 from hf_smartspec.simulator import LoadRequest, SimulatedEngine, TableCandidates, with_acceptance
 
@@ -150,6 +151,19 @@ def test_steps_that_ask_no_source_are_observed_when_it_is_asked_next_or_at_the_e
     texts = [[call for call in item.calls if call[0] != "observe"] for item in (source, every)]
     assert texts[0] == texts[1], "each draft, and the end, knows the whole text"
     assert sum(num == 1 for kind, num in every.calls if kind == "observe") >= 9
+
+
+def test_requests_end_in_their_sources_even_if_their_last_tokens_cannot_be_passed(monkeypatch):
+    source, observe = Calls(), GuardedSources.observe
+
+    def failing(sources, requests):
+        if any(not request.is_active for request in requests):
+            raise RuntimeError("not enough memory")
+        observe(sources, requests)
+
+    monkeypatch.setattr(GuardedSources, "observe", failing)
+    decoded(shared_model("llama"), SmartSpecConfig(source, policy=Seldom(100)), left_padded([[5, 9, 5]]), length=10)
+    assert source.calls[-1][0] == "stop" and not source.texts
 
 
 def test_hidden_states_of_steps_that_ask_no_source_come_together():

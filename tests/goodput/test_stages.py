@@ -108,20 +108,37 @@ def test_levels_that_did_not_pay_are_weighed_again_for_other_rows_and_after_a_dr
     assert len(weighings) == 4, "it has shown something"
 
 
-def test_a_trial_reads_one_prompt_and_that_is_paid_for_by_the_trials_to_come():
+def test_a_trial_reads_one_prompt_at_most_and_that_is_paid_for_by_the_trials_to_come():
     policy, cost, names = GoodputAuction(line()), model_cost(0.5), tuple(range(16))
     policy._probe_seconds = 1.0
     assert np.flatnonzero(step_of_nothing(policy, alone(cost, names))).tolist() == [0]
     assert policy._probe_seconds < 0.01, "it took as long as expected"
     policy._probe_seconds = 1.0
     assert np.flatnonzero(step_of_nothing(policy, alone(cost, names))).tolist() == [0], "the row that was read"
-    policy._probe_seconds, rows = 1.0, alone(cost, names[1:])
-    rows.stages[0].asked = np.asarray(policy.max_nodes(rows, rows.stages[0], [DraftTree.empty()] * 15))
-    rows.stages[0].seconds = 2.5  # two seconds more than a level
-    kept = policy.select(rows, [DraftTree.empty()] * 15)
-    policy.observe(StepOutcome(rows, kept, kept, [0] * 15, StepSeconds(2.5, 0.02), [np.array([1])] * 15))
-    assert policy._probe_seconds == pytest.approx(-2.0, abs=0.01)
+    policy._probe_seconds = 1.0
+    assert np.flatnonzero(step_of_nothing(policy, alone(cost, names))).tolist() == [1], "every other time, a new one"
+    policy._probe_seconds = 1.0
+    assert np.flatnonzero(step_of_nothing(policy, alone(cost, names))).tolist() == [0, 1]
+    for seconds, debt in ((1.2, 0.7), (99.0, 50 * 0.02)):  # a level takes half a second
+        names = [name + 16 for name in names]  # of others, whose prompts have to be read
+        policy._probe_seconds, rows = 1.0, alone(cost, names)
+        rows.stages[0].asked = np.asarray(policy.max_nodes(rows, rows.stages[0], [DraftTree.empty()] * 16))
+        rows.stages[0].seconds = seconds
+        kept = policy.select(rows, [DraftTree.empty()] * 16)
+        policy.observe(StepOutcome(rows, kept, kept, [0] * 16, StepSeconds(seconds, 0.02), [np.array([1])] * 16))
+        assert policy._probe_seconds == pytest.approx(-debt, abs=0.1)
     assert not any(step_of_nothing(policy, alone(cost, names)).any() for _ in range(500)), "500 x 1 % of 25 ms"
+
+
+def test_levels_are_weighed_anew_when_a_row_has_ended_its_prefill():
+    policy, cost = GoodputAuction(line()), model_cost(0.5)
+    policy._probe_seconds = -1.0  # no trials
+    weighed = []
+    policy._best_levels = lambda rows, stage, caps, *rest, **options: weighed.append(caps) or np.zeros(2, np.int64)
+    for caps in ([8, 0], [8, 8], [8, 8]):
+        rows = StepRows([0, 1], np.full(2, 50), np.full(2, 8), stages=[Stage(cost, np.array(caps))])
+        policy.max_nodes(rows, rows.stages[0], [DraftTree.empty()] * 2)
+    assert [caps.tolist() for caps in weighed] == [[8, 0], [8, 8]], "and not a second time"
 
 
 def test_a_step_without_drafts_costs_two_estimates_and_no_forest(monkeypatch):

@@ -27,7 +27,10 @@ def positive(entries: Mapping[str, Any], name: str) -> int:
 def rotary_share(entries: Mapping[str, Any]) -> float:
     """Return the share of a head's numbers, the first ones, that rotary embeddings turn."""
     inner: dict[str, Any] = next(iter(rope_of(entries).values()), {})
-    share = entries.get(_SHARE) or (None if inner.get("rope_type") == _BY_FREQUENCY else inner.get(_SHARE)) or 1.0
+    share = entries.get(_SHARE)
+    if share is None and inner.get("rope_type") != _BY_FREQUENCY:
+        share = inner.get(_SHARE)
+    share = 1.0 if share is None else share
     if not isinstance(share, float | int) or not 0 < share <= 1:
         raise ValueError(f"`{_SHARE}` must lie in (0, 1], and is {share!r}")
     return float(share)
@@ -62,7 +65,8 @@ def sizes_of(entries: Mapping[str, Any], target: PreTrainedModel) -> LlamaConfig
         num = 2 * len(LlamaRotaryEmbedding(sizes).inv_freq)
     except Exception as error:  # of many kinds, for values of other types
         raise ValueError(f"its config cannot be used: {' '.join(str(error).split())}") from error
-    if num != sizes.head_dim or int(num * rotary_share(entries)) % 2:
+    turned = int(num * rotary_share(entries))
+    if num != sizes.head_dim or turned < 2 or turned % 2:
         raise ValueError(f"rotary embeddings do not turn pairs of the {sizes.head_dim} numbers of a head")
     return sizes
 

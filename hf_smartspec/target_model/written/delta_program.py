@@ -22,7 +22,6 @@ class Writer(Protocol):
     """Attributes of a `ForwardProgram` that are used here."""
 
     program: Program
-    num_threads: int
     attended: torch.Tensor
 
     def add(self, code: int, is_sized: bool = True, /, **fields: float) -> int: ...
@@ -121,7 +120,7 @@ class DeltaOperators:
             windows.append(cache.windows(key, x, plan.convolution.width, plan.sizes[0]).data_ptr())
             states.append(cache.states(key, x, *shape).data_ptr())
         number = max(scratch_size(short.parents.shape[1], plan.key_size, plan.value_size) for plan in self.plans)
-        scratch = x.new_empty(self.program.num_threads * number)
+        scratch = x.new_empty(short.num_threads * number)  # `ShortTails.store` may run with more than the program
 
         rows[maps, outputs] = inputs
         key_bytes = _ITEMSIZE * (channels - values) // 2

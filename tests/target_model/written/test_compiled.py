@@ -9,6 +9,7 @@ import torch
 
 import hf_smartspec
 from hf_smartspec.cpu.few_tokens import has_kernels, most_tokens
+from hf_smartspec.cpu.kernels.recur import scratch_size
 from hf_smartspec.drafts.tree import DraftTree
 from hf_smartspec.target_model.layout.rows import RowInput
 from hf_smartspec.target_model.written import compiled as compiled_module
@@ -121,6 +122,21 @@ def test_any_number_of_threads(number):
         assert torch.equal(logits_of(tried(model)), expected)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.skipif("qwen3_5_text" not in RECURRENT, reason="this release's layers with states are not known")
+def test_each_thread_that_stores_states_has_memory_of_its_own():
+    """Also of models so small that one thread runs them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        forward = tried(model_of("qwen3_5_text"))
+        forward.forward([RowInput(forward.add(), np.arange(3, 8), TREE)])
+    finally:
+        torch.set_num_threads(before)
+    short, (*_, states) = forward.cache.step.short, forward.cache._states.values()
+    assert short.operators and short.num_threads == 2
+    assert len(short.held[-1]) == 2 * scratch_size(short.parents.shape[1], *states.shape[2:])
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3_text"])
