@@ -96,7 +96,9 @@ def _split(states: dict[int, torch.Tensor], lines: Sequence[np.ndarray]) -> Iter
 def _joined(pieces: Sequence[dict[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
     if len(pieces) == 1:
         return pieces[0]
-    return {layer: torch.cat([piece[layer] for piece in pieces]) for layer in pieces[0]}
+    # Steps also take the layers that other rows need, which come and go.
+    common = [layer for layer in pieces[0] if all(layer in piece for piece in pieces)]
+    return {layer: torch.cat([piece[layer] for piece in pieces]) for layer in common}
 
 
 class HiddenStateTaps:

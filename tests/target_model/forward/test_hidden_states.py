@@ -8,7 +8,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from hf_smartspec.drafts.tree import DraftTree
-from hf_smartspec.target_model.forward.hidden_states import HiddenStateTaps, select
+from hf_smartspec.target_model.forward.hidden_states import FedStates, HiddenStateTaps, Piece, select
 from hf_smartspec.target_model.layout.rows import CacheRow, RowInput
 
 from ...models import ENCODER_DECODER, PACKED, ROWWISE, shared_model
@@ -48,6 +48,18 @@ class _Model(torch.nn.Module):
 
     def forward(self, states):
         return (self.layers[0](states),)
+
+
+def test_pieces_may_have_layers_that_other_rows_needed():
+    """Which of these a step takes depends on the rows that run in it."""
+    first, second = (
+        {layer: torch.full((2, 1), float(step)) for layer in layers} for step, layers in enumerate(((-1, 0), (0, 1)))
+    )
+    fed = FedStates(0)
+    for states in (first, second):
+        fed.add(Piece(states, np.array([1]), 1))
+    (found,) = select([(fed, (), 9)])
+    assert found.keys() == {0} and found[0].flatten().tolist() == [0.0, 1.0]
 
 
 def test_committed_lines_of_ragged_rows_and_pieces():
