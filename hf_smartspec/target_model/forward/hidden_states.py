@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from ...device import to_device
+from ...device import send_together
 from ..layout.rows import CacheRow, RowInput
 
 _LISTS = ("layers", "h", "block", "blocks")  # names of decoders' lists of layers
@@ -80,15 +80,21 @@ def select(rows: Sequence[tuple[FedStates, Sequence[int], int]]) -> list[dict[in
     for row in wanted:
         for piece, lines in row:
             calls.setdefault(id(piece.states), (piece.states, []))[1].append(lines)
-    parts = {key: _split(states, lines) for key, (states, lines) in calls.items()}
+    indices = [np.concatenate(lines) for _, lines in calls.values()]
+    devices = {item.device for states, _ in calls.values() for item in states.values()}  # usually one
+    sent = {device: send_together([torch.from_numpy(index) for index in indices], device) for device in devices}
+    parts = {
+        key: _split(states, [len(item) for item in lines], {device: index[number] for device, index in sent.items()})
+        for number, (key, (states, lines)) in enumerate(calls.items())
+    }
     return [_joined([next(parts[id(piece.states)]) for piece, _ in row]) for row in wanted]
 
 
-def _split(states: dict[int, torch.Tensor], lines: Sequence[np.ndarray]) -> Iterator[dict[int, torch.Tensor]]:
-    index = np.concatenate(lines)
-    sizes = [len(item) for item in lines]
-    sent = {device: to_device(index, device) for device in {item.device for item in states.values()}}  # usually one
-    chosen = {layer: item[sent[item.device]].split(sizes) for layer, item in states.items()}
+def _split(
+    states: dict[int, torch.Tensor], sizes: list[int], index: dict[torch.device, torch.Tensor]
+) -> Iterator[dict[int, torch.Tensor]]:
+    """Return the states at an index, by row, for rows of these sizes."""
+    chosen = {layer: item[index[item.device]].split(sizes) for layer, item in states.items()}
     for number in range(len(sizes)):
         yield {layer: items[number] for layer, items in chosen.items()}
 
