@@ -115,6 +115,8 @@ class Forest:
 
     def keep(self, nodes: np.ndarray) -> list[DraftTree]:
         """Return the trees of the given nodes only (bool mask `[n]`); a kept node's parent must be kept too."""
+        if nodes.all():
+            return list(self.trees)
         places, indices, parents = np.empty((3, self.num_nodes), np.int64)
         counts = np.empty_like(self.sizes)
         num = select(self.sizes, self.parents, nodes, places, indices, parents, counts)

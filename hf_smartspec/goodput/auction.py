@@ -17,14 +17,14 @@ from .estimates.decayed import DecayedRate
 from .estimates.trust import Trust
 from .kernels.prefixes import best_prefix
 from .node_prices import least_node_seconds, level_prices, node_seconds
-from .plan import Before, Plan, Won, known_continuation, nothing_before
+from .plan import Before, Plan, Won, known_continuation
 from .policy import LengthPolicy, StepOutcome, StepRows
 from .stage import Stage
 from .stage_record import StageRecord, size_class
 from .worth import Paces
 
 _SPEEDUP_DECAY = 0.98  # decay per step of the tokens that the speed-up is the ratio of
-_STRENGTH = 10.0  # weight of the prior that there is no speed-up, in tokens
+_SPEEDUP_STRENGTH = 10.0  # weight of the prior that there is no speed-up, in tokens
 _PROBE_SHARE = 0.01  # share of the time for drafts that are not expected to pay
 _MOST_DEBT = 50  # steps without drafts whose time such drafts may be behind, by prompts that were read for them
 _BASELINE_INTERVAL = 200  # steps with speculation in a row before one without: the cost of plain steps stays known
@@ -95,7 +95,9 @@ class GoodputAuction(LengthPolicy):
         self._plan = self._earlier_plan = Plan()  # plans of the latest two steps: the earlier may be observed later
         self.speedup = 1.0
         # By `size_class`: what speculation gains with one row says nothing about a large batch.
-        self._speedups = defaultdict[int, DecayedRate](partial(DecayedRate, tries=_STRENGTH, hits=_STRENGTH))
+        self._speedups: defaultdict[int, DecayedRate] = defaultdict(
+            partial(DecayedRate, tries=_SPEEDUP_STRENGTH, hits=_SPEEDUP_STRENGTH)
+        )
         self._paces = Paces(cost)
         self._probe_seconds = 0.0  # time saved for the next probe
         self._num_since_baseline = 0
@@ -129,9 +131,9 @@ class GoodputAuction(LengthPolicy):
         return is_unknown or self._num_since_baseline >= _BASELINE_INTERVAL
 
     def _before(self, rows: StepRows, trees: Sequence[DraftTree]) -> Before:
-        if not any([len(tree.tokens) for tree in trees]):
-            return nothing_before(len(rows))
         forest = self._plan.forest_of(trees)
+        if not forest.num_nodes:
+            return Before(forest, np.zeros(0), np.zeros(len(rows)))
         profits = np.maximum(forest.along_paths(forest.probs) - self._node_price(rows), 0.0)
         return Before(forest, profits, np.bincount(forest.row, profits, minlength=len(rows)))
 
@@ -269,20 +271,18 @@ class GoodputAuction(LengthPolicy):
         if self._plan.rows is not rows:
             self._begin(rows)
         plan, plain = self._plan, self._plan.plain_seconds
+        forest = plan.forest_of(trees)
+        if (forest.sizes > rows.caps).any():
+            forest = plan.forest_of([tree.most_likely(int(cap)) for tree, cap in zip(trees, rows.caps)])
+        mask = np.zeros(forest.num_nodes, bool)
         best = won = Won(0, float(len(rows)), plain)
-        selected, tokens = list(trees), won.tokens
-        if any([len(tree.tokens) for tree in trees]):
-            forest = plan.forest_of(trees)
-            if (forest.sizes > rows.caps).any():
-                forest = plan.forest_of([tree.most_likely(int(cap)) for tree, cap in zip(trees, rows.caps)])
-            mask = np.zeros(forest.num_nodes, bool)
-            if not plan.is_baseline:
-                best, won = self._winners(rows, forest, mask)
-            if won is not best:
-                plan.break_even = best.seconds + (won.tokens - best.tokens) / self._price(rows)
-            selected, tokens = forest.keep(mask), won.tokens
-            if won.num_nodes and np.ndim(plan.worth):  # those of `won` are weighed
-                tokens = len(rows) + float(forest.along_paths(forest.probs)[mask].sum())
+        if forest.num_nodes and not plan.is_baseline:
+            best, won = self._winners(rows, forest, mask)
+        if won is not best:
+            plan.break_even = best.seconds + (won.tokens - best.tokens) / self._price(rows)
+        tokens = won.tokens
+        if won.num_nodes and np.ndim(plan.worth):  # those of `won` are weighed
+            tokens = len(rows) + float(forest.along_paths(forest.probs)[mask].sum())
         asked = [stage for stage in plan.before if stage.asked.any()]
         draft_seconds = sum([self.records[stage.cost].seconds(stage.cost, stage.levels) for stage in asked])
         self.prediction = Prediction(tokens, won.seconds + plan.prefill_seconds, draft_seconds)
@@ -290,7 +290,7 @@ class GoodputAuction(LengthPolicy):
         plan.shares, plan.added_seconds = self._shares(rows, trees, asked), won.seconds - plain
         self._num_since_baseline = self._num_since_baseline + 1 if won.num_nodes else 0
         self._size = rows.num_batched + won.num_nodes
-        return selected
+        return forest.keep(mask)
 
     def _winners(self, rows: StepRows, forest: Forest, mask: np.ndarray) -> tuple[Won, Won]:
         """
@@ -366,7 +366,9 @@ class GoodputAuction(LengthPolicy):
             if stage.asked.any():
                 reading = self.records[stage.cost].learn_time(stage, rows.request_ids)
                 if stage is plan.probing:
-                    self._probe_seconds = max(self._probe_seconds - reading, -_MOST_DEBT * plan.plain_seconds)
+                    self._probe_seconds -= reading
+        if plan.probing is not None:
+            self._probe_seconds = max(self._probe_seconds, -_MOST_DEBT * plan.plain_seconds)
         if tokens is None:
             tokens = [known_continuation(tree, num) for tree, num in zip(outcome.verified, outcome.accepted)]
             self._learn_outcomes(plan, rows, rows.stages[0], Forest(outcome.verified), tokens)

@@ -40,12 +40,6 @@ class Won(NamedTuple):
     seconds: float  # expected time of its forward, without prompts
 
 
-@lru_cache(maxsize=64)
-def nothing_before(num_rows: int) -> Before:
-    """Return `Before` of a stage that no other has drafted before."""
-    return Before(Forest([DraftTree.empty()] * num_rows), np.zeros(0), np.zeros(num_rows))
-
-
 @dataclass
 class Plan:
     """
@@ -54,6 +48,7 @@ class Plan:
     Args:
         rows (`StepRows`, *optional*): The step's rows.
         plain_seconds, prefill_seconds (`float`): T without drafts and prompts, and the time that prompts add to it.
+        row_seconds (`float`, *optional*): Part of `plain_seconds` that each row adds; computed where it is needed.
         worth (`float` or `np.ndarray` of shape `[rows]`): Worth of a token of each row, 1 in the mean.
         is_baseline (`bool`): Whether the step runs without speculation, so that the cost of such steps stays known.
         plain_tokens (`float`): Tokens that plain decoding would have yielded in the step's time.
@@ -70,6 +65,7 @@ class Plan:
     rows: StepRows | None = None
     plain_seconds: float = 0.0
     prefill_seconds: float = 0.0
+    row_seconds: float | None = None
     worth: Any = 1.0
     is_baseline: bool = False
     plain_tokens: float = 0.0
@@ -82,11 +78,18 @@ class Plan:
     forest: Forest | None = None
 
     def forest_of(self, trees: Sequence[DraftTree]) -> Forest:
-        """Return the latest forest if it was made of these trees, else a new one."""
+        """Return the latest forest if it was made of these trees, else another."""
+        if not any([len(tree.tokens) for tree in trees]):
+            return _empty_forest(len(trees))
         known = self.forest
         if known is None or len(known.trees) != len(trees) or not all(map(operator.is_, known.trees, trees)):
             self.forest = known = Forest(trees)
         return known
+
+
+@lru_cache(maxsize=64)
+def _empty_forest(num_rows: int) -> Forest:
+    return Forest([DraftTree.empty()] * num_rows)
 
 
 def known_continuation(tree: DraftTree, num_accepted: int) -> np.ndarray:

@@ -172,16 +172,14 @@ class Newcomers:
         Pass the time of drafts with so many levels (`[rows]` int; 0: not asked for) to the timer, or skip it. Return
         whether prompts were read.
         """
-        are_known = True
-        if draft.is_autoregressive and levels.any():
-            names = [name for name, level in zip(request_ids, levels.tolist()) if level]
-            are_known = self.known.issuperset(names)
-            self.known.update(names)
-            self._num_left_out = 0 if are_known else self._num_left_out + 1
-            if 0 < self._num_left_out <= _MOST_LEFT_OUT:
-                return True
+        asked = [name for name, level in zip(request_ids, levels.tolist()) if level and draft.is_autoregressive]
+        are_known = self.known.issuperset(asked)
+        self.known.update(asked)
+        if are_known or self._num_left_out == _MOST_LEFT_OUT:
             self._num_left_out = 0
-        timer.observe(*draft.calls(levels), seconds)
+            timer.observe(*draft.calls(levels), seconds)
+        else:
+            self._num_left_out += 1
         return not are_known
 
     def forget(self, request_id: Hashable) -> None:

@@ -41,8 +41,10 @@ class Paces:
         if rows is None or rows.num_remaining is None or len(rows) < 2:
             return 1.0
         num, means = len(rows), np.array([self._means[name].mean for name in rows.request_ids])
-        alone = float(self.cost.seconds(*rows.without_prefill().first(1).forward_size()))
-        own = min(max(plain - alone, 0.0) / (num - 1), plain / num)  # seconds that each row adds to a forward
+        if plan.row_seconds is None:
+            alone = float(self.cost.seconds(*rows.without_prefill().first(1).forward_size()))
+            plan.row_seconds = min(max(plain - alone, 0.0) / (num - 1), plain / num)
+        own = plan.row_seconds
         left = (rows.num_remaining - promises) / means
         most = left.max()
         is_last = np.exp((left - most) / max(_SPREAD_SHARE * most, _SPREAD))
