@@ -18,7 +18,7 @@ from hf_smartspec import (
     TreeCandidateGenerator,
 )
 
-from .models import CONFIGS, PACKED, RECURRENT, VOCAB_SIZE, noisy_model, shared_model
+from .models import CONFIGS, DEVICE, PACKED, RECURRENT, VOCAB_SIZE, noisy_model, shared_model
 from .sources import Empty, Flaky, Oracle, Random, WithDecoys, Wrong
 
 # What `generate(do_sample=True)` is given, and the warpers that it makes of it, in its order.
@@ -177,7 +177,7 @@ def left_padded(prompts) -> dict[str, torch.Tensor]:
     for row, prompt in enumerate(prompts):
         ids[row, width - len(prompt) :] = torch.tensor(prompt)
         mask[row, width - len(prompt) :] = 1
-    return {"input_ids": ids, "attention_mask": mask}
+    return {"input_ids": ids.to(DEVICE), "attention_mask": mask.to(DEVICE)}
 
 
 def settings(

@@ -1,6 +1,7 @@
 """Tiny models with random weights, built from configurations: no download, a few milliseconds each."""
 
 import copy
+import os
 from functools import cache
 
 import torch
@@ -17,6 +18,7 @@ from transformers import (
 from hf_smartspec.target_model.compat import drops_soft_caps
 from hf_smartspec.target_model.private import TRANSFORMERS
 
+DEVICE = torch.device(os.environ.get("HF_SMARTSPEC_DEVICE", "cpu"))  # of all models that tests build here
 VOCAB_SIZE = 97
 WINDOW = 5  # of sliding layers: shorter than nearly every text in the tests
 
@@ -336,7 +338,7 @@ def new_model(
     model.generation_config = GenerationConfig(
         pad_token_id=0, bos_token_id=1, decoder_start_token_id=arguments.get("decoder_start_token_id")
     )
-    return (in_float64(model) if dtype == torch.float64 else model.to(dtype)).requires_grad_(False)
+    return (in_float64(model) if dtype == torch.float64 else model.to(dtype)).requires_grad_(False).to(DEVICE)
 
 
 def _auto_class(architecture: str) -> type:
@@ -372,6 +374,6 @@ def with_noise(model: PreTrainedModel, noise: float = 0.02, seed: int = 0) -> Pr
     generator = torch.Generator().manual_seed(seed + 1)
     for parameter in model.parameters():
         if parameter.dim() > 1:
-            change = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+            change = torch.randn(parameter.shape, generator=generator).to(parameter)
             parameter.add_(change * parameter.std() * noise)
     return model

@@ -7,7 +7,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from .cases import Setting
-from .models import in_float64
+from .models import DEVICE, in_float64
 
 # Two plain forwards of different batch shape differ by up to about 3e-6 of the logits' spread in float32. A gap of more
 # than this share of the spread is no matter of rounding.
@@ -49,10 +49,10 @@ def first_difference(case: str, setting: Setting, row: int, expected: list[int],
 
 def _explain(setting: Setting, row: int, generated: list[int], expected: int, actual: int) -> tuple[float, str | None]:
     """Scores both candidates by a plain forward of the row's own text, without padding, in float64."""
-    text = torch.tensor([[*setting.prompts[row], *generated]])
+    text = torch.tensor([[*setting.prompts[row], *generated]], device=DEVICE)
     # The processors count from the padded prompt, as in the batch.
     width = setting.inputs["input_ids"].shape[1]
-    padded = torch.cat([setting.inputs["input_ids"][row], torch.tensor(generated, dtype=torch.long)])
+    padded = torch.cat([setting.inputs["input_ids"][row], torch.tensor(generated, dtype=torch.long, device=DEVICE)])
     processors = _row_processors(setting, row, width)
 
     @torch.no_grad()
@@ -74,7 +74,7 @@ def _explain(setting: Setting, row: int, generated: list[int], expected: int, ac
     for _ in range(NUM_PERTURBATIONS):
         for name, value in exact.state_dict().items():
             if value.is_floating_point():
-                noise = torch.randn(value.shape, generator=generator, dtype=value.dtype)
+                noise = torch.randn(value.shape, generator=generator, dtype=value.dtype).to(DEVICE)
                 value.copy_(weights[name] * (1 + PERTURBATION * noise))
         winners.add(int(logits_and_scores(exact)[1].argmax()))
         if winners >= {expected, actual}:

@@ -12,6 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 import hf_smartspec
 from hf_smartspec import DraftModelCandidates, DraftTree, TreeCandidateGenerator
 
+from ..models import DEVICE
+
 VOCAB_SIZE = 40
 PAD, EOS, BOS = 0, 1, 2
 
@@ -39,7 +41,7 @@ def tiny_llama(seed: int = 0, **config: Any) -> LlamaForCausalLM:
         "bos_token_id": BOS,
         "eos_token_id": EOS,
     }
-    return set_special_tokens(LlamaForCausalLM(LlamaConfig(**settings | config)).eval())
+    return set_special_tokens(LlamaForCausalLM(LlamaConfig(**settings | config)).eval().to(DEVICE))
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
@@ -61,7 +63,7 @@ def noisy_copy(model: PreTrainedModel, scale: float = 0.01, seed: int = 1) -> Pr
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in draft.parameters():
-            parameter += scale * torch.randn(parameter.shape, generator=generator)
+            parameter += scale * torch.randn(parameter.shape, generator=generator).to(parameter)
     return draft
 
 
@@ -71,7 +73,7 @@ def prompts(lengths: Sequence[int], seed: int = 0) -> dict[str, torch.Tensor]:
     width = max(lengths)
     ids = torch.randint(BOS + 1, VOCAB_SIZE, (len(lengths), width), generator=generator)
     mask = torch.tensor([[0] * (width - length) + [1] * length for length in lengths])
-    return {"input_ids": ids.masked_fill(mask == 0, PAD), "attention_mask": mask}
+    return {"input_ids": ids.masked_fill(mask == 0, PAD).to(DEVICE), "attention_mask": mask.to(DEVICE)}
 
 
 class Spy(TreeCandidateGenerator):

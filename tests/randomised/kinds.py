@@ -191,7 +191,9 @@ def shake(parameters: Iterable[torch.Tensor], rng: random.Random) -> None:
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     share = rng.choice((0.0, 0.03, 0.03, 0.5))
     for parameter in parameters:
-        parameter += share * parameter.std(correction=0) * torch.randn(parameter.shape, generator=generator)
+        parameter += (
+            share * parameter.std(correction=0) * torch.randn(parameter.shape, generator=generator).to(parameter)
+        )
 
 
 @cache

@@ -13,7 +13,7 @@ from hf_smartspec import MtpLayers
 
 from ..candidates.heads.fitted import fitted_mtp
 from ..candidates.heads.mtp_targets import HYBRIDS, load_target, write_target
-from ..models import RECURRENT, UNPADDED, shared_model, with_noise
+from ..models import DEVICE, RECURRENT, UNPADDED, shared_model, with_noise
 
 NUM_TOKENS = 40
 _MTP = {"glm4_moe": 1, "deepseek_v3": 2, "mellum": 1}
@@ -56,5 +56,5 @@ def known_texts(architecture: str) -> torch.Tensor:
 
 
 def _said(model: PreTrainedModel) -> torch.Tensor:
-    prompts = torch.tensor([[3 + number, 5 + number, 7 + number, 60 - number] for number in range(24)])
+    prompts = torch.tensor([[3 + number, 5 + number, 7 + number, 60 - number] for number in range(24)], device=DEVICE)
     return model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=NUM_TOKENS)
