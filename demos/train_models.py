@@ -316,9 +316,13 @@ def copy_parts(teacher: PreTrainedModel, student: PreTrainedModel) -> None:
     for old, new in zip([teacher.model.layers[place] for place in places], student.model.layers, strict=True):
         new.mlp.load_state_dict(old.mlp.state_dict())
         pairs += [(getattr(old, name), getattr(new, name)) for name in ("input_layernorm", "post_attention_layernorm")]
-    one = 1 if student.config.model_type == "qwen3_5_text" else 0  # its norms multiply by 1 + weight
     for old, new in pairs:
-        new.weight.copy_(old.weight.float() - one)
+        new.weight.copy_(old.weight.float() + _norm_offset(teacher) - _norm_offset(student))
+
+
+def _norm_offset(model: PreTrainedModel) -> int:
+    """Return what the model's norms add to their weights before they multiply by them."""
+    return 1 if model.config.model_type == "qwen3_5_text" else 0
 
 
 def load_model(path: Path, device: str) -> PreTrainedModel:

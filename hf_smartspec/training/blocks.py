@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from ..candidates.heads.blocks.config import DFLASH, DSPARK, JETSPEC, default_layers, read_config
 from ..candidates.heads.blocks.drafter import BlockDrafter
-from ..candidates.heads.blocks.scores import VANILLA
+from ..candidates.heads.blocks.scores import RNN, VANILLA
 from .accuracy import accuracy, likeliest
 from .target import (
     CALM,
@@ -196,9 +196,11 @@ class BlockTraining(nn.Module):
             slots = self._slots(input_ids, labels, states, self._anchors(labels, 1, generator))
             if not len(slots.rows):  # a loss with gradients where texts are too short
                 return {"loss": self.drafter.fc.weight.sum() * 0.0}
-            pieces = list(self._pieces(slots))
+            # Slots of a place come into one piece, which computes the target's probabilities there once.
+            order = torch.argsort(slots.rows * input_ids.shape[1] + slots.places, stable=True)
+            pieces = list(self._pieces(Slots(*(item[order] for item in slots))))
             if len(pieces) == 1:
-                loss = self._loss(input_ids, hidden, slots)
+                loss = self._loss(input_ids, hidden, pieces[0])
             else:  # lines of the vocabulary are computed again for gradients, and kept for one piece at a time
                 run = partial(checkpoint, self._loss, input_ids, hidden, use_reentrant=False, preserve_rng_state=False)
                 loss = torch.stack([run(piece) for piece in pieces]).sum()
@@ -280,6 +282,9 @@ class BlockTraining(nn.Module):
         head, first, states = self.drafter.markov_head, self.drafter.first_slot, None
         if head is None:
             return hidden.new_empty(*before.shape, 0)
+        if head.kind != RNN:  # no states: all slots at once
+            vectors, _ = head.step(before.flatten()[:, None], None, hidden[:, first:].flatten(0, 1))
+            return vectors.view(*before.shape, -1)
         if first:  # slot 0 has the anchor before it, too
             _, states = head.step(before[:, :1], None, hidden[:, 0])
         added = []
@@ -364,14 +369,16 @@ def _attend(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """
-    Return attention of the slots of all blocks, for `BlockLayer.forward`.
+    Return attention of the slots of all blocks, for `BlockLayer.forward`; layers with sinks are not trained.
 
     Args:
         context (tuple of `torch.Tensor` of shape `[rows, length, kv_heads, head_dim]`): Keys and values of the texts.
         seen (`torch.Tensor` of shape `[rows, 1, slots, length + slots]`): What each slot of a row's blocks sees.
     """
+    assert sinks is None, "`BlockTraining` refuses them"
     rows, dtype = len(seen), values.dtype
     own = [item.to(dtype).reshape(rows, -1, *item.shape[2:]) for item in (queries, keys, values)]
     held = [torch.cat([item.to(dtype), new], dim=1).transpose(1, 2) for item, new in zip(context, own[1:])]

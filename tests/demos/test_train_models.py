@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.models import RECURRENT
+from tests.models import RECURRENT, new_model
 
 DEMOS = Path(__file__).resolve().parents[2] / "demos"
 TINY = ["--vocab-size", "320", "--block", "128", "--target-batch-tokens", "256", "--draft-batch-tokens", "256"]
@@ -101,15 +101,16 @@ def test_all_stages_leave_models_that_the_auto_classes_load(run, tmp_path):
 
 @pytest.mark.skipif("qwen3_5_text" not in RECURRENT, reason="the release of transformers has no such model")
 def test_a_hybrid_is_distilled_from_a_target_with_its_tokenizer_and_embeddings(run, tmp_path):
-    assert run("--stages", "tokenizer", "target", "--target-steps", "1") == 0
+    shape = ("--target-shape", "16", "4", "4", "2", "32")
+    assert run("--stages", "tokenizer", "target", "--target-steps", "1", *shape) == 0
     teacher, hybrid, prompts = tmp_path / "models" / "target", tmp_path / "hybrid", tmp_path / "by_category"
     stages = ("--stages", "tokenizer", "target", "prompts", "--kind", "qwen3_5", "--teacher", str(teacher))
     places = ("--output", str(hybrid), "--work", str(hybrid / "work"), "--prompts", str(prompts), "--num-prompts", "1")
     repeats = ("--repeat", "instruct_en_oasst1_val=0")
-    assert run(*stages, *places, *repeats, "--target-steps", "3", "--target-lr", "1e-6") == 0
+    assert run(*stages, *places, *repeats, "--target-steps", "3", "--target-lr", "1e-6", *shape) == 0
 
     old, new = (AutoModelForCausalLM.from_pretrained(path) for path in (teacher, hybrid / "target"))
-    assert new.config.layer_types == ["linear_attention", "linear_attention"] and not old.config.is_encoder_decoder
+    assert new.config.layer_types == ["linear_attention"] * 3 + ["full_attention"]
     close = {"atol": 1e-3, "rtol": 1e-2}
     torch.testing.assert_close(new.lm_head.weight, old.lm_head.weight, **close)
     for before, after in zip(old.model.layers, new.model.layers, strict=True):
@@ -119,6 +120,23 @@ def test_a_hybrid_is_distilled_from_a_target_with_its_tokenizer_and_embeddings(r
     assert texts[0] == texts[1]
     assert checkpoint(hybrid, "target")["mix"] == (1, 1)  # 6 batches; a pass has 5 without the chats
     assert {path.name: len(path.read_text().splitlines()) for path in prompts.iterdir()} == {"math.jsonl": 1}
+
+
+@pytest.mark.skipif("qwen3_5_text" not in RECURRENT, reason="the release of transformers has no such model")
+@pytest.mark.parametrize(("old", "new"), [("llama", "qwen3_5_text"), ("qwen3_5_text", "llama"), ("qwen3_5_text",) * 2])
+def test_norms_that_are_copied_compute_the_same(script, old, new):
+    """Those of Qwen3.5 multiply by 1 + weight."""
+    teacher, student = new_model(old), new_model(new, seed=1)
+    for name, weight in teacher.named_parameters():
+        if name.endswith("norm.weight"):
+            torch.nn.init.normal_(weight, mean=1.0, std=0.3)
+    script.copy_parts(teacher, student)
+    hidden = torch.randn(5, teacher.config.hidden_size)
+    torch.testing.assert_close(student.model.norm(hidden), teacher.model.norm(hidden))
+    for before, after in zip(teacher.model.layers, student.model.layers, strict=True):
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            torch.testing.assert_close(getattr(after, name)(hidden), getattr(before, name)(hidden))
+        torch.testing.assert_close(after.mlp(hidden), before.mlp(hidden))
 
 
 def test_training_goes_on_from_saved_models(run, script, tmp_path):

@@ -52,7 +52,8 @@ def block_at(target, drafter: BlockDrafter, ids: torch.Tensor, anchor: int) -> t
     for layer in drafter.layers:
         held = layer.context(combined, drafter.rotation(text))
 
-        def attend(queries, keys, values, layer=layer, held=held):
+        def attend(queries, keys, values, sinks, layer=layer, held=held):
+            assert sinks is None
             keys, values = (torch.cat([item, own[0]]) for item, own in zip(held, (keys, values)))
             seen, found = layer.sees(slots, torch.cat([text, slots])), torch.zeros_like(queries)
             groups = queries.shape[2] // keys.shape[1]
@@ -113,22 +114,29 @@ def test_the_loss_is_that_of_blocks_one_by_one(target, kind, own_vocab, markov_h
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_few_logits_are_kept_at_a_time(target, kind, monkeypatch):
-    """In pieces of the slots, with the same loss, gradients and measures."""
+    """
+    In pieces of the slots, with the same loss, gradients and measures. Slots of one place are in the same piece, or in
+    two: the target's probabilities there are computed once for each.
+    """
     texts = texts_of(4)
     batch = collate([item.example(MAX_LENGTH) for item in texts])
 
     def run():
-        module = BlockTraining(target, shaken(target, kind, markov_head="rnn"), num_blocks=6)
+        module = BlockTraining(target, shaken(target, kind, markov_head="rnn"), num_blocks=20)
         loss = module(**batch)["loss"]
         loss.backward()
         grads = {name: item.grad for name, item in module.drafter.named_parameters() if item.grad is not None}
         return [loss, *grads.values()], list(grads), module.accuracy(texts, MAX_LENGTH), module
 
+    counts, logits, asked, target_probs = [], BlockDrafter.logits, [], blocks.target_probs
+    monkeypatch.setattr(blocks, "target_probs", lambda *args: asked.append(len(args[3])) or target_probs(*args))
     whole, names, accuracy, module = run()
-    counts, logits = [], BlockDrafter.logits
     monkeypatch.setattr(blocks, "_MOST_LOGITS", 5 * 97 + 3)
     monkeypatch.setattr(BlockDrafter, "logits", lambda *args: counts.append(len(args[1])) or logits(*args))
     pieces, same, again, other = run()
+    num_places, *asked = asked
+    num_pieces = len(asked) // 2  # and again for gradients
+    assert sum(asked[:num_pieces]) < num_places + num_pieces
     assert max(counts) == 5 and len(counts) > 20 and same == names and again == accuracy
     assert other.accepted_length(texts, MAX_LENGTH) == module.accepted_length(texts, MAX_LENGTH)
     for one, two in zip(whole, pieces):

@@ -11,7 +11,7 @@ from .config import DFLASH2, SINK, BlockConfig
 from .scores import Linear
 
 Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, [..., 1, head_dim]
-Attend = Callable[..., torch.Tensor]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]  # see `forward`
 
 
 class SlotConvolution(nn.Module):
@@ -112,9 +112,9 @@ class BlockLayer(nn.Module):
         Args:
             rotation (tuple): Result of `BlockDrafter.rotation` for the positions `[R, S]` of the slots.
             attend (`Callable`): Attention over the context and the block, see `sees`: from queries `[R, S, heads,
-                head_dim]` and the block's own keys and values `[R, S, kv_heads, head_dim]` to `[R, S, heads,
-                head_dim]`. Scores are divided by the square root of `head_dim`. Layers with sinks pass these as a
-                keyword, `sinks` `[heads]`: logits that join each head's scores, and have no values.
+                head_dim]`, the block's own keys and values `[R, S, kv_heads, head_dim]`, and the layer's sinks
+                `[heads]` or None, to `[R, S, heads, head_dim]`. Scores are divided by the square root of `head_dim`.
+                Sinks are logits that join each head's scores, and have no values.
         """
         attended = self._within(
             self.attention_conv, self.input_layernorm(hidden), lambda normed: self._attended(normed, rotation, attend)
@@ -141,7 +141,7 @@ class BlockLayer(nn.Module):
         if self.layer_scalar is not None:
             queries = queries * self.head_dim**0.5  # scores have no scale
         sinks = getattr(self.self_attn, SINK, None)
-        output = attend(queries, *self._keys_values(normed, rotation), **({} if sinks is None else {"sinks": sinks}))
+        output = attend(queries, *self._keys_values(normed, rotation), sinks)
         if "g_proj" in self.self_attn:
             gate = softplus(self.self_attn["g_proj"](normed).float()).to(output)
             output = output * gate.unflatten(-1, (output.shape[2], -1))

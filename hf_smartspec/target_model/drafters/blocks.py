@@ -39,9 +39,9 @@ class BlockLayers(Protocol):
         The layers. Each has `causal` (whether a slot sees no later slots of its block) and `window` (the last positions
         that a slot sees, its own included, or None), makes keys and values `[N, kv_heads, head_dim]` of committed
         tokens (`context(combined, rotation)`), and maps hidden states of a block's slots to its output, `[R, S,
-        hidden_size]` (`layer(hidden, rotation, attend)`). `attend` takes queries `[R, S, heads, head_dim]`, and keys
-        and values `[R, S, kv_heads, head_dim]`, and returns `[R, S, heads, head_dim]`; `sinks` `[heads]` are logits
-        that join each head's scores.
+        hidden_size]` (`layer(hidden, rotation, attend)`). `attend` takes queries `[R, S, heads, head_dim]`, keys and
+        values `[R, S, kv_heads, head_dim]`, and, last, None or the layer's sinks `[heads]`, which are logits that join
+        each head's scores; it returns `[R, S, heads, head_dim]`.
         """
 
     def rotation(self, positions: torch.Tensor) -> Rotation:
@@ -121,7 +121,7 @@ class BlockForward(RaggedForward):
         queries: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        sinks: torch.Tensor | None = None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         self.cache.layout = layout
         memory = self.cache.layer(number).write(keys.flatten(0, 1), values.flatten(0, 1))

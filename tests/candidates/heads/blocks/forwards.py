@@ -28,7 +28,7 @@ def run_block(
         keys, values = (torch.cat(items) for items in zip(*cache)) if start else (torch.empty(0), torch.empty(0))
         mask = layer.sees(positions[start:], positions)
 
-        def attend(query, key, value, sinks=None, keys=keys, values=values, mask=mask):
+        def attend(query, key, value, sinks, keys=keys, values=values, mask=mask):
             if start:
                 key, value = torch.cat([keys[None], key], dim=1), torch.cat([values[None], value], dim=1)
             query, key, value = (item.transpose(1, 2) for item in (query, key, value))
