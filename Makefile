@@ -10,7 +10,8 @@ WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-PIP := $(BIN)/python -m pip --disable-pip-version-check -qq install --constraint constraints.txt
+# Python compiles what is imported, a fifth of the files, when it is first imported.
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq install --no-compile --constraint constraints.txt
 TORCH := $(shell grep '^torch==' constraints.txt)
 # Each begins with a part of its own and takes over half of what another has left: most of what tests share is built once.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
@@ -85,13 +86,15 @@ clean:  ## remove build results and caches; .venv stays
 	@rm -rf build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	@find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# torch alone and first: nothing that follows may choose another build of it.
+# A new pip: those that come with Python take most of a minute to choose among releases.
+# torch alone and before the rest: nothing that follows may choose another build of it.
 $(INSTALLED): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer with venv was found: make PYTHON=/path/to/python3"; exit 1; }
 	@test ! -x $(BIN)/python || $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "$(VENV) has $$($(BIN)/python --version); 3.11 or newer is needed: rm -rf $(VENV), then make setup"; exit 1; }
 	@test -x $(BIN)/python || { echo "== creating $(VENV) ($$($(PYTHON) --version))"; $(PYTHON) -m venv $(VENV); }
 	@echo "== installing $(TORCH)"
+	@$(PIP) --upgrade pip
 	@$(PIP) setuptools $(TORCH)
 	@echo "== installing hf-smartspec and what its tests need"
 	@PYTHONWARNINGS=ignore $(PIP) --no-build-isolation --config-settings editable_mode=compat --editable ".[test]"
