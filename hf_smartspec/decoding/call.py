@@ -102,9 +102,9 @@ class Request(RequestText):
 
     @property
     def must_observe(self) -> bool:
-        """True if what its sources observe cannot wait until they are asked for a draft."""
+        """True if what its sources observe cannot wait until they are asked for a draft, or if it has ended."""
         is_full = self.fed is not None and self.fed.num_fed > _MOST_UNSHOWN
-        return is_full or bool(self.path) or self.chain.observes_every_step
+        return is_full or bool(self.path) or self.chain.observes_every_step or not self.is_active
 
     @property
     def cache_row(self) -> CacheRow:

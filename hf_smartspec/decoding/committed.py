@@ -42,6 +42,7 @@ def run_forward(
         output = forward.forward(inputs)
     for request in asking:
         newest = states.get(request.cache_row)
+        # Without the newest states, earlier ones are of no use: sources that are shown none are dropped.
         request.fed = newest if request.fed is None or newest is None else request.fed.continued(newest)
     return output
 
@@ -62,7 +63,7 @@ def show_steps(
         show(request, step)
     _show_recorders(steps)
     for request in rows:
-        request.fed = request.verified = None
+        request.fed = None
 
 
 def _committed_steps(rows: Sequence[Request], tokens: Mapping[Request, np.ndarray]) -> dict[Request, Committed]:

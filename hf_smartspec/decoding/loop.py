@@ -313,12 +313,11 @@ class DecodingLoop:
             committed: dict[Request, np.ndarray] = {}
             for request in rows:
                 end = request.stopped_at if request.call.batch.pads_finished else None  # followed by padding
-                new = request.generated(request.num_observed, end).copy()  # a copy, which sources may change
-                committed[request] = new
+                committed[request] = new = request.generated(request.num_observed, end)
                 request.num_observed += len(new)
             self._pass_on(committed, self.drafting.has_asked or step.policy_rows.num_prefill_tokens > 0)
             for request in rows:
-                request.likeliest = None
+                request.verified = request.likeliest = None  # logits of a whole step are large
             if self.drafting.is_traced:
                 for trace in [request.trace for request in rows if request.trace is not None]:
                     trace.end()

@@ -14,6 +14,7 @@ from ..goodput.prefill_gate import PrefillGate
 from ..log import get_logger
 from .call import DecodingCall, Request
 from .committed import show_steps
+from .learning import guarded
 from .source_chain import SourceChain
 
 logger = get_logger(__name__)
@@ -112,10 +113,7 @@ class GuardedSources:
             self.gates[request.chain.drafter].forget(request)
         if request.is_known_to_source:
             request.is_known_to_source = False
-            try:
-                self.observe([request])
-            except Exception as error:
-                logger.warning_once(f"The last tokens of a request could not be passed to its sources: {error!r}")
+            self.observe([request])
             # Sources that have failed are stopped too, since they hold state of the request.
             for position, source in enumerate(request.chain.sources):
                 self._guarded(request, position, source.stop, request.request_id)
@@ -131,7 +129,21 @@ class GuardedSources:
             if first < request.num_observed:
                 passed[request] = request.generated(first, request.num_observed).copy()  # which sources may change
                 self._pass_tokens(request, passed[request])
-        show_steps([request for request in requests if request.wants_states], passed, self._show)
+        wanting = [request for request in requests if request.wants_states]
+        try:
+            show_steps(wanting, passed, self._show)
+        except Exception as error:  # mostly for lack of memory
+            for request in wanting:
+                self._drop_shown(request, error)
+
+    def _drop_shown(self, request: Request, error: Exception) -> None:
+        """Drop the sources with needs, and end what recorders record: they have missed a step."""
+        for position, source in self._serving(request):
+            if source.needs:
+                self._drop(request, position, error)
+        for recorder in request.chain.recorders:
+            guarded(recorder.stop, request.request_id)
+        request.fed = None
 
     def _pass_tokens(self, request: Request, tokens: np.ndarray) -> None:
         """Pass tokens to the sources without needs; the others get theirs by `_show`."""

@@ -2,11 +2,13 @@
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks.step.overhead import host
 from benchmarks.step.overhead.host import make_setting
 from hf_smartspec import DraftTree, SmartSpecConfig, SuffixTreeCandidates
-from hf_smartspec.decoding.source_guard import GuardedSources
+from hf_smartspec.decoding import source_guard
+from hf_smartspec.decoding.loop import DecodingLoop
 from hf_smartspec.goodput import CostModel, DraftCost, FixedLength, PrefillGate
 from hf_smartspec.simulator import LoadRequest, SimulatedEngine, TableCandidates, with_acceptance
 
@@ -14,7 +16,7 @@ from ..cases import left_padded
 from ..models import shared_model
 from ..sources import Random
 from ..watching import Watching
-from .shown import LENGTH, PROMPTS, decoded
+from .shown import LENGTH, PROMPTS, decoded, plain
 
 
 def test_the_time_of_prompts_is_that_of_the_steps_that_run_them():
@@ -153,17 +155,56 @@ def test_steps_that_ask_no_source_are_observed_when_it_is_asked_next_or_at_the_e
     assert sum(num == 1 for kind, num in every.calls if kind == "observe") >= 9
 
 
-def test_requests_end_in_their_sources_even_if_their_last_tokens_cannot_be_passed(monkeypatch):
-    source, observe = Calls(), GuardedSources.observe
+@pytest.fixture
+def held(monkeypatch):
+    """A list that grows by the states and the verified draft that each running request holds, after every step."""
+    held, step = [], DecodingLoop.step
 
-    def failing(sources, requests):
-        if any(not request.is_active for request in requests):
+    def noting(loop):
+        ended = step(loop)
+        held.extend((request.fed, request.verified) for request in loop.running)
+        return ended
+
+    monkeypatch.setattr(DecodingLoop, "step", noting)
+    return held
+
+
+@pytest.mark.parametrize(("interval", "num_shown"), [(1, 0), (1, 5), (100, 1)])
+def test_sources_whose_hidden_states_cannot_be_had_are_dropped(interval, num_shown, held, monkeypatch, caplog):
+    """Of the prompts, after some steps, and at the rows' ends."""
+    model, left, show = shared_model("llama"), iter(range(num_shown)), source_guard.show_steps
+
+    def failing(rows, *arguments):
+        if rows and next(left, None) is None:
             raise RuntimeError("not enough memory")
-        observe(sources, requests)
+        show(rows, *arguments)
 
-    monkeypatch.setattr(GuardedSources, "observe", failing)
-    decoded(shared_model("llama"), SmartSpecConfig(source, policy=Seldom(100)), left_padded([[5, 9, 5]]), length=10)
-    assert source.calls[-1][0] == "stop" and not source.texts
+    monkeypatch.setattr(source_guard, "show_steps", failing)
+    source = Watching(Random(0, is_tree=False), scores=False)
+    assert torch.equal(decoded(model, SmartSpecConfig(source, policy=Seldom(interval))), plain(model))
+    assert "failed and was dropped" in caplog.text and "not enough memory" in caplog.text
+    assert len(source.steps) == num_shown * len(PROMPTS), "nothing is shown after a gap"
+    assert len(source.ended) == len(PROMPTS) and not source.texts, "requests end in their sources all the same"
+    assert interval > 1 or set(held) == {(None, None)}
+
+
+def test_no_logits_are_held_until_hidden_states_are_shown(held):
+    source = Watching(Random(0, is_tree=False), scores=False)
+    decoded(shared_model("llama"), SmartSpecConfig(source, policy=Seldom(100)))
+    assert any(fed is not None for fed, _ in held) and {verified for _, verified in held} == {None}
+
+
+def test_rows_that_end_together_are_shown_together(monkeypatch):
+    shown, show = [], source_guard.show_steps
+
+    def noting(rows, *arguments):
+        shown.append(len([row for row in rows if row.fed is not None]))
+        show(rows, *arguments)
+
+    monkeypatch.setattr(source_guard, "show_steps", noting)
+    source = Watching(Random(0, is_tree=False), scores=False)
+    decoded(shared_model("llama"), SmartSpecConfig(source, policy=Seldom(100)))
+    assert [num for num in shown if num] == [len(PROMPTS)] * 2, "after their prompts, and at their ends"
 
 
 def test_hidden_states_of_steps_that_ask_no_source_come_together():

@@ -7,6 +7,7 @@ from transformers import GenerationMixin
 
 from hf_smartspec import Engine, OnlineDistillation, SmartSpecConfig, enable
 from hf_smartspec.candidates.committed import Committed
+from hf_smartspec.decoding import source_guard
 from hf_smartspec.decoding.learning import Shown
 from hf_smartspec.drafts.tree import DraftTree
 from hf_smartspec.online import recorder as recorders
@@ -106,6 +107,24 @@ def test_cancelled_requests_teach_what_they_have(target):
             engine.cancel_request(name)
     (sample,) = kept(online)
     assert sample.response.tolist()[: len(seen)] == seen
+
+
+def test_samples_end_before_a_step_that_could_not_be_shown(target, monkeypatch):
+    online, calls, show = online_that_keeps(), [], source_guard.show_steps
+
+    def failing(rows, *arguments):
+        calls.extend(rows)
+        if len(calls) == 4:
+            raise RuntimeError("not enough memory")
+        show(rows, *arguments)
+
+    monkeypatch.setattr(source_guard, "show_steps", failing)
+    assistant = SmartSpecConfig(new_drafter("eagle3", target), num_nodes=4, online=online)
+    output = target.generate(torch.tensor(PROMPTS[:1]), assistant=assistant, max_new_tokens=14)[0, len(PROMPTS[0]) :]
+    (sample,) = kept(online)
+    num = len(sample.response)
+    assert 3 <= num < 14 and len(calls) > 4 and sample.response.tolist() == output[:num].tolist()
+    check(target, sample, tuple(sample.hidden))
 
 
 def test_all_rows_of_a_step_are_looked_at_together(target, monkeypatch):
