@@ -129,11 +129,12 @@ class ShortTails:
             betas is not None, states.data_ptr(), writes.data_ptr(), outputs.data_ptr(), scratch.data_ptr(), number,
             scale, eps,
         )  # fmt: skip
-        self.num_bytes += keys.nbytes + queries.nbytes + writes.nbytes + decays.nbytes
+        # Keys are mostly a view of the convolution's outputs, which then stay.
+        self.num_bytes += keys.untyped_storage().nbytes() + writes.nbytes + decays.nbytes
         self._run(RECUR, key, len(self.rows) * states[0].numel(), fields)
         if not self.stores_all:
             self.written[key] = keys, eps, writes, decays, rates
-            self.held += queries, scratch
+            self.held.append(scratch)
 
     def _run(self, code: int, key: Key, num: int, fields: tuple[float, ...]) -> None:
         num_threads = self.num_threads if num > _SMALL else 1
@@ -218,17 +219,19 @@ def has_recurrence() -> bool:
     if not has_kernels(torch.float32):  # which logs why
         return False
     try:
-        generator = torch.Generator().manual_seed(0)
-        query, key, value = torch.randn(3, _CHECKED, 1, 16, generator=generator, device="cpu")
-        decay, beta = -torch.rand(_CHECKED, 1, device="cpu"), torch.rand(_CHECKED, 1, device="cpu")
+        # Compiled code writes float32, whatever torch's default dtype is.
+        kind: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+        given = {"generator": torch.Generator().manual_seed(0), **kind}
+        query, key, value = torch.randn(3, _CHECKED, 1, 16, **given)
+        decay, beta = -torch.rand(_CHECKED, 1, **given), torch.rand(_CHECKED, 1, **given)
         tails = ShortTails(np.array([[0, _CHECKED, 0, _CHECKED - 1]]), np.arange(-1, _CHECKED - 1)[None])
-        state, states = (torch.zeros(1, 1, 16, 16, device="cpu", dtype=kind) for kind in (torch.float64, torch.float32))
-        windows, weight = torch.zeros(1, 3, 16, device="cpu"), torch.rand(16, 4, generator=generator, device="cpu")
+        states = torch.zeros(1, 1, 16, 16, **kind)
+        state, windows, weight = states.double(), torch.zeros(1, 3, 16, **kind), torch.rand(16, 4, **given)
         found = torch.empty_like(value)
         tails.recur((0, 0), query, key, value, decay, beta, states, found)
         convolved = tails.convolve((0, 0), value[:, 0], windows, weight, None, False)
-        padded = torch.cat([torch.zeros(3, 16, device="cpu"), value[:, 0]])
-        expected = sum((padded[place : place + _CHECKED] * weight[:, place] for place in range(4)), torch.zeros(()))
+        padded = torch.cat([torch.zeros(3, 16, **kind), value[:, 0]])
+        expected = torch.stack([padded[place : place + _CHECKED] * weight[:, place] for place in range(4)]).sum(0)
         is_right = torch.allclose(convolved, expected, atol=1e-5) and torch.equal(windows[0], value[2:, 0])
         for token in range(_CHECKED):
             q, k, v, g, b = (item[token].double() for item in (query, key, value, decay, beta))

@@ -89,7 +89,7 @@ def new_cache(model: PreTrainedModel) -> Cache:
     """Return an empty cache of the class that `generate` uses for a decoder."""
     if model._supports_default_dynamic_cache():  # type: ignore[operator]
         return DynamicCache(config=model.config.get_text_config(decoder=True))
-    own = sys.modules[type(model).__module__]  # of MiniMax
+    own = sys.modules[type(model.get_decoder()).__module__]  # of MiniMax; a caller's class may be elsewhere
     classes = [item for item in vars(own).values() if isinstance(item, type) and item.__module__ == own.__name__]
     return next(item for item in classes if issubclass(item, Cache))()
 

@@ -13,9 +13,8 @@ from torch.nn.functional import linear
 
 import hf_smartspec
 from hf_smartspec.cpu import few_tokens
-from hf_smartspec.cpu.few_tokens import can_multiply, few_token_linear
+from hf_smartspec.cpu.few_tokens import can_multiply, few_token_linear, product
 from hf_smartspec.cpu.kernels.tiles import num_lanes
-from hf_smartspec.target_model.written.parts import product
 
 from ..models import new_model
 

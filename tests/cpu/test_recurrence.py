@@ -1,5 +1,7 @@
 """Compiled recurrent layers of ragged rows with trees, against torch's form of them and plain loops."""
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -125,3 +127,35 @@ def test_other_numbers_are_left_to_torch():
     assert not can_recur(x, x, x, x, None), "a decay for each channel"
     assert not can_convolve(x[:, 0].half(), weight, None) and not can_convolve(x[:, 0], torch.zeros(16, 5), None)
     assert not can_convolve(x[:, 0].clone().requires_grad_(), weight, None)
+
+
+def test_queries_are_not_held_for_states():
+    """Only outputs need them. States that are stored later are those that are stored at once."""
+    generator, parents, found = torch.Generator().manual_seed(0), [-1, 0, 1], []
+    key, value = torch.randn(2, 3, 1, 16, generator=generator)
+    decay, beta = -torch.rand(3, 1, generator=generator), torch.rand(3, 1, generator=generator)
+    for at_once in (False, True):
+        rows = [(parents, 2, at_once)]
+        (tails, _), states, query = tails_of(rows), torch.zeros(2, 1, 16, 16), torch.ones(3, 1, 16)
+        tails.recur(KEY, query, key, value, decay, beta, states, torch.empty_like(value), eps=EPS)
+        freed = weakref.ref(query)
+        del query
+        assert freed() is None
+        store(tails, rows, {}, {KEY: states})
+        found.append(states)
+    assert found[0].any() and torch.equal(*found)
+
+
+@pytest.mark.parametrize("default", [{"dtype": torch.bfloat16}, {"device": "meta"}])
+def test_torchs_defaults_do_not_matter_for_the_check_nor_does_it_draw_numbers(default):
+    before = torch.get_rng_state()
+    has_recurrence.cache_clear()
+    try:
+        torch.set_default_dtype(default.get("dtype", torch.float32))
+        torch.set_default_device(default.get("device"))
+        assert has_recurrence()
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+        has_recurrence.cache_clear()
+    assert torch.equal(torch.get_rng_state(), before)

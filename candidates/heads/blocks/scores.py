@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn.functional import embedding, linear, log_softmax, silu
 
+from ....cpu.few_tokens import product
 from ....sampling.top import likeliest_tokens
-from ....target_model.written.parts import product
 
 VANILLA, GATED, RNN = "vanilla", "gated", "rnn"  # kinds of Markov heads
 SHORTLIST = 256  # tokens of a depth to whose logits something is added

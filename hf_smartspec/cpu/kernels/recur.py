@@ -30,6 +30,7 @@ CONVOLVE_FIELDS = tuple(
 # heads, groups: heads of values, and the number of them that share queries and keys.
 # queries, keys: addresses of `[num_tokens, heads / groups, size]`, values, outputs: `[num_tokens, heads,
 #   value_size]`; `strides` from one token's to the next one's, those of outputs excepted, which lie side by side.
+#   Where `outputs` is 0, states are stored only, and queries and values are not read.
 # decays, betas (or 0): addresses of `[num_tokens, heads]`: logarithms of decays, and factors of what is written; where
 #   `logs` and `biases` are not 0 but addresses of `[heads]`, decays are `-exp(log) * softplus(x + bias)` of these
 #   numbers, and factors their sigmoids.
@@ -162,22 +163,27 @@ def recur(a, numbers):
 
 @inner
 def _prepare(a, numbers, of_row, head, keys, queries, rates):
-    """Fill keys and queries of a head `[tokens, size]`, normalized and scaled, and decays `[tokens]`."""
+    """
+    Fill keys of a head `[tokens, size]`, normalized, and decays `[tokens]`; and queries, normalized and scaled, unless
+    states are stored only: these may be gone by then.
+    """
     size, scale, own = a[_SIZE], np.float32(numbers[_SCALE]), head // a[_GROUPS] * a[_SIZE]
     eps, decays = np.float32(numbers[_EPS]), float32_at(a[_DECAYS])
     for token in range(of_row[1]):
         place = of_row[0] + token
         rates[token] = _rate(a, decays[place * a[_DECAY_STRIDE] + head], head)
         key = ahead(float32_at(a[_KEYS]), place * a[_KEY_STRIDE] + own)
-        query = ahead(float32_at(a[_QUERIES]), place * a[_QUERY_STRIDE] + own)
         by_key, by_query = _ONE, scale
         if eps:
             by_key = _ONE / np.float32(sqrt(sum_of_squares(key, size) + eps))
-            by_query = scale / np.float32(sqrt(sum_of_squares(query, size) + eps))
         for index in range(size):
             keys[token * size + index] = key[index] * by_key
-        for index in range(size):
-            queries[token * size + index] = query[index] * by_query
+        if a[_RESULTS]:
+            query = ahead(float32_at(a[_QUERIES]), place * a[_QUERY_STRIDE] + own)
+            if eps:
+                by_query = scale / np.float32(sqrt(sum_of_squares(query, size) + eps))
+            for index in range(size):
+                queries[token * size + index] = query[index] * by_query
 
 
 @inner

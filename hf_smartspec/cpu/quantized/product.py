@@ -129,7 +129,7 @@ def plain_int8_linear(
 ) -> torch.Tensor:
     """Return `int8_linear` by torch's own operators, where compiled code cannot run."""
     values, steps = to_levels(x, PART)
-    output = torch.zeros(len(x), weight.shape[0] * SIDE, device="cpu")
+    output = torch.zeros(len(x), weight.shape[0] * SIDE, dtype=torch.float32, device="cpu")
     for group in range(weight.shape[1]):
         factors = weight[:, group].permute(1, 3, 0, 2).reshape(PARTS, PART, -1).float()
         own = zip(factors, range(group * PARTS, (group + 1) * PARTS))

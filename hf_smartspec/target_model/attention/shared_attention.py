@@ -57,7 +57,7 @@ def attention_with_sinks(
         own = packed if len(layout.parts) == 1 else packed[part.tokens]
         output, lse = _of_part(own, key, value, part, window, None, 0.0)
         outputs.append(output * torch.sigmoid(lse - sinks[:, None]).to(output.dtype))
-    return torch.cat(outputs)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def _of_part(

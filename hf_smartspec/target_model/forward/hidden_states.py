@@ -40,13 +40,14 @@ class FedStates:
 
     def continued(self, newer: "FedStates") -> "FedStates":
         """Return these, of feeds without drafts, and then those of a later forward, which may begin within them."""
-        if newer.start < self.start:
+        if newer.start <= self.start:
             return newer
         if newer.start < self.start + self.num_fed:
             kept = FedStates(self.start)
             for piece in self.pieces:
-                num = min(piece.num_fed, newer.start - kept.start - kept.num_fed)
-                kept.add(Piece(piece.states, piece.lines[:num], num))
+                # A piece without tokens would hold its states, and drop layers that it lacks from those of the others.
+                if num := min(piece.num_fed, newer.start - kept.start - kept.num_fed):
+                    kept.add(Piece(piece.states, piece.lines[:num], num))
             return kept.continued(newer)
         for piece in newer.pieces:
             self.add(piece)

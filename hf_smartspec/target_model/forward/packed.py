@@ -132,7 +132,8 @@ class PackedForward(RaggedForward):
             return self._run_chosen(planned)
         except BaseException:  # some layers have run these tokens, and others have not
             for item in planned.rows:
-                self.cut(item.row, 0)
+                self.cache.rest(item.row)
+                self.cut(item.row, item.row.length)  # to its last kept states
             raise
 
     def _run_chosen(self, planned: PlannedForward) -> torch.Tensor:

@@ -15,6 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ...device import send_together
+
 
 class Levels(NamedTuple):
     """
@@ -46,7 +48,8 @@ def levels_of(parents: np.ndarray, device: torch.device) -> Levels:
     within[order] = np.arange(len(order)) - np.array(bounds)[depths[order]]
     own, parent = order // size, parents.reshape(-1)[order]
     before = np.where(parent < 0, own, within[own * size + parent])
-    return Levels(torch.from_numpy(order).to(device), torch.from_numpy(before).to(device), bounds)
+    sent = send_together([torch.from_numpy(order), torch.from_numpy(before)], device)
+    return Levels(sent[0], sent[1], bounds)
 
 
 class Trail(NamedTuple):
@@ -57,6 +60,7 @@ class Trail(NamedTuple):
         keys (`torch.Tensor` of shape `[R, N, T]`), values, decays (`torch.Tensor` of shape `[R, channels, T]`): B, x
             and Δ.
         rates (`torch.Tensor` of shape `[channels, N]`): A.
+        depth (`int`): Nodes of the longest path, which the host knows without a wait for the device.
         last (`torch.Tensor` of shape `[R, channels, N]`, *optional*): States at the ends, where all trees are chains of
             the same length.
     """
@@ -65,15 +69,22 @@ class Trail(NamedTuple):
     values: torch.Tensor
     decays: torch.Tensor
     rates: torch.Tensor
+    depth: int
     last: torch.Tensor | None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of what the scan itself has left."""
+        left = self.keys, self.values, self.decays, self.last
+        return sum(item.nbytes for item in left if item is not None)
 
     def of(self, trees: torch.Tensor) -> "Trail":
         """Return the part of some trees."""
-        return Trail(self.keys[trees], self.values[trees], self.decays[trees], self.rates, None)
+        return Trail(self.keys[trees], self.values[trees], self.decays[trees], self.rates, self.depth, None)
 
     def state_after(self, state: torch.Tensor, ends: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
         """Return the states `[R, channels, N]` after a path in every tree, as `Scanned.state_after` does."""
-        nodes = path.long().argsort(dim=1, descending=True, stable=True)[:, None, : int(path.sum(1).max())]
+        nodes = path.long().argsort(dim=1, descending=True, stable=True)[:, None, : self.depth]
         is_in = path[:, None].take_along_dim(nodes, dim=2)
         keys, values, decays = [item.take_along_dim(nodes, dim=2) for item in (self.keys, self.values, self.decays)]
         values, decays = [item.where(is_in, 0) for item in (values, decays)]
@@ -126,7 +137,7 @@ def scan_levels(
         found.append((states.to(query.dtype) @ queries[part, :, None])[..., 0])
     outputs[levels.order] = torch.cat(found)
     outputs = outputs.unflatten(0, (query.shape[0], query.shape[2])).mT[:, :, num_before:]
-    return outputs, Trail(key, value, decay, rates, states)
+    return outputs, Trail(key, value, decay, rates, len(levels.bounds) - 1, states)
 
 
 def _continued(

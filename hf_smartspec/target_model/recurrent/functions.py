@@ -18,7 +18,7 @@ import torch
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from ...cpu.few_tokens import can_multiply, few_token_linear
+from ...cpu.few_tokens import product
 from ..compat import TESTED_MODEL_TYPES, modules_of
 from .cache import StateCache
 
@@ -171,8 +171,8 @@ def _linear(
     """Replace `torch.nn.functional.linear`: few tokens on a CPU by the product that is fastest."""
     kinds = torch.Tensor, torch.nn.Parameter
     is_own = type(weight) in kinds and type(bias) in (*kinds, type(None)) and not torch.is_autocast_enabled("cpu")
-    if is_own and input.dim() > 1 and can_multiply(x := input.flatten(0, -2), weight, bias):
-        return few_token_linear(x, weight, bias).view(*input.shape[:-1], len(weight))
+    if is_own and input.dim() > 1:
+        return product(input.flatten(0, -2), weight, bias).view(*input.shape[:-1], len(weight))
     return linear(input, weight, bias)
 
 

@@ -39,6 +39,10 @@ class Scanned(NamedTuple):
     decays: torch.Tensor
     sums: torch.Tensor
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(item.nbytes for item in self)
+
     def of(self, trees: torch.Tensor) -> "Scanned":
         """Return the part of some trees."""
         return Scanned(*[item[trees] for item in self])

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import chain
 
 import numpy as np
 import torch
@@ -84,9 +83,8 @@ class RecurrentStep:
     @property
     def num_bytes(self) -> int:
         """Bytes of what the tails have left."""
-        left = [*self.windows.values(), *chain.from_iterable(self.scanned.values())]
-        num = 0 if self.short is None else self.short.num_bytes
-        return num + sum(item.nbytes for item in left if item is not None and len(item) == len(self.rows))
+        num = sum(item.nbytes for item in self.windows.values()) + sum(item.num_bytes for item in self.scanned.values())
+        return num if self.short is None else num + self.short.num_bytes
 
     @property
     def is_stored(self) -> bool:

@@ -116,14 +116,15 @@ def can_compile_delta(plan: DeltaPlan) -> bool:
     is_vector = all(item.is_cpu and item.is_contiguous() and item.dtype is torch.float32 for item in plan.rates())
     sizes = plan.key_size, plan.value_size, *plan.norm.shape
     with torch.no_grad():
-        can_read = can_convolve(torch.empty(1, len(weight), device="cpu"), weight, plan.convolution.bias())
+        inputs = torch.empty(1, len(weight), dtype=torch.float32, device="cpu")
+        can_read = can_convolve(inputs, weight, plan.convolution.bias())
     return can_read and is_vector and not any(size % 16 for size in sizes) and plan.norm.weight().dtype is torch.float32
 
 
 def run_delta(plan: DeltaPlan, inputs: Map, x: torch.Tensor, cache: StateCache) -> torch.Tensor:
     """Run the rule on `x` of shape `[N, hidden_size]`; return `[N, heads * value_size]`."""
     mixed, gates, factors, decays = inputs(x).split(plan.sizes, dim=1)
-    cache.get_recurrent_state(plan.layer)  # from here on, the cache reads this layer's states
+    cache.enter(plan.layer)
     convolved = cache.convolve(mixed, plan.convolution.weight(), plan.convolution.bias(), "silu")
     keys = plan.key_heads * plan.key_size
     query, key = (item.unflatten(1, (plan.key_heads, -1)) for item in convolved[:, : 2 * keys].split(keys, dim=1))

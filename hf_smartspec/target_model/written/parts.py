@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.functional import gelu, layer_norm, linear, silu
+from torch.nn.functional import gelu, layer_norm, silu
 
-from ...cpu.few_tokens import can_multiply, few_token_linear
+from ...cpu.few_tokens import product
 from ...cpu.gates import can_gate, gated
 from ...cpu.kernels.dots import SIDE
 from ...cpu.kernels.gates import GELU_TANH, SILU
@@ -23,9 +23,6 @@ from .forwards import rotation_function
 Map = Callable[[torch.Tensor], torch.Tensor]  # [N, in] -> [N, out]
 
 _EPS = ("variance_epsilon", "eps")  # its names in RMS norms
-_HAS_MKL = torch.backends.mkl.is_available()
-_MOST_LINES = 32  # tokens in float32; in bfloat16 half as many
-_LARGE = 2**20  # entries of a weight
 _DIM = 8  # size of heads with which functions are tried out
 _norms: dict[tuple, bool | None] = {}  # by kind, eps and dtype: whether norms are shifted; None for other norms
 
@@ -199,33 +196,6 @@ class Weights(NamedTuple):
     weight: torch.Tensor
     bias: torch.Tensor | None = None
     scale: torch.Tensor | None = None
-
-
-def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return `linear(x, weight, bias)` of tokens `[N, in]`; few tokens on a CPU by the product that is fastest."""
-    if can_multiply(x, weight, bias):
-        return few_token_linear(x, weight, bias)
-    if len(x) == 1 and weight.dtype == torch.bfloat16 and weight.device.type == "cpu":
-        # oneDNN's product takes 1.2 to 1.6 times as long for a single line.
-        line = torch.mv(weight, x[0]) if bias is None else torch.addmv(bias, weight, x[0])
-        return line[None]
-    if not _is_transposed_faster(len(x), weight):
-        return linear(x, weight, bias)
-    if bias is None:
-        return torch.mm(weight, x.t()).t().contiguous()
-    return torch.addmm(bias[:, None], weight, x.t()).t().contiguous()
-
-
-def _is_transposed_faster(num_tokens: int, weight: torch.Tensor) -> bool:
-    """
-    Return whether the transposed product is faster, as measured with MKL and oneDNN, whose products of a few lines by a
-    large matrix are slower than the reverse.
-    """
-    if weight.device.type != "cpu" or num_tokens > _MOST_LINES or not _HAS_MKL:
-        return False
-    if weight.dtype == torch.float32:
-        return num_tokens >= (4 if weight.numel() >= _LARGE else 6)
-    return weight.dtype == torch.bfloat16 and 2 <= num_tokens <= _MOST_LINES // 2
 
 
 def _lay_side_by_side(parameters: Sequence[torch.Tensor]) -> None:

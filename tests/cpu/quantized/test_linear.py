@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_smartspec import Int8Linear
 from hf_smartspec.cpu.quantized import unrounded_tokens
-from hf_smartspec.cpu.quantized.product import to_levels
+from hf_smartspec.cpu.quantized.product import in_blocks, plain_int8_linear, to_levels
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -140,6 +140,17 @@ def test_memory():
     assert sizes == {"weight": 64 * 128, "scale": 64 * 2 * 4, "bias": 50 * 2}, "whole blocks and groups"
     assert (module.in_features, module.out_features) == (70, 50)
     assert repr(module) == "Int8Linear(in_features=70, out_features=50, bias=True)"
+
+
+def test_torchs_default_dtype_does_not_matter():
+    linear, x = new_linear(), new_tokens()
+    arguments = *in_blocks(to_levels(linear.weight)), linear.bias, 50
+    expected = plain_int8_linear(x, *arguments)
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        assert torch.equal(plain_int8_linear(x, *arguments), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

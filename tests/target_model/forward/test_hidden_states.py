@@ -62,6 +62,20 @@ def test_pieces_may_have_layers_that_other_rows_needed():
     assert found.keys() == {0} and found[0].flatten().tolist() == [0.0, 1.0]
 
 
+def test_pieces_that_a_later_forward_replaces_do_not_count():
+    """Their layers may be others, and their states are freed."""
+    states = [{layer: torch.full((4, 1), float(step))} for step, layer in enumerate((0, 1, 1))]
+    first, second, third = FedStates(0), FedStates(2), FedStates(2)
+    first.add(Piece(states[1], np.arange(2), 2))
+    second.add(Piece(states[0], np.arange(3), 3))
+    third.add(Piece(states[2], np.arange(3), 3))
+    fed = first.continued(second).continued(third)
+    assert [piece.num_fed for piece in fed.pieces] == [2, 3]
+    (found,) = select([(fed, (), 9)])
+    assert found[1].flatten().tolist() == [1.0, 1.0, 2.0, 2.0, 2.0]
+    assert second.continued(third) is third
+
+
 def test_committed_lines_of_ragged_rows_and_pieces():
     """Two calls: the first runs a piece of one row's prompt; the second its rest, and another row's token and tree."""
     model = _Model()

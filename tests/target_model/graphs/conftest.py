@@ -2,6 +2,7 @@
 
 import pytest
 
+from hf_smartspec.cpu import few_tokens
 from hf_smartspec.target_model.attention import tree_attention as attention
 from hf_smartspec.target_model.graphs import recorder
 from hf_smartspec.target_model.written import decoder, parts
@@ -24,8 +25,9 @@ def recorders(monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(recorder, "_RECORDERS", {"cpu": make})
-    for name in ("can_multiply", "can_norm", "can_gate"):  # what torch does not dispatch is not recorded
-        monkeypatch.setattr(parts, name, lambda *args: False)
+    # What torch does not dispatch is not recorded.
+    for owner, name in ((few_tokens, "can_multiply"), (parts, "can_norm"), (parts, "can_gate")):
+        monkeypatch.setattr(owner, name, lambda *args: False)
     monkeypatch.setattr(attention, "can_attend", lambda *args: False)
     monkeypatch.setattr(decoder, "can_compile", lambda plan: False)
     return made

@@ -14,6 +14,7 @@ from hf_smartspec.target_model.recurrent.cache import StateCache
 from hf_smartspec.target_model.recurrent.functions import recurrent_layers
 from hf_smartspec.target_model.recurrent.kept import KeptStates
 from hf_smartspec.target_model.written import packed_forward, written_decoder
+from hf_smartspec.target_model.written.delta import can_compile_delta
 
 from ...models import RECURRENT, UNPADDED, VOCAB_SIZE, new_model, shared_model
 
@@ -167,6 +168,16 @@ def test_the_written_out_ones_are_not_refused():
             assert (decoder._compiled is not None) == is_one_call, "experts are called as they are"
 
 
+@pytest.mark.skipif(not has_recurrence(), reason="no compiled code for this CPU")
+def test_torchs_default_dtype_does_not_matter_for_compiled_layers():
+    plan = written_decoder(shared_model("qwen3_5_text")).plan
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        assert all(can_compile_delta(layer.delta) for layer in plan.layers if layer.delta is not None)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("architecture", ["qwen3_5_text", "kimi_linear", "bamba", "lfm2"])
 def test_rows_begin_with_kept_states_and_are_cut_to_them(architecture):
@@ -237,17 +248,22 @@ def test_drafts_that_grew_apart_are_refused():
 
 
 @torch.no_grad()
-def test_rows_of_a_failed_forward_begin_anew(monkeypatch):
+@pytest.mark.parametrize(("kept", "length"), [((), 0), ((4,), 4), ((4, 12), 12)])
+def test_rows_of_a_failed_forward_begin_at_kept_states(kept, length, monkeypatch):
     """Its first layers have run the tokens, and the last ones have not; pieces of prompts are in the states at once."""
     model, text = new_model("qwen3_next"), np.arange(5, 45)
     forward = PackedForward(model)
     forward.cache.chunk = 7
     rows = [forward.add(), forward.add()]
-    forward.forward([RowInput(row, text[:12]) for row in rows])
+    for end in (4, 12):
+        forward.forward([RowInput(row, text[row.length : end]) for row in rows])
+        if end in kept:
+            forward.cache.keep(rows[0])
     with monkeypatch.context() as patch, pytest.raises(TypeError):
         patch.setattr(model.model.norm, "forward", None)
-        forward.forward([RowInput(rows[0], text[12:])])
-    assert [row.length for row in rows] == [0, 12]
+        forward.forward([RowInput(rows[0], text[12:], random_tree(np.random.default_rng(0), 5))])
+    assert [row.length for row in rows] == [length, 12] and not rows[0].num_nodes
+    assert len(forward.cache.kept) == len(kept)
     forward.forward([RowInput(row, text[row.length :]) for row in rows])
     for row in rows:
         check_states(model, forward, row, text)
@@ -301,11 +317,10 @@ def test_plain_models_are_not_searched_for_recurrent_layers(monkeypatch):
 
 
 @torch.no_grad()
-@pytest.mark.skipif(not has_recurrence(), reason="no compiled code for this CPU")
 def test_linear_layers_multiply_few_tokens_as_written_out_ones_do(monkeypatch):
     model, sizes = shared_model("bamba"), []
-    product = functions.few_token_linear
-    monkeypatch.setattr(functions, "few_token_linear", lambda x, *rest: (sizes.append(len(x)), product(x, *rest))[1])
+    product = functions.product
+    monkeypatch.setattr(functions, "product", lambda x, *rest: (sizes.append(len(x)), product(x, *rest))[1])
     forward, text = PackedForward(model), np.arange(5, 8)
     forward.forward([RowInput(forward.add(), text)])
     assert sizes and set(sizes) <= {1, 3}

@@ -179,7 +179,8 @@ def test_levels_of_trees_have_the_outputs_and_states_of_paths(many, seed):
             *[item[..., :first] for item in given_], rates, state, levels_of(parents[:, :first], cpu)
         )
         ended, whole = scan_levels(*[item[..., first:] for item in given_], rates, state, levels_of(parents, cpu), left)
-        assert torch.equal(torch.cat([begun, ended], dim=2), output) and all(map(torch.equal, whole, trail))
+        assert torch.equal(torch.cat([begun, ended], dim=2), output) and whole.depth == trail.depth
+        assert all(torch.equal(*pair) for pair in zip(whole, trail) if isinstance(pair[0], torch.Tensor))
     nodes = [int(rng.integers(-1, len(own))) for own in many]
     path = torch.zeros(num, size, dtype=torch.bool)
     expected = state.clone()
@@ -193,3 +194,15 @@ def test_levels_of_trees_have_the_outputs_and_states_of_paths(many, seed):
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     if all(own == list(range(-1, size - 1)) for own in many):
         torch.testing.assert_close(trail.state_at_end(state), trail.state_after(state, None, torch.ones_like(path)))
+
+
+def test_states_of_trails_are_computed_without_a_wait_for_the_device():
+    """Tensors of the meta device have no values that could be read."""
+    parents = np.array([[-1, 0, 0, 2], [-1, 0, -2, -2]])
+    query, key = torch.empty(2, 2, DK, 4, device="meta")
+    value, decay = torch.empty(2, 2, 3, 4, device="meta")
+    state, rates = torch.empty(2, 3, DK, device="meta"), torch.empty(3, DK, device="meta")
+    _, trail = scan_levels(query, key, value, decay, rates, state, levels_of(parents, torch.device("meta")))
+    assert trail.depth == 3
+    path = torch.empty(2, 4, dtype=torch.bool, device="meta")
+    assert trail.state_after(state, None, path).shape == state.shape

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from hf_smartspec.target_model.written.parts import product
+from hf_smartspec.cpu.few_tokens import product
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
