@@ -36,7 +36,8 @@ class Way(NamedTuple):
     Args:
         answer (`Answer`): Does it.
         warms_itself (`bool`): Then it is called once, and times itself.
-        is_compiled (`bool`): Then it is warmed up by all that is timed, twice: what is compiled depends on lengths.
+        is_compiled (`bool`): Then it is warmed up by all that is timed, twice: what is compiled, or recorded, depends
+            on lengths.
     """
 
     answer: Answer
@@ -84,7 +85,8 @@ def _timed(world: World, model: PreTrainedModel, texts: Workload, batch_size: in
 
 def engine(make: Callable[[PreTrainedModel, Workload], SmartSpecConfig]) -> Way:
     """
-    Return this library's engine. Each run makes a new one with a new source, and is timed from the first request on.
+    Return this library's engine. Each run makes a new one with a new source, and is timed from the first request on;
+    forwards that recur have been recorded by then.
     The target runs at its cost, arg max included, and picks the given answers.
     """
 
@@ -112,7 +114,7 @@ def engine(make: Callable[[PreTrainedModel, Workload], SmartSpecConfig]) -> Way:
             },
         }
 
-    return Way(answer)
+    return Way(answer, is_compiled=True)
 
 
 def generate(is_compiled: bool = False, **arguments: Any) -> Way:

@@ -97,13 +97,15 @@ def _flash(
     query and key backwards. Return output `[N, heads, dim]` and log-sum-exp `[heads, N]`.
     """
     queries, keys, used, common = spans.flash_rows
+    # With 1, grouped heads take the place of queries, of which every row must have one; padding's rows have none.
+    most_queries = spans.most_queries if len(used) == len(query) else max(spans.most_queries, 2)
     output, lse, *_ = _flash_attention_forward(
         query,
         key,
         value,
         queries,
         keys,
-        spans.most_queries,
+        most_queries,
         spans.most_common if of_common else spans.most_keys,
         0.0,
         not of_common,
@@ -196,7 +198,7 @@ def kind_of(query: torch.Tensor, key: torch.Tensor, layout: StepLayout, window: 
     window do, whose nodes' columns are not their positions.
     """
     spans = layout.spans
-    if spans is None:
+    if spans is None or not serves(query.device, query.dtype, query.shape[2]):  # layers are tried out in float32, too
         return None
     is_windowed = window is not None and window < spans.most_keys
     if is_windowed and spans.has_trees:
@@ -219,6 +221,8 @@ def judge(kind: tuple, attend: Callable[[], torch.Tensor], expected: torch.Tenso
     try:
         output = attend()
         _is_right[kind] = bool((output - expected).abs().max() <= _TOLERANCE * expected.abs().max())
+        if not _is_right[kind]:
+            logger.warning_once("Flash attention over rows of different lengths is not used: it gives other results.")
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
         _is_right[kind] = False
         logger.warning_once(f"Flash attention over rows of different lengths is not used: {error!r}")

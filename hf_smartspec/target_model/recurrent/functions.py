@@ -272,3 +272,26 @@ def recurrent_layers(model: PreTrainedModel) -> RecurrentLayers | None:
     if replaced and model.device.type == "cpu":
         replaced[torch.nn.functional, "linear"] = _linear
     return RecurrentLayers(replaced) if replaced else None
+
+
+@contextmanager
+def written_out_functions(model: PreTrainedModel) -> Iterator[None]:
+    """
+    Within the context, let functions of the model's modelling file compute as they are written there. Where packages of
+    kernels are installed, these replace them, and round otherwise: products of float32 in TF32
+    (flash-linear-attention).
+    """
+    owners = {sys.modules[inspect.unwrap(type(module).forward).__module__] for module in modules_of(model)}
+    replaced = [
+        (owner, name, function)
+        for owner in owners
+        for name, function in vars(owner).items()
+        if inspect.isfunction(function) and inspect.unwrap(function) is not function
+    ]
+    try:
+        for owner, name, function in replaced:
+            setattr(owner, name, inspect.unwrap(function))
+        yield
+    finally:
+        for owner, name, function in replaced:
+            setattr(owner, name, function)

@@ -7,6 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_smartspec import DraftTree
+from hf_smartspec.target_model.attention import varlen
+from hf_smartspec.target_model.forward.packed import PackedForward
 from hf_smartspec.target_model.graphs.padding import MOST_TOKENS, rounded
 from hf_smartspec.target_model.graphs.shapes import shape_of
 from hf_smartspec.target_model.layout.rows import RowInput
@@ -84,6 +86,19 @@ def test_chains_of_like_lengths_have_one_shape(recorders, calls):  # noqa: F811
         shapes.append(shape_of(planned.layout))
     assert shapes[0] == shapes[1] == shapes[2] != shapes[3], "one row has more queries"
     assert len({len(forward.plan([RowInput(row, np.array([5]))]).layout.parts) for row in rows}) == 1
+
+
+def test_one_token_of_many_rows_needs_no_masks(recorders, calls):  # noqa: F811
+    """Flash attention takes grouped heads for queries there, unless rows of padding have none."""
+    forward, plain = packed_forward(shared_model("llama")), PackedForward(shared_model("llama"))
+    for runs in (forward, plain):
+        rows = [runs.add() for _ in range(8)]
+        for _ in range(3):
+            logits, _ = runs.forward([RowInput(row, np.array([5 + number])) for number, row in enumerate(rows)])
+        if runs is forward:
+            found = logits
+    torch.testing.assert_close(found, logits, atol=1e-5, rtol=1e-4)
+    assert calls["flash"] > 8 and all(varlen._is_right.values())
 
 
 def test_large_steps_stay_as_they_are(recorders):

@@ -1,6 +1,8 @@
 """What probes find of a model, behind the lengths at which it changes its ways."""
 
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import wraps
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from hf_smartspec.target_model.support.twin import BORDERS, borders, sharpened, 
 
 from ...architectures import CHANGES, small_model
 from ...covering import exhaustive
-from ...models import new_model
+from ...models import RECURRENT, new_model
 
 # Models that choose the keys of a query by what is run together, and what their configs call the length behind which
 # they do, with its usual value.
@@ -128,6 +130,22 @@ def test_twins_of_hybrids_of_the_usual_sizes_are_packed(name, changes):
     config = small_config(CONFIG_MAPPING[name](**changes))
     model = sharpened(AutoModelForCausalLM.from_config(config).eval().requires_grad_(False))
     assert Probe(model, (4, 7), 6).agrees(PackedForward)
+
+
+@pytest.mark.skipif("qwen3_5_text" not in RECURRENT, reason="this release's layers with states are not known")
+def test_kernels_that_round_otherwise_are_no_reason_to_decode_plainly(monkeypatch):
+    """As those of flash-linear-attention, which multiply float32 in TF32."""
+    model = new_model("qwen3_5_text")
+    owner = sys.modules[type(model).__module__]
+    function = owner.torch_chunk_gated_delta_rule
+
+    @wraps(function)
+    def coarse(*args, **kwargs):
+        output, state = function(*args, **kwargs)
+        return output * 1.01, state
+
+    monkeypatch.setattr(owner, "torch_chunk_gated_delta_rule", coarse)
+    assert packing_obstacle(model) is None and owner.torch_chunk_gated_delta_rule is coarse
 
 
 def test_twins_lie_on_the_cpu_wherever_new_tensors_do():
