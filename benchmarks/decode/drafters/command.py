@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from hf_smartspec.candidates import MedusaHeads
+from hf_smartspec.candidates import BlockDrafter, MedusaHeads
 from hf_smartspec.commands.common.arguments import UsageError
 from hf_smartspec.commands.common.drafters import DrafterFiles, load_drafters
 from hf_smartspec.commands.common.models import demo_folder, find_demo, load_model, read_prompts
@@ -57,6 +57,7 @@ def _sections(
     models = [item.name for item in drafters if isinstance(item.assistant, PreTrainedModel)]
     report["reference"] = next(iter(models), "")
     heads = {item.name: item.assistant for item in drafters if isinstance(item.assistant, MedusaHeads)}
+    has_blocks = any(isinstance(item.assistant, BlockDrafter) for item in drafters)
 
     def blocks() -> Iterator[Case]:
         own = _as_it_is(larger, load_model(name, args.dtype, args.device))
@@ -73,13 +74,15 @@ def _sections(
         BLOCKS: blocks,
         SPEED: speed,
     }
-    return [Section(part, cases[part], claims=claims, show=lambda *_: None) for part in PARTS if part in args.parts]
+    parts = [part for part in PARTS if part in args.parts and (has_blocks or part != BLOCKS)]
+    return [Section(part, cases[part], claims=claims, show=lambda *_: None) for part in parts]
 
 
 def claims(rows: Rows) -> list[Claim]:
-    different = sum(item["num_different"] for row in rows.values() for item in row["rows"])
+    items = [item for row in rows.values() for item in row["rows"]]
+    different = sum(item["num_different"] for item in items)
     same = Claim("all outputs are those of plain generate", not different, f"{different} differ" if different else "")
-    return [same, *block_claims([item for row in rows.values() for item in row["rows"]])]
+    return [same, *block_claims(items)]
 
 
 def _texts(args: argparse.Namespace) -> dict[str, list[Texts]]:
@@ -120,6 +123,7 @@ def _show(args: argparse.Namespace, report: dict[str, Any], console: Console) ->
         return
     for lines in found:
         print_lines(console, lines)
-    console.print(notes(report), style="dim", markup=False, highlight=False)
+    below = notes(report)
+    console.print(below, style="dim", markup=False, highlight=False)
     if args.markdown:
-        args.markdown.write_text(f"{as_markdown(found)}\n{notes(report)}\n", encoding="utf-8")
+        args.markdown.write_text(f"{as_markdown(found)}\n{below}\n", encoding="utf-8")

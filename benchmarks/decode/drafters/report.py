@@ -141,7 +141,8 @@ def _blocks(rows: Sequence[Row]) -> list[Lines]:
         rates = {row["drafter"]: row["tokens_per_second"] for row in mine}
         lines = []
         for row in mine:
-            total, (seconds, per_step) = _total([row]), _time_and_tokens(_total([row]))
+            total = _total([row])
+            seconds, per_step = _time_and_tokens(total)
             lines.append(
                 [
                     row["drafter"],

@@ -103,13 +103,13 @@ class DrafterBench:
         blocks = [item for item in drafters if isinstance(item.assistant, BlockDrafter)]
         growing = [item for item in drafters if isinstance(item.assistant, PreTrainedModel | FeatureDrafter)]
         methods, shapes = [Method(NONE, NONE)], {}
-        for item in [*blocks, *growing] if blocks else ():
+        for item in [*blocks, *growing]:
             for form, num_levels, options in self._shapes(item, levels):
                 about = f" of {num_levels} levels, {options['num_nodes']} nodes" if options else ""
                 assistant = _WholeBlocks(item.assistant, width=1) if form == CUT else item.assistant
                 methods.append(Method(f"{item.name}, {form}{about}", assistant, options=options))
                 shapes[methods[-1].name] = {"source": item.name, "form": form, "is_block": item in blocks}
-        for size in batch_sizes if blocks else ():
+        for size in batch_sizes:
             for own in data if size == 1 else [mixed(data)]:
                 place = {"kind": own.name, "batch_size": min(size, len(own.prompts)), "nodes": max(self.num_nodes)}
                 yield Case(f"{own.name}, batch {size}", partial(self._with_shapes, target, methods, own, place, shapes))

@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from benchmarks.decode.drafters import command, runs
-from benchmarks.decode.drafters.report import flat
+from benchmarks.decode.drafters.report import block_claims, flat
 from hf_smartspec.commands.speed.loop import PLAIN
 from hf_smartspec.training.blocks import new_drafter
 from hf_smartspec.training.eagle import new_heads
@@ -69,8 +69,10 @@ def test_blocks_stand_beside_heads_that_draft_for_as_long(folder, tmp_path, caps
     out = tmp_path / "results.json"
     names = ["--drafters", folder / "eagle", folder / "blocks", "suffix"]
     options = ["--parts", "blocks", "--nodes", "6", "--levels", "1", "4", "--batch-size", "4"]
-    assert call(folder, *names, *options, "--json", out) in (0, 1)
+    status = call(folder, *names, *options, "--json", out)
     rows = flat(json.loads(out.read_text()))
+    (claim,) = block_claims(rows)
+    assert status == (0 if claim.holds else 1)
     assert not any(row["num_different"] for row in rows)
     drafts = {row["drafter"]: row for row in rows}
     own = ["blocks, chain of 3 levels, 3 nodes", "blocks, tree of 3 levels, 6 nodes", "blocks, goodput decides"]
@@ -84,6 +86,13 @@ def test_blocks_stand_beside_heads_that_draft_for_as_long(folder, tmp_path, caps
     shown = " ".join(capsys.readouterr().out.split())
     for text in ("Blocks, batch 4", "equal drafting time", "1.15 x the tokens per step of its chains, batch 4"):
         assert text in shown
+
+
+def test_without_a_block_drafter_there_is_no_part_of_blocks(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "measure", None)
+    out = tmp_path / "results.json"
+    assert call(folder, "--drafters", "suffix", "--parts", "blocks", "--json", out) == 0
+    assert json.loads(out.read_text())["results"] == {}
 
 
 @pytest.mark.exhaustive  # all benches resume by their kit
