@@ -28,8 +28,9 @@ from training.questions import pick_questions
 BLOCK = 1000  # questions that are answered together
 MAX_NEW_TOKENS = 256
 ANSWERING = ["--keep", "id", "--keep", "category", "--keep", "prompt"]
-ANSWERING += ["--temperature", "0", "--max-batch-size", "32", "--assistant", "none"]
-TRAINING = ["--draft-vocab-size", "7168", "--batch-size", "2", "--max-length", "448", "--learning-rate", "1.5e-3"]
+ANSWERING += ["--temperature", "0", "--assistant", "none"]
+TRAINING = ["--draft-vocab-size", "7168", "--max-length", "448", "--learning-rate", "1.5e-3"]
+ROWS = {"cpu": ("32", "2"), "cuda": ("512", "48")}  # that are answered and trained on together
 KINDS = {"eagle3": ["--num-heads", "3"], "dflash": ["--num-layers", "3"], "dspark": ["--num-layers", "3"]}
 HELD_OUT, HELD_OUT_TOKENS, NUM_NODES = 6, 96, 5  # questions of a kind, tokens of an answer, tokens of a draft
 
@@ -51,6 +52,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="N",
         help="train on the first N, or on blocks M to N - 1; 0: measure",
     )
+    parser.add_argument("--device", default="cpu", choices=list(ROWS), help="of answering and training")
     parser.add_argument("--epochs", default="1", help="passes over the answers")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     parser.add_argument(
@@ -72,7 +74,8 @@ def answer(args: argparse.Namespace, questions: list[dict], block: int) -> Path:
     asked, answers = folder / f"questions-{block:02}.jsonl", folder / f"answers-{block:02}.jsonl"
     rows = questions[block * BLOCK : (block + 1) * BLOCK]
     asked.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    call = ["generate", "--model", args.target, "--dtype", args.dtype, *ANSWERING]
+    call = ["generate", "--model", args.target, "--dtype", args.dtype, "--device", args.device, *ANSWERING]
+    call += ["--max-batch-size", ROWS[args.device][0]]
     run([*call, "--max-new-tokens", str(MAX_NEW_TOKENS), "--dataset", str(asked), "--output", str(answers)])
     return answers
 
@@ -80,6 +83,7 @@ def answer(args: argparse.Namespace, questions: list[dict], block: int) -> Path:
 def train(args: argparse.Namespace, answers: list[Path]) -> None:
     call = ["train", args.target, *map(str, answers), "--kind", args.kind, *TRAINING, *KINDS[args.kind]]
     call += ["--epochs", args.epochs, "--dtype", args.dtype, "--output", str(args.output)]
+    call += ["--device", args.device, "--batch-size", ROWS[args.device][1]]
     call += ["--draft", args.draft] if args.draft else []
     run([*call, "--resume"] if (args.output / "checkpoints").exists() else call)
 

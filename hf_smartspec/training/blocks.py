@@ -30,7 +30,7 @@ from .target import (
     target_probs,
     target_states,
 )
-from .texts import IGNORED, Text, collate
+from .texts import IGNORED, Text, chosen, collate, send
 
 _MOST_RANK = 256  # of DSpark's Markov head, as in published files
 _TRAINED = (DFLASH, DSPARK, JETSPEC)
@@ -122,16 +122,16 @@ class Slots(NamedTuple):
     The n slots of some blocks that predict tokens of responses.
 
     Args:
-        rows, places (`torch.Tensor` of shape `[n]`, int64): The texts, and the places of the tokens in them.
+        places (`torch.Tensor` of shape `[n]`, int64): The places of the tokens in a batch `[rows, length]`, counted
+            through all rows, on the host.
         depths (`torch.Tensor` of shape `[n]`, int64): How many places each token comes after its block's first
-            prediction.
+            prediction, on the host.
         before (`torch.Tensor` of shape `[n]`, int64): The tokens before these.
         hidden (`torch.Tensor` of shape `[n, hidden_size]`): Outputs after the final norm.
         added (`torch.Tensor` of shape `[n, rank]`): What the Markov head's map adds to the logits (DSpark); rank 0
             where there is none.
     """
 
-    rows: torch.Tensor
     places: torch.Tensor
     depths: torch.Tensor
     before: torch.Tensor
@@ -191,40 +191,45 @@ class BlockTraining(nn.Module):
         """
         generator = torch.Generator().manual_seed(self.seed + int(self.num_updates))
         self.num_updates += self.training
+        labels = labels.cpu()  # places are picked on the host, with no wait for a GPU after this one
+        anchors = self._anchors(labels, 1, generator)
         with self._autocast():
             states, hidden = target_states(self.target, self.drafter.hidden_layers, input_ids)
-            slots = self._slots(input_ids, labels, states, self._anchors(labels, 1, generator))
-            if not len(slots.rows):  # a loss with gradients where texts are too short
+            slots = self._slots(input_ids, labels, states, anchors)
+            if not len(slots.places):  # a loss with gradients where texts are too short
                 return {"loss": self.drafter.fc.weight.sum() * 0.0}
             # Slots of a place come into one piece, which computes the target's probabilities there once.
-            order = torch.argsort(slots.rows * input_ids.shape[1] + slots.places, stable=True)
-            pieces = list(self._pieces(Slots(*(item[order] for item in slots))))
+            order = torch.argsort(slots.places, stable=True)
+            sent = send(order, input_ids.device)
+            ordered = slots.places[order], slots.depths[order], *(item.index_select(0, sent) for item in slots[2:])
+            pieces = list(self._pieces(Slots(*ordered)))
             if len(pieces) == 1:
                 loss = self._loss(input_ids, hidden, pieces[0])
             else:  # lines of the vocabulary are computed again for gradients, and kept for one piece at a time
                 run = partial(checkpoint, self._loss, input_ids, hidden, use_reentrant=False, preserve_rng_state=False)
                 loss = torch.stack([run(piece) for piece in pieces]).sum()
-            return {"loss": loss / torch.exp(-slots.depths / self.decay).sum()}
+            return {"loss": loss / float(torch.exp(-slots.depths / self.decay).sum())}
 
     def _pieces(self, slots: Slots) -> Iterator[Slots]:
         """Yield the slots in pieces that have no more than `_MOST_LOGITS` logits."""
         num = max(_MOST_LOGITS // self.drafter.spec.draft_vocab, 1)
-        for first in range(0, max(len(slots.rows), 1), num):
+        for first in range(0, max(len(slots.places), 1), num):
             yield Slots(*(item[first : first + num] for item in slots))
 
     def _loss(self, input_ids: torch.Tensor, hidden: torch.Tensor, slots: Slots) -> torch.Tensor:
         """Return the weighted sum of some slots' losses, given the target's last hidden states of the texts."""
         own, logits, confidence = self.drafter.token_ids, *self._scores(slots)
-        length = input_ids.shape[1]
-        places, number = torch.unique(slots.rows * length + slots.places, return_inverse=True)  # many share one
-        probs = target_probs(self.target, own, hidden.flatten(0, 1)[places - 1], input_ids.flatten()[places])
-        wanted, log_probs = probs[number], logits.log_softmax(dim=-1)
+        unique = torch.unique(slots.places, return_inverse=True)  # many share a place
+        places, number = (send(item, hidden.device) for item in unique)
+        states, tokens = hidden.flatten(0, 1).index_select(0, places - 1), input_ids.flatten().index_select(0, places)
+        probs = target_probs(self.target, own, states, tokens)
+        wanted, log_probs = probs.index_select(0, number), logits.log_softmax(dim=-1)
         losses = -(wanted * log_probs).sum(-1)
         if confidence is not None:
             share = torch.minimum(wanted, log_probs.detach().exp()).sum(-1)
             found = confidence.clamp(_EPS, 1 - _EPS)
             losses = losses - share * found.log() - (1 - share) * (1 - found).log()
-        return (torch.exp(-slots.depths / self.decay) * losses).sum()
+        return (send(torch.exp(-slots.depths / self.decay), losses.device) * losses).sum()
 
     def _scores(self, slots: Slots) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
@@ -248,31 +253,37 @@ class BlockTraining(nn.Module):
     def _anchors(self, labels: torch.Tensor, num_tokens: int, generator: torch.Generator) -> torch.Tensor:
         """
         Draw anchors `[rows, blocks]` at random, without repetition, from those places that at least one token and whose
-        next `num_tokens` tokens are of the response; -1 where a text has no more of them.
+        next `num_tokens` tokens are of the response; -1 where a text has no more of them. All on the host.
         """
         length = labels.shape[1]
-        is_response = (labels != IGNORED).cpu()
+        is_response = labels != IGNORED
         ends = torch.nn.functional.pad(is_response[:, 1:], (0, num_tokens)).unfold(1, num_tokens, 1)[:, :length].all(-1)
         ends[:, 0] = False  # no text before it
         order = torch.rand(ends.shape, generator=generator).masked_fill(~ends, -1.0)
         num = min(self.num_blocks, max(int(ends.sum(1).max()), 1))
         found = order.topk(num, dim=1)
-        return found.indices.masked_fill(found.values < 0, -1).to(labels.device)
+        return found.indices.masked_fill(found.values < 0, -1)
 
     def _slots(
         self, input_ids: torch.Tensor, labels: torch.Tensor, states: torch.Tensor, anchors: torch.Tensor
     ) -> Slots:
-        """Return the predictions of the blocks at `anchors`, as far as they lie in the texts' responses."""
-        drafter = self.drafter
-        places = anchors[:, :, None] + 1 + torch.arange(drafter.num_depths, device=anchors.device)
+        """
+        Return the predictions of the blocks at `anchors`, as far as they lie in the texts' responses; labels and
+        anchors are on the host.
+        """
+        drafter, length = self.drafter, input_ids.shape[1]
+        places = anchors[:, :, None] + 1 + torch.arange(drafter.num_depths)
         known = nn.functional.pad(labels, (0, drafter.num_depths), value=IGNORED)
         is_asked = (known.gather(1, places.flatten(1)).view_as(places) != IGNORED) & (anchors >= 0)[:, :, None]
         rows, _, depths = is_asked.nonzero(as_tuple=True)
-        before = input_ids.gather(1, (places - 1).clamp(0, input_ids.shape[1] - 1).flatten(1)).view_as(places)
-        hidden = self._outputs(input_ids, states, anchors.clamp(min=0))
+        at = send(anchors.clamp(min=0), input_ids.device)
+        behind = send((places - 1).clamp(0, length - 1), input_ids.device)
+        before = input_ids.gather(1, behind.flatten(1)).view_as(behind)
+        hidden = self._outputs(input_ids, states, at)
         added = self._added(hidden.flatten(0, 1), before.flatten(0, 1)).view(*before.shape, -1)
-        hidden = hidden[:, :, drafter.first_slot :]
-        return Slots(rows, places[is_asked], depths, before[is_asked], hidden[is_asked], added[is_asked])
+        of_slots = hidden[:, :, drafter.first_slot :], added, before
+        picked, added, before = (chosen(item.flatten(0, 1), is_asked.flatten(0, 1)) for item in of_slots)
+        return Slots(rows * length + places[is_asked], depths, before, picked, added)
 
     def _added(self, hidden: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         """
@@ -327,9 +338,10 @@ class BlockTraining(nn.Module):
 
     def _guesses(self, ids: torch.Tensor, labels: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         slots = self._whole_blocks(ids, labels)
-        best, wanted = self._best(slots, likeliest), ids[slots.rows, slots.places]
+        best, wanted = self._best(slots, likeliest), ids.flatten()[slots.places.to(ids.device)]
+        depths = slots.depths.to(ids.device)
         for depth in range(self.drafter.num_depths):
-            yield best[slots.depths == depth], wanted[slots.depths == depth]
+            yield best[depths == depth], wanted[depths == depth]
 
     def accepted_length(self, texts: Sequence[Text], max_length: int, batch_size: int = 8) -> float:
         """
@@ -341,7 +353,7 @@ class BlockTraining(nn.Module):
             batch = collate([item.example(max_length) for item in texts[start : start + batch_size]])
             ids, labels = (batch[name].to(self.target.device) for name in ("input_ids", "labels"))
             slots = self._whole_blocks(ids, labels)
-            is_right = self._best(slots, partial(torch.argmax, dim=-1)) == ids[slots.rows, slots.places]
+            is_right = self._best(slots, partial(torch.argmax, dim=-1)) == ids.flatten()[slots.places.to(ids.device)]
             blocks = is_right.view(-1, self.drafter.num_depths)  # whole, and in order
             num_accepted, num_blocks = num_accepted + int(blocks.cumprod(dim=1).sum()), num_blocks + len(blocks)
         return num_accepted / max(num_blocks, 1)
@@ -357,6 +369,7 @@ class BlockTraining(nn.Module):
     @torch.no_grad()
     def _whole_blocks(self, ids: torch.Tensor, labels: torch.Tensor) -> Slots:
         """Return the predictions of blocks that lie in responses as a whole, the same ones at each call."""
+        labels = labels.cpu()
         anchors = self._anchors(labels, self.drafter.num_depths, torch.Generator().manual_seed(self.seed))
         with self._autocast():
             states, _ = target_states(self.target, self.drafter.hidden_layers, ids)

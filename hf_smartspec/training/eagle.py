@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
 
@@ -23,7 +24,7 @@ from .target import (
     target_probs,
     target_states,
 )
-from .texts import IGNORED, Text
+from .texts import IGNORED, Text, chosen, send
 
 _DECAY = 0.8  # of the weight of each further step in the loss
 
@@ -117,13 +118,14 @@ class EagleDrafts:
         Draft `num_steps` tokens after each token of a batch.
 
         Args:
-            input_ids, labels (`torch.Tensor` of shape `[rows, length]`): As `texts.collate` makes them.
+            input_ids (`torch.Tensor` of shape `[rows, length]`): As `texts.collate` makes them.
+            labels (`torch.Tensor` of shape `[rows, length]`): The same, on the host.
             states (`torch.Tensor` of shape `[rows, length, layers * hidden]`): The target's hidden states.
 
         Yields:
             For every step, the logits `[n, own vocab]` of the positions that are trained on, and a mask of these
-            positions, bool `[rows, length - step - 1]`. In step k, position i reads token i + k + 1, and the features
-            that the step before has left at position i.
+            positions, bool `[rows, length - step - 1]`, on the host. In step k, position i reads token i + k + 1, and
+            the features that the step before has left at position i.
         """
         heads, length = self.heads, input_ids.shape[1]
         features, first = heads.combine(states), 0
@@ -138,10 +140,10 @@ class EagleDrafts:
                     x = heads.part("input_layernorm", layer)(residual)
                 residual = heads.layer_output(residual + self._attend(layer, x, positions, first, held), layer)
             features = residual
-            where = torch.zeros(input_ids.shape[0], end, dtype=torch.bool, device=input_ids.device)
+            where = torch.zeros(input_ids.shape[0], end, dtype=torch.bool)
             # Train on drafts that lie in the response as a whole.
             where[:, :-1] = (labels[:, 2 : end + 1] != IGNORED) & (labels[:, step + 2 :] != IGNORED)
-            yield heads.logits(features[where[:, first:]]), where
+            yield heads.logits(chosen(features, where[:, first:])), where
             if step == 0:  # further steps run at trained positions only
                 first, features = begin, features[:, begin:]
 
@@ -170,15 +172,19 @@ class EagleDrafts:
         memory.append((repeat_kv(key, groups), repeat_kv(value, groups)))
         seen = memory[1:] if window is None else memory[1:][-window:]
         (keys, values), own = memory[0], [(keys[:, :, :num], values[:, :, :num]) for keys, values in seen]
+        if not own and window is None:
+            output = scaled_dot_product_attention(query, keys, values, is_causal=True)
+            return heads.part("o_proj", layer)(output.transpose(1, 2).flatten(2))
         total = first + num
+        query = query * query.shape[-1] ** -0.5
         scores = query @ keys[:, :, :total].transpose(2, 3)
         ones = torch.ones(num, total, dtype=torch.bool, device=x.device)
         is_hidden = ones.triu(first + 1)
         if window is not None:  # row i is the query of position `first + i + step`
             is_hidden |= ones.tril(first + step - window)
-        scores = scores.masked_fill(is_hidden, -torch.inf)
+        scores.masked_fill_(is_hidden, -torch.inf)
         scores = torch.cat([scores, *[(query * keys).sum(-1, keepdim=True) for keys, _ in own]], dim=-1)
-        weights = (scores.float() * query.shape[-1] ** -0.5).softmax(dim=-1).to(values.dtype)
+        weights = scores.softmax(dim=-1, dtype=torch.float32).to(values.dtype)
         output = weights[..., :total] @ values[:, :, :total]
         for index, (_, values) in enumerate(own):
             output = output + weights[..., total + index, None] * values
@@ -225,6 +231,8 @@ class EagleTraining(nn.Module):
         Returns:
             `loss`: each step's mean cross-entropy with the target's distributions, weighted by 0.8 ** step, summed.
         """
+        # Places are picked on the host, with one wait for a GPU before its work begins, and none after that.
+        labels = labels.cpu()
         device = input_ids.device.type
         # Heads draft in a half-precision target's dtype, and are trained in it: several times as fast.
         with torch.autocast(device, self.target.dtype, enabled=self.target.dtype.itemsize == 2):
@@ -233,11 +241,12 @@ class EagleTraining(nn.Module):
             is_learnt = labels[:, 1:] != IGNORED
             # Once for all steps.
             own = self.heads.token_ids
-            probs = target_probs(self.target, own, hidden[:, :-1][is_learnt], input_ids[:, 1:][is_learnt])
+            tokens = chosen(input_ids[:, 1:], is_learnt)
+            probs = target_probs(self.target, own, chosen(hidden[:, :-1], is_learnt), tokens)
             places = is_learnt.flatten().cumsum(0).view_as(is_learnt) - 1
             for step, (logits, where) in enumerate(self._drafts(input_ids, labels, states)):
                 if len(logits):
-                    wanted = probs[places[:, step + 1 :][where[:, :-1]]]
+                    wanted = probs.index_select(0, send(places[:, step + 1 :][where[:, :-1]], probs.device))
                     losses.append(-(_DECAY**step) * (wanted * logits.float().log_softmax(dim=-1)).sum(-1).mean())
         return {"loss": torch.stack(losses).sum()}
 
@@ -250,7 +259,8 @@ class EagleTraining(nn.Module):
 
     @torch.no_grad()
     def _guesses(self, ids: torch.Tensor, labels: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        labels = labels.cpu()
         states, _ = target_states(self.target, self.heads.hidden_layers, ids)
         for step, (logits, where) in enumerate(self._drafts(ids, labels, states)):
             best, own = likeliest(logits), self.heads.token_ids
-            yield best if own is None else own[best], ids[:, step + 2 :][where[:, :-1]]
+            yield best if own is None else own[best], chosen(ids[:, step + 2 :], where[:, :-1])

@@ -80,7 +80,8 @@ def train(
         report_to=[],
         remove_unused_columns=False,
         use_cpu=next(module.parameters()).device.type == "cpu",
-        dataloader_pin_memory=False,
+        dataloader_pin_memory=next(module.parameters()).device.type == "cuda",
+        logging_nan_inf_filter=False,  # it waits for a GPU after every update
     )
     arguments._n_gpu = 1  # the target is on one
     examples = [item.example(schedule.max_length) for item in texts]

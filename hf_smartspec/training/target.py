@@ -124,4 +124,6 @@ def target_probs(
         logits = nn.functional.linear(hidden, output.weight[ids], None if output.bias is None else output.bias[ids])
     else:  # with adapters, for example
         logits = output(hidden).index_select(-1, ids)
-    return logits.float().softmax(dim=-1) * torch.isin(tokens, ids)[:, None]
+    ordered = ids.sort().values  # `torch.isin` would wait for a GPU
+    is_own = ordered[torch.searchsorted(ordered, tokens).clamp(max=len(ids) - 1)] == tokens
+    return logits.float().softmax(dim=-1) * is_own[:, None]

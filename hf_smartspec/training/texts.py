@@ -6,6 +6,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ..device import to_device
+
 IGNORED = -100
 
 
@@ -35,6 +37,22 @@ def collate(examples: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tens
         "input_ids": pad([item["input_ids"] for item in examples], batch_first=True),
         "labels": pad([item["labels"] for item in examples], batch_first=True, padding_value=IGNORED),
     }
+
+
+def send(places: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor of the host on a device, without waiting for what is queued there."""
+    return to_device(places.numpy(), device)
+
+
+def chosen(items: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    """
+    Return the items `[n, ...]` of a batch `[rows, length, ...]` in n places.
+
+    Args:
+        where (`torch.Tensor` of shape `[rows, length]`, bool): A mask of these places, on the host. By a mask of its
+            own, a GPU would be waited for, since the result's size would depend on it.
+    """
+    return items.flatten(0, 1).index_select(0, send(where.flatten().nonzero()[:, 0], items.device))
 
 
 def split(texts: Sequence[Text], part: float, seed: int = 0) -> tuple[list[Text], list[Text]]:
