@@ -145,6 +145,8 @@ class EngineMemory(RequestMemory):
         is_known = shared is not None and shared.request_id is not None and not request.is_resumed
         if not is_known and _stateful_source(request) is not None:  # it needs all states anew
             shared = None
+        if shared is not None:
+            self.prefixes.touch(shared.row)
         row = self._new_row(self.size_of(request.call), shared, self._base(request, running))
         if shared is not None and shared.row is not row and (shared := self._still_cached(shared)) is not None:
             with self._removed_on_failure(row):

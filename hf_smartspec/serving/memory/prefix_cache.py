@@ -74,6 +74,11 @@ class PrefixRows:
         self._covered.update(other for other, shorter in self._rows.items() if _is_covered(shorter, text))
         self._rows[row] = text
 
+    def touch(self, row: CacheRow) -> None:
+        """Make a row, if it is kept, the most recently used one."""
+        if row in self._rows:
+            self._rows[row] = self._rows.pop(row)
+
     def covered(self) -> dict[CacheRow, CacheRow]:
         """Return rows whose texts are beginnings of other rows' texts, each with such a row; each is returned once."""
         rows = [row for row in self._rows if row in self._covered and not row.num_sharers]
@@ -137,8 +142,6 @@ class PrefixRows:
             rank = source is None or owner is source, length
             if length >= _MIN_SHARED and rank > best_rank:
                 best, best_rank = SharedPrefix(row, length, request_id), rank
-        if best is not None and best.row in self._rows:  # now the most recently used
-            self._rows[best.row] = self._rows.pop(best.row)
         return best
 
 

@@ -1,6 +1,7 @@
 """An engine's memory for models with recurrent layers: keys and values, and states, which cannot be cut."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from ...decoding.call import Request
 from ...target_model.layout.rows import CacheRow
@@ -39,19 +40,22 @@ class StateMemory(EngineMemory):
                 self.cache.keep(row)
 
     def _make_room(self) -> None:
-        """Make room for one more kept state, in place of the least recently used rows."""
-        while not self.cache.may_keep and (row := self.prefixes.oldest()) is not None:
+        """Make room for one more kept state: in memory that no row takes, or else that the least recently used took."""
+        cache = self.cache
+        while not cache.has_room(cache.lines_per_state) and (row := self.prefixes.oldest()) is not None:
             self._remove([row])
+        if not cache.may_keep and cache.has_room(cache.lines_per_state):
+            with suppress(MemoryError, RuntimeError):  # rows are copied for it; without room, no state is kept
+                cache.shrink(cache.num_taken)
 
     def _num_shared(self, request: Request, running: list[Request], is_reading: bool) -> int | None:
         """
         Return 0 tokens shared in place; None while a running request is about to read a beginning that both have in
         common. It keeps its states there, with which the other one begins.
         """
-        others = [
-            other for other in running if other.row is not None and other.call.namespace == request.call.namespace
-        ]
-        shared = [(min(num_shared(other.prompt, request.prompt), len(request.prompt) - 1), other) for other in others]
+        reading = [other for other in running if other.row is not None and other.row.length < len(other.prompt)]
+        alike = [other for other in reading if other.call.namespace == request.call.namespace]
+        shared = [(min(num_shared(other.prompt, request.prompt), len(request.prompt) - 1), other) for other in alike]
         unread = [(length, other) for length, other in shared if length > other.cache_row.length]
         if not unread:
             return 0
@@ -66,6 +70,8 @@ class StateMemory(EngineMemory):
         super().place(request, running)
         row = request.cache_row
         known = self.prefixes.longest(request.prompt, *self._known(request, running))
+        if known is not None:
+            self.prefixes.touch(known.row)  # even if its states are not kept where the prompt departs
         ends = len(request.prompt) - 1, 0 if known is None else known.length
         row.marks = [end for end in ends if end >= row.length + _LEAST]
 

@@ -207,6 +207,57 @@ def test_states_are_counted_as_memory():
     assert num_bytes <= most and num_running == 3 and 2 <= num_kept < 16
 
 
+def test_states_take_memory_that_no_row_needs_before_rows_give_way(monkeypatch):
+    model, text = model_of("qwen3_next"), list(range(3, 38)) * 2
+    with Engine(model, drafting(), max_batch_size=2, max_kv_bytes=2**20, max_prefill_tokens=30) as engine:
+        assert reused(engine, model, text) == 0
+        memory, cache = engine._memory, engine._memory.cache
+        monkeypatch.setattr(memory, "_shrink", lambda: None)
+        cache._lay_out({}, cache.limit)  # as large as it may be
+        assert not cache.may_keep
+        assert reused(engine, model, [*text[:50], 2]) == 0 and reused(engine, model, [*text[:50], 1]) == 50
+        assert reused(engine, model, text) == 69, "the first row is still there"
+        assert memory.num_bytes <= 2**20
+
+
+def test_without_memory_to_return_some_no_states_are_kept(monkeypatch):
+    model, text = model_of("qwen3_next"), list(range(3, 38)) * 2
+
+    def fail(*args):
+        raise RuntimeError("not enough memory")
+
+    with Engine(model, drafting(), max_batch_size=2, max_kv_bytes=2**20, max_prefill_tokens=30) as engine:
+        memory, cache = engine._memory, engine._memory.cache
+        monkeypatch.setattr(memory, "_shrink", lambda: None)
+        monkeypatch.setattr(cache, "shrink", fail)
+        cache._lay_out({}, cache.limit)
+        assert reused(engine, model, text) == reused(engine, model, text) == 0
+
+
+def test_rows_give_way_to_states_one_by_one():
+    model, rng = model_of("qwen3_next"), np.random.default_rng(0)
+    with Engine(model, drafting(), max_batch_size=2, max_kv_bytes=2**20) as engine:
+        for _ in range(3):
+            assert reused(engine, model, rng.integers(3, 40, 50).tolist()) == 0
+        memory, cache = engine._memory, engine._memory.cache
+        oldest = memory.prefixes.oldest()
+        cache.most_lines = cache.num_taken + cache.lines_per_state * len(cache.kept)
+        assert not cache.has_room(1)
+        memory._make_room()
+        assert cache.may_keep and oldest not in memory.prefixes and len(memory.prefixes) == 2
+
+
+def test_only_rows_that_are_used_become_the_most_recently_used():
+    model, first, second = model_of("qwen3_next"), list(range(3, 38)) * 2, list(range(37, 3, -1)) * 2
+    with Engine(model, drafting(), max_batch_size=2) as engine:
+        assert reused(engine, model, first) == reused(engine, model, second) == 0
+        prefixes = engine._memory.prefixes
+        oldest = prefixes.oldest()
+        assert prefixes.longest(np.array([*first, 3]), []).row is oldest is prefixes.oldest(), "it was looked for"
+        assert reused(engine, model, [*first[:69], 39]) == 69
+        assert prefixes.oldest() is not oldest and oldest in prefixes
+
+
 def test_what_a_step_leaves_of_its_tokens_is_counted():
     """Keys, writes and windows of every token are there until it is known which ones are accepted."""
     model = model_of("qwen3_next")
