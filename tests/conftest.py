@@ -249,6 +249,15 @@ def _known_lengths(request, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
+def _one_thread_stays():
+    """Commands and benches set another number, and all later tests would wait for threads that find no processor."""
+    import torch
+
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
 def _verbosity_stays():
     """Servers and commands change transformers', which this library's loggers follow."""
     logger = logging.getLogger("transformers")
