@@ -2,6 +2,7 @@
 
 import ast
 import ctypes
+import fcntl
 import importlib
 import io
 import shutil
@@ -241,6 +242,50 @@ def test_damaged_files_are_compiled_anew(package):
     for content in (b"", whole[:100], wrong):
         path.write_bytes(content)
         assert call_anew() == (20, ["total", "scaled"])
+    assert call_anew() == (20, [])
+
+
+def test_processes_that_start_together_compile_once(package, tmp_path, monkeypatch):
+    """One waits until the other is done, and loads what the other has compiled."""
+    call_anew()
+    (path,) = package.rglob("*.nbc")
+    path.rename(tmp_path / "of the other")
+    flock, waited = fcntl.flock, []
+
+    def wait(file, operation):
+        if operation == fcntl.LOCK_EX:
+            waited.append(operation)
+            (tmp_path / "of the other").rename(path)
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", wait)
+    assert call_anew() == (20, []) and len(waited) == 1
+
+
+def is_locked(package):
+    (path,) = package.rglob("caller.lock")
+    assert path.stat().st_mode & 0o077 == 0, "other users could keep the lock"
+    with open(path, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def test_a_module_is_locked_while_its_functions_are_compiled(package, monkeypatch):
+    found, save = [], jit._DiskCache.save_overload
+    monkeypatch.setattr(jit._DiskCache, "save_overload", lambda *args: found.append(is_locked(package)) or save(*args))
+    assert call_anew() == (20, ["total", "scaled"])
+    assert found == [True] and not is_locked(package)
+
+
+def test_where_files_cannot_be_locked_every_process_compiles(package, monkeypatch):
+    def fail(*_):
+        raise OSError("No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    assert call_anew() == (20, ["total", "scaled"])
     assert call_anew() == (20, [])
 
 

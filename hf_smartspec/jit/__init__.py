@@ -15,7 +15,7 @@ from functools import cache, cached_property
 from hashlib import blake2b
 from pathlib import Path
 from pickle import loads
-from typing import Any
+from typing import Any, BinaryIO
 
 import llvmlite  # type: ignore[import-untyped]
 import numba
@@ -123,16 +123,19 @@ class _DiskCache:
             found = FunctionCache(self._function)
         except RuntimeError:  # no folder is writable
             return NullCache()
-        files: Any = _CodeFiles(Path(found.cache_path), self._function, self._stamp)
-        found._cache_file = files
+        self._files: Any = _CodeFiles(Path(found.cache_path), self._function, self._stamp)
+        found._cache_file = self._files  # type: ignore[assignment]
         return found
 
     def load_overload(self, *args: Any) -> Any:
         """Return the code compiled before for these arguments; None makes numba compile it now."""
         code = self._cache.load_overload(*args)
         if code is None:
-            announce(not isinstance(self._cache, NullCache))
+            is_kept = not isinstance(self._cache, NullCache)
+            announce(is_kept)
             _progress.show(self._function.__name__)
+            if is_kept and _progress.lock(self._files.lock):
+                code = self._cache.load_overload(*args)  # another process may have compiled it meanwhile
         return code
 
     def save_overload(self, *args: Any) -> None:
@@ -154,13 +157,15 @@ def announce(is_kept: bool) -> None:
 
 class _Progress:
     """
-    A bar on a terminal while functions are compiled, removed after the outermost one. It is entered under numba's lock
-    on its compiler, so that one thread at a time changes the counts.
+    A bar on a terminal while functions are compiled, and locks by which processes that start together compile each
+    function once; the bar is removed, and the locks are released, after the outermost function. It is entered under
+    numba's lock on its compiler, so that one thread at a time changes what it holds.
     """
 
     def __init__(self) -> None:
         self._depth = 0
         self._bar: Any = None
+        self._locks: dict[Path, BinaryIO] = {}
 
     def __enter__(self) -> None:
         global_compiler_lock.acquire()
@@ -169,12 +174,36 @@ class _Progress:
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
         try:
+            while self._locks and not self._depth:
+                self._unlock(self._locks.popitem()[1])
             if self._bar is not None and not self._depth:
                 bar, self._bar = self._bar, None
                 with suppress(Exception):  # such as a stream that was closed meanwhile
                     bar.close()
         finally:
             global_compiler_lock.release()
+
+    def lock(self, path: Path) -> bool:
+        """
+        Wait until no other process compiles functions of this module. Return False where this process does so already,
+        or where there are no locks. Modules import, and so lock, one another in no circle.
+        """
+        if path in self._locks:
+            return False
+        with suppress(ImportError, OSError):  # Windows, and file systems without locks
+            import fcntl
+
+            # For its owner alone: other users could keep it for ever.
+            file = self._locks[path] = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b")
+            fcntl.flock(file, fcntl.LOCK_EX)
+            return True
+        return False
+
+    def _unlock(self, file: BinaryIO) -> None:
+        with suppress(ImportError, OSError), file:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_UN)  # a process that was forked meanwhile may have the file open
 
     def show(self, name: str) -> None:
         """Count a function that has no code on the disk."""
@@ -219,6 +248,7 @@ class _CodeFiles:
     def __init__(self, folder: Path, function: Callable[..., Any], stamp: str):
         name = re.sub(r"\W", "_", f"{function.__module__.rpartition('.')[2]}.{function.__qualname__}")
         self._folder, self._stamp = folder, stamp
+        self.lock = folder / f"{function.__module__.rpartition('.')[2]}.lock"
         self._stem = f"{name}.{sys.implementation.cache_tag}-"
 
     def _path(self, key: tuple) -> Path:
