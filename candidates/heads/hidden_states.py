@@ -87,10 +87,11 @@ class KnownStates(DraftState):
 
     def let_go(self) -> None:
         """Keep only the newest of the hidden states that have gone into the row, since drafts begin with it."""
-        known = self.known
-        if known is not None:
-            start = max(min(self.row.length, self.num_known) - 1, self.start)
-            self.set_known(start, known[start - self.start :].clone())
+        start = max(min(self.row.length, self.num_known) - 1, self.start)
+        while self.pieces and self.start + len(self.pieces[0]) <= start:
+            self.start += len(self.pieces.pop(0))
+        if self.start < start:
+            self.pieces[0], self.start = self.pieces[0][start - self.start :].clone(), start
 
 
 class HiddenStateCandidates(RowCandidates):

@@ -28,6 +28,7 @@ class StateRows(SlotCache):
     Attributes:
         most_rows (`int`, *optional*): Bound on the rows that run, for which states are allocated.
         lines_per_state (`int`): Lines whose memory a kept state takes, within `most_lines`.
+        memory_id (`object`): Another object whenever states that were allocated lie elsewhere, or nowhere.
     """
 
     most_rows: int | None = None
@@ -38,9 +39,7 @@ class StateRows(SlotCache):
         self._entries: dict[CacheRow, int] = {}  # of rows that run
         self.kept = KeptStates()
         self._num_entries = num_slots
-        self._windows: dict[Key, torch.Tensor] = {}  # `[entries, width - 1, channels]`
-        # `[entries, heads, dk, dv]`; of diagonal ones `[entries, channels, n]`
-        self._states: dict[Key, torch.Tensor] = {}
+        self._hold({}, {})
 
     @abstractmethod
     def _settle(self, rows: Sequence[CacheRow]) -> None:
@@ -95,13 +94,14 @@ class StateRows(SlotCache):
         assert found == length, "states are kept there"
 
     def release(self) -> list[torch.Tensor]:
-        self._windows, self._states, self._entries = {}, {}, {}
+        self._hold({}, {})
+        self._entries = {}
         self.kept.clear()
         return super().release()
 
     def forget(self) -> None:
         super().forget()
-        self._windows, self._states = {}, {}
+        self._hold({}, {})
         self.kept.clear()
 
     # States of shorter texts
@@ -139,6 +139,11 @@ class StateRows(SlotCache):
 
     # Memory, which the first inputs of layers allocate
 
+    def _hold(self, windows: dict[Key, torch.Tensor], states: dict[Key, torch.Tensor]) -> None:
+        self._windows = windows  # `[entries, width - 1, channels]`
+        self._states = states  # `[entries, heads, dk, dv]`; of diagonal ones `[entries, channels, n]`
+        self.memory_id = object()
+
     def windows(self, key: Key, like: torch.Tensor, width: int, channels: int) -> torch.Tensor:
         """Return the last inputs of a convolution, `[entries, width - 1, channels]`."""
         if key not in self._windows:
@@ -161,7 +166,8 @@ class StateRows(SlotCache):
         for memories, larger in zip(both, grown):
             for key, memory in memories.items():
                 larger[key][: len(memory)] = memory
-        self._num_entries, (self._windows, self._states) = num, grown
+        self._num_entries = num
+        self._hold(*grown)
 
     @property
     def bytes_per_state(self) -> int:

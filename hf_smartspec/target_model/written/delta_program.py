@@ -46,6 +46,8 @@ class DeltaOperators:
         self.plans: list[DeltaPlan] = []
         self._widths: list[int] = []  # outputs of the layers' maps
         self._operators: list[list[int]] = []  # for each layer: map, convolution, recurrence, norm
+        self._addresses = np.zeros((2, 0), np.int64)  # of windows and states, for each layer, in the memory
+        self._memory_id: object = None
 
     def add(self, plan: DeltaPlan, inputs: Any, x: torch.Tensor) -> None:
         """Write a layer's operators from its input `x` to `attended`."""
@@ -114,11 +116,9 @@ class DeltaOperators:
         memory = x.new_empty(int((self._offsets + totals).max()))
         inputs = memory.data_ptr() + _ITEMSIZE * self._offsets
         convolved = inputs + _ITEMSIZE * num * widths
-        windows, states = [], []
-        for plan in self.plans:
-            key, shape = (plan.layer, 0), (plan.heads, plan.key_size, plan.value_size)
-            windows.append(cache.windows(key, x, plan.convolution.width, plan.sizes[0]).data_ptr())
-            states.append(cache.states(key, x, *shape).data_ptr())
+        if self._memory_id is not cache.memory_id:
+            self._addresses, self._memory_id = self._addresses_in(cache, x), cache.memory_id
+        windows, states = self._addresses
         number = max(scratch_size(short.parents.shape[1], plan.key_size, plan.value_size) for plan in self.plans)
         scratch = x.new_empty(short.num_threads * number)  # `ShortTails.store` may run with more than the program
 
@@ -134,6 +134,15 @@ class DeltaOperators:
         _set(rows, codes.RECUR, recurrences, fields | {"scratch_size": number})
         _set(rows, codes.NORM, norms, {"gates": inputs + _ITEMSIZE * channels})
         return [memory, scratch]
+
+    def _addresses_in(self, cache: StateCache, like: torch.Tensor) -> np.ndarray:
+        """Return the addresses of windows and states of each layer, which are asked for seldom: that takes long."""
+        windows, states = [], []
+        for plan in self.plans:
+            key, shape = (plan.layer, 0), (plan.heads, plan.key_size, plan.value_size)
+            windows.append(cache.windows(key, like, plan.convolution.width, plan.sizes[0]).data_ptr())
+            states.append(cache.states(key, like, *shape).data_ptr())
+        return np.array([windows, states])
 
     def keep(self, num: int, cache: SlotCache, held: list[torch.Tensor]) -> None:
         """Keep what `ShortTails.store` and longer drafts read after a forward of `num` tokens."""

@@ -281,6 +281,30 @@ def test_keys_and_values_that_move_are_found(change, programs):
     assert all(map(torch.equal, *memories)) and len(programs) == 2
 
 
+@pytest.mark.skipif("qwen3_5_text" not in RECURRENT, reason="this release's layers with states are not known")
+@pytest.mark.parametrize("change", ["grown", "forgotten"])
+def test_states_that_move_are_found(change, programs):
+    model = model_of("qwen3_5_text")
+    forward, other = tried(model), by_layers(copy.deepcopy(model))
+    logits, programs[:] = [], []
+    for item in (forward, other):
+        row = item.add()
+        item.forward([RowInput(row, np.arange(3, 12))])
+        before = [*item.cache._windows.values(), *item.cache._states.values()]
+        copies = [memory.clone() for memory in before]
+        if change == "grown":
+            rows = [item.add() for _ in range(4)]
+            logits.append(item.forward([RowInput(own, np.array([7])) for own in (*rows, row)])[0])
+        else:
+            item.cache.forget()
+            item.cut(row, 0)
+            logits.append(item.forward([RowInput(row, np.arange(4, 13))])[0])
+        after = [*item.cache._windows.values(), *item.cache._states.values()]
+        assert not {memory.data_ptr() for memory in before} & {memory.data_ptr() for memory in after}
+        assert all(map(torch.equal, before, copies)), "freed memory is not written to"
+    assert torch.equal(*logits) and len(programs) == 2
+
+
 def test_weights_that_move_are_found():
     model = model_of("llama")
     forward = tried(model)
