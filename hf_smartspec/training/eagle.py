@@ -167,7 +167,8 @@ class EagleDrafts:
         )
         if numbered("q_norm", layer) in heads.parts:
             query, key = heads.part("q_norm", layer)(query), heads.part("k_norm", layer)(key)
-        query, key = apply_rotary_pos_emb(query, key, *self._rotary(x, positions))
+        rotated = apply_rotary_pos_emb(query, key, *self._rotary(x, positions))
+        query, key = (item.to(value.dtype) for item in rotated)  # norms are in float32 under autocast
         groups, num = query.shape[1] // key.shape[1], x.shape[1]
         memory.append((repeat_kv(key, groups), repeat_kv(value, groups)))
         seen = memory[1:] if window is None else memory[1:][-window:]
