@@ -104,8 +104,9 @@ class Watching(TreeCandidateGenerator):
             self._check_step(model, text, step, **inputs)
 
     def _check_step(self, model: Any, text: list[int], step: Committed, **inputs: Any) -> None:
-        followed = step.tree.tokens[step.path[: max(len(step.tokens) - 1, 0)]].tolist()
-        assert followed == step.tokens[:-1].tolist() or not len(step.tree), "several steps without drafts come together"
+        if len(step.tree) or len(step.tokens) < 2:  # otherwise, several steps without drafts that come together
+            followed = step.tree.tokens[step.path[: max(len(step.tokens) - 1, 0)]].tolist()
+            assert followed == step.tokens[:-1].tolist()
         assert step.tree.parents[step.path].tolist() == [-1, *step.path[:-1].tolist()][: len(step.path)]
         if "scores" not in self.needs or not len(step.tokens):
             assert step.scores is None

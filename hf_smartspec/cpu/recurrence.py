@@ -55,7 +55,7 @@ class ShortTails:
 
     @property
     def is_stored(self) -> bool:
-        """Whether `store` has nothing to do."""
+        """Return whether `store` has nothing to do."""
         return not self.operators
 
     def convolve(

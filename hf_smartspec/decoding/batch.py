@@ -181,6 +181,6 @@ class DecodingBatch(Generic[Row]):
 
     @property
     def is_reported(self) -> bool:
-        """True if all that plain decoding would generate was generated and reported."""
+        """Return whether all that plain decoding would generate was generated and reported."""
         end = self.num_generated
         return end is not None and not self.active and (not self.reports or self._num_reported >= end)

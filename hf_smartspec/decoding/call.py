@@ -97,12 +97,12 @@ class Request(RequestText):
 
     @property
     def wants_states(self) -> bool:
-        """True if a source or recorder needs more of the request than its tokens."""
+        """Return whether a source or recorder needs more of the request than its tokens."""
         return self.chain.needs_more and (self.is_drafting or bool(self.chain.recorders))
 
     @property
     def must_observe(self) -> bool:
-        """True if what its sources observe cannot wait until they are asked for a draft, or if it has ended."""
+        """Return whether what its sources observe cannot wait until they are asked for a draft, or if it has ended."""
         is_full = self.fed is not None and self.fed.num_fed > _MOST_UNSHOWN
         return is_full or bool(self.path) or self.chain.observes_every_step or not self.is_active
 

@@ -50,7 +50,7 @@ class Stage:
 
     @property
     def is_by_level(self) -> bool:
-        """Whether an auction asks for levels: each costs a call, or adds to earlier drafts."""
+        """Return whether an auction asks for levels: each costs a call, or adds to earlier drafts."""
         return self.cost.is_autoregressive or self.position > 0
 
     @property

@@ -88,7 +88,7 @@ def step_of_nothing(policy, rows, seconds=0.02):
 
 
 @pytest.mark.parametrize(("per_call", "num"), [(1e-9, 21), (1.0, 2)])
-def test_levels_are_weighed_once_a_step_where_they_pay_and_hardly_ever_where_they_do_not(per_call, num, weighings):
+def test_levels_that_pay_are_weighed_in_every_step_and_others_in_every_16th(per_call, num, weighings):
     policy, cost = GoodputAuction(line()), model_cost(per_call)
     for _ in range(20):
         rows = alone(cost)
@@ -108,7 +108,7 @@ def test_levels_that_did_not_pay_are_weighed_again_for_other_rows_and_after_a_dr
     assert len(weighings) == 4, "it has shown something"
 
 
-def test_a_trial_reads_one_prompt_at_most_and_that_is_paid_for_by_the_trials_to_come():
+def test_a_trial_reads_at_most_one_prompt_and_later_trials_wait_until_that_is_paid_for():
     policy, cost, names = GoodputAuction(line()), model_cost(0.5), tuple(range(16))
     policy._probe_seconds = 1.0
     assert np.flatnonzero(step_of_nothing(policy, alone(cost, names))).tolist() == [0]

@@ -166,7 +166,7 @@ class SlotCache(Cache):
 
     @property
     def may_grow(self) -> bool:
-        """True if memory may grow."""
+        """Return whether memory may grow."""
         return self.limit is None or self.num_lines < self.limit
 
     def remove(self, row: CacheRow) -> None:

@@ -67,7 +67,7 @@ class SlotLayer(CacheLayerMixin):
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]
-        """True if memory is allocated."""
+        """Return whether memory is allocated."""
         return bool(self.memories)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:

@@ -89,7 +89,8 @@ class PackedForward(RaggedForward):
     @property
     def shares_prefixes(self) -> bool:
         """
-        True if rows may share prefixes. On GPUs they may not: forwards are recorded there, and attend in other ways.
+        Return whether rows may share prefixes. On GPUs they may not: forwards are recorded there, and attend in other
+        ways.
         """
         config = self.model.config.get_text_config(decoder=True)
         is_sharing = self.device.type == "cpu" and not self.rotary and self.recurrent is None

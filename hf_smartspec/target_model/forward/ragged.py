@@ -153,7 +153,7 @@ class RaggedForward(ABC):
 
     @property
     def _uses_few_token_attention(self) -> bool:
-        """True if compiled attention reads rows that have few tokens."""
+        """Return whether compiled attention reads rows that have few tokens."""
         return self._may_use_few_token_attention and has_attention(self._dtype)
 
     def commit(self, rows: Sequence[CacheRow], paths: Sequence[Sequence[int]]) -> None:

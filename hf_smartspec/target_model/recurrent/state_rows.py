@@ -114,7 +114,7 @@ class StateRows(SlotCache):
 
     @property
     def may_keep(self) -> bool:
-        """True if there is room for one more kept state."""
+        """Return whether there is room for one more kept state."""
         return self.limit is None or self.num_lines + self.lines_per_state <= self.limit
 
     def reusable(self, row: CacheRow, length: int) -> int:

@@ -88,7 +88,7 @@ class RecurrentStep:
 
     @property
     def is_stored(self) -> bool:
-        """Whether all states are those after the step."""
+        """Return whether all states are those after the step."""
         return not self.windows and not self.scanned and (self.short is None or self.short.is_stored)
 
     @cached_property
@@ -136,7 +136,7 @@ class RecurrentStep:
 
     @property
     def has_rounds(self) -> bool:
-        """Whether some rows run whole pieces."""
+        """Return whether some rows run whole pieces."""
         return bool(self._heads.any())
 
     @property

@@ -45,8 +45,8 @@ class WrittenDecoder:
     @property
     def is_reproducible(self) -> bool:
         """
-        Whether the numbers of a token depend on its text alone: not on what is computed beside it, nor on how the text
-        is cut into forwards.
+        Return whether the numbers of a token depend on its text alone: not on what is computed beside it, nor on how
+        the text is cut into forwards.
         """
         compiled, windows = self._compiled, {layer.window for layer in self.plan.layers}
         is_determined = all(window is None or window >= _TYPICAL_TREE for window in windows)

@@ -36,7 +36,7 @@ class _Convolution(Weighted):
 
 
 class _Rates(Weighted):
-    """What decays are computed from."""
+    """Weights from which decays are computed."""
 
     def __call__(self) -> Rates:
         parameters = self._parameters()
