@@ -45,7 +45,7 @@ class Source:
 
 
 def is_heldout(group: str) -> bool:
-    """Whether a question (an id up to its first `#`) is kept out of training, in every file it occurs in."""
+    """Return whether a question (an id up to its first `#`) is kept out of training, in every file it occurs in."""
     return int(hashlib.sha256(group.encode()).hexdigest()[8:16], 16) % HELDOUT_MODULUS == 0
 
 

@@ -32,7 +32,7 @@ class Wrapper(torch.nn.Module):
 
 
 def speculates(model) -> bool:
-    """Whether `assistant=` drafts; without being enabled, transformers refuses the argument."""
+    """Return whether `assistant=` drafts; without being enabled, transformers refuses the argument."""
     spy = Spy(draft_source(getattr(model, "base_model", model) if isinstance(model, Wrapper) else model))
     try:
         model.generate(**INPUTS, max_new_tokens=6, assistant=spy)

@@ -46,7 +46,7 @@ def main() -> int:
 def _named(
     parser: argparse.ArgumentParser, asked: str | None, known: Collection[str], groups: Mapping[str, Sequence[str]]
 ) -> list[str]:
-    """Those asked for, or all."""
+    """Return the names that are asked for, those of groups one by one; all names where none is."""
     if asked is None:
         return list(known)
     found = [name for item in asked.split(",") for name in groups.get(item, [item])]

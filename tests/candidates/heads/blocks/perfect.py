@@ -92,7 +92,7 @@ def perfect(target: LlamaForCausalLM, block_size: int, from_anchor: bool, kind: 
 
 
 def _of_kind(kind: str, target: LlamaForCausalLM, block_size: int, from_anchor: bool) -> tuple[dict, dict]:
-    """What a kind adds to tensors and config."""
+    """Return the tensors and entries of the config that a kind adds."""
     hidden, vocab = target.config.hidden_size, target.config.vocab_size
     first, each = torch.eye(hidden)[:1], torch.arange(ROUND)
     before, after = torch.zeros(2, vocab, ROUND)  # which token of the cycle a token is, and whose successor
