@@ -116,19 +116,23 @@ def load_setups(args: argparse.Namespace) -> list[Setup]:
 def learned_sources(
     args: argparse.Namespace, model: PreTrainedModel
 ) -> dict[str, Callable[[], TreeCandidateGenerator]]:
-    """
-    Return functions that make new sources of the learned drafters among `args.sources`, by their names in tables. They
-    are loaded for the target as it was before `model` was enlarged.
-    """
+    """Return functions that make new sources of the learned drafters among `args.sources`, by their names in tables."""
     names = [name for name in getattr(args, "sources", ()) if name not in SOURCES]
     if not names:
         return {}
     check_distinct(args.sources, "--sources")
-    own = load_model(args.model or str(demo_folder("--model") / "models" / "target"), args.dtype, args.device)
-    files = DrafterFiles(own, model if num_parameters(args) else None, "--sources")
+    files = drafter_files(args, model, "--sources")
     for name in names:
         files.named(name)  # refuses what does not fit
     return {shown(name): partial(files.new_source, name) for name in names}
+
+
+def drafter_files(args: argparse.Namespace, model: PreTrainedModel, option: str) -> DrafterFiles:
+    """Return the files of drafters for `model`; learned ones are loaded for the target as it was before it grew."""
+    if not num_parameters(args):
+        return DrafterFiles(model, option=option)
+    own = load_model(args.model or str(demo_folder("--model") / "models" / "target"), args.dtype, args.device)
+    return DrafterFiles(own, model, option)
 
 
 def load_setup(args: argparse.Namespace) -> Setup:

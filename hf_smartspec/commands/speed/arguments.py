@@ -20,9 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--assistant", nargs="+", metavar="MODEL_OR_PRESET",
-        help="values of `assistant=`, a list joined by plus signs (suffix+MODEL); a single draft model is measured as "
-        "transformers' `assistant_model=`, too (default: auto, prompt_lookup, and the demo's draft for the demo's "
-        "target)",
+        help="values of `assistant=`, lists joined by plus signs (suffix+MODEL); a single draft model, but no learned "
+        "drafter, is measured as transformers' `assistant_model=`, too (default: auto, prompt_lookup, and the demo's "
+        "draft for the demo's target)",
     )  # fmt: skip
     add_text_arguments(parser)
     parser.add_argument("--repetitions", type=positive, default=1, metavar="N", help="timed rounds (default: 1)")

@@ -7,15 +7,14 @@ from typing import Any
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...prepare.sources import resolve
 from ...target_model.compat import is_stateful
-from ..common.arguments import UsageError, command_of, usage_errors
+from ..common.arguments import UsageError, command_of
 from ..common.console import environment, make_console, print_head
-from ..common.models import demo_folder, load_draft
+from ..common.models import demo_folder
 from ..common.names import is_model, parts_of, shown
 from ..common.outputs import check_outputs, write_json
 from ..common.recordings import DataSet, Fields, Texts, answered, read_requests
-from ..common.setup import check_replay, load_target, max_prompt_len, missing_arguments
+from ..common.setup import check_replay, drafter_files, load_target, max_prompt_len, missing_arguments
 from .loop import Method, Results, Settings, measure
 from .report import has_differences, plot, print_results, summaries, worst
 
@@ -75,20 +74,16 @@ def _methods(args: argparse.Namespace, model: PreTrainedModel) -> list[Method]:
     if not args.assistant and not args.model:
         names = [*names, str(demo_folder("--model") / "models" / "draft")]
     own, others = [], [Method("transformers, prompt lookup", arguments={"prompt_lookup_num_tokens": 10})]
-    drafts: dict[str, PreTrainedModel] = {}
+    files = drafter_files(args, model, "--assistant")
     names = list(dict.fromkeys(names))
     for name in names:
         items, title = parts_of(name), _shown(name, names)
-        for item in filter(is_model, items):
-            drafts[item] = drafts.get(item) or load_draft(item, model, args.dtype)
-        assistants = [drafts.get(item, item) for item in items]
-        draft = next((drafts[item] for item in items if item in drafts), None)
-        own.append(Method(title, assistant=assistants if len(items) > 1 else assistants[0], draft=draft))
+        assistant = files.named(name).assistant
+        models = [files.loaded(item) for item in items if is_model(item)]
+        draft = next((item for item in models if isinstance(item, PreTrainedModel)), None)
+        own.append(Method(title, assistant=assistant, draft=draft))
         if len(items) == 1 and draft is not None:
             others.append(Method(f"transformers, {title}", arguments={"assistant_model": draft}, draft=draft))
-    with usage_errors("--assistant"):
-        for method in own:
-            resolve(method.assistant, model)
     return own if is_stateful(model) else [*own, *others]  # transformers refuses to speculate with states
 
 

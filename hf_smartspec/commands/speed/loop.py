@@ -32,7 +32,7 @@ class Method:
     """A way to call `generate`: this library's, if it has an `assistant`, or transformers' with the given arguments."""
 
     name: str
-    assistant: Any = None  # a preset name, a draft model, or a list of these
+    assistant: Any = None  # a preset name, a draft model, a learned drafter, or a list of these
     # Arguments of transformers' `generate`, whose assistants serve batches of one.
     arguments: dict[str, Any] = field(default_factory=dict)
     draft: PreTrainedModel | None = None

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
+from hf_smartspec.candidates.heads.medusa.heads import MedusaHeads
 from hf_smartspec.commands import main as cli
 from hf_smartspec.commands.common.models import left_padded, load_model
 from hf_smartspec.commands.common.replaying import RecordedText
@@ -144,6 +145,22 @@ def test_command_fuses_lists_and_remembers(folder, tmp_path, capsys):
         accepted.append(rows["auto"]["accepted_tokens"])
     assert 2 * accepted[0] < accepted[1], "one batch has nothing to draft from but itself and the past"
     assert "3 remembered by suffix trees" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("larger", [[], ["--parameters", "300000"]])
+def test_command_takes_learned_drafters(folder, tmp_path, larger, monkeypatch):
+    heads, out = helpers.save_fitted_heads(folder, ["0 and 0 and"]), tmp_path / "results.json"
+    loaded, original = [], MedusaHeads.from_pretrained
+    monkeypatch.setattr(MedusaHeads, "from_pretrained", lambda *given: loaded.append(given) or original(*given))
+    names = [heads, f"suffix+{heads}", folder / "draft"]
+    asked = ["--model", folder / "target", "--assistant", *names, "--batch-size", "1", "2", *larger, "--json", out]
+    assert call(folder / "first.jsonl", *asked, *SHORT) == 0
+    rows = json.loads(out.read_text())["results"]
+    others = {"transformers, prompt lookup", "transformers, draft"}
+    assert {row["method"] for row in rows} == {PLAIN, "medusa", "suffix+medusa", "draft"} | others
+    assert all(row["num_different_rows"] == 0 for row in rows)
+    assert all(row["statistics"]["drafted_tokens"] > 0 for row in rows if "medusa" in row["method"])
+    assert len(loaded) == 1
 
 
 def test_interrupted_prints_what_was_measured(folder, tmp_path, monkeypatch, capsys):
