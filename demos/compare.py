@@ -33,8 +33,14 @@ class Method:
         return "assistant" in self.arguments
 
 
-def all_methods(draft: PreTrainedModel | None) -> list[Method]:
-    """Everybody's defaults; plain `generate` comes first, and transformers' methods before ours."""
+def all_methods(draft: PreTrainedModel | None, heads: str | None = None) -> list[Method]:
+    """
+    Return the methods to compare, with everybody's defaults: plain `generate`, then transformers' methods, then ours.
+
+    Args:
+        draft (`PreTrainedModel`, *optional*): A draft model of the target.
+        heads (`str`, *optional*): Folder of EAGLE-3 heads that were trained for the target.
+    """
     methods = [
         Method(PLAIN),
         Method("transformers, prompt lookup", {"prompt_lookup_num_tokens": 10}),
@@ -45,6 +51,8 @@ def all_methods(draft: PreTrainedModel | None) -> list[Method]:
     if draft is not None:
         methods.insert(1, Method("transformers, draft model", {"assistant_model": draft}))
         methods.insert(4, Method("ours, draft model", {"assistant": draft}))
+    if heads is not None:
+        methods.append(Method("ours, EAGLE-3", {"assistant": heads}))
     return methods
 
 

@@ -44,6 +44,7 @@ from hf_smartspec.commands.common.real_model import NAME, real_model
 from hf_smartspec.commands.common.runs import Decoding, decode_plainly, decode_speculatively
 
 HERE = Path(__file__).resolve().parent
+HEADS = "smollm2-eagle3"  # of the real model
 EXACT = "float32"  # ours have plain generate's tokens; in other dtypes, those of ours without drafts
 _MAX_SECONDS = 30.0  # per dtype and batch size: as many repetitions as end within, and at least one
 _MAX_SPREAD = 1.3
@@ -84,11 +85,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def choose_models(args: argparse.Namespace) -> None:
     """
     Fill in what the user leaves open: the real model where it was fetched, else the embedded ones; these serve too
-    where a draft model or a size is named, but no target.
+    where a draft model or a size is named, but no target. The default real model has heads that were trained for it.
     """
-    args.name = "the embedded models"
+    args.name, args.heads = "the embedded models", None
     if args.target is args.draft is args.parameters is None:
         args.target = real_model()
+        args.heads = args.target and str(HERE / "models" / HEADS)
         args.name += f", since {NAME} is not here (`make setup` fetches it)"
     is_embedded = args.target is None
     if is_embedded:
@@ -282,7 +284,7 @@ def run(args: argparse.Namespace) -> int:
     num_sampled = {}
     for dtype in args.dtype:
         model, draft = load(args, dtype)
-        assistant = draft or "auto"
+        assistant = draft or args.heads or "auto"
         if not results:
             stream_answer(console, model, assistant, tokenizer, rows[0], prompts[0])
             console.rule(f"[bold]{escape(title(args, rows, prompts))}[/bold]", align="left")
@@ -290,7 +292,7 @@ def run(args: argparse.Namespace) -> int:
             began = time.perf_counter()
             with console.status(f"measuring in {dtype} at batch {batch_size}"):
                 limits = (args.max_new_tokens, args.repetitions, _MAX_SECONDS)
-                results += compare(model, all_methods(draft), prompts, batch_size, *limits)
+                results += compare(model, all_methods(draft, args.heads), prompts, batch_size, *limits)
             console.print(f"{dtype}, batch {batch_size}: {time.perf_counter() - began:.0f} s", style="dim")
         with console.status(f"sampling in {dtype}"):
             num_sampled[dtype] = check_sampling(model, prompts, args.max_new_tokens, assistant)

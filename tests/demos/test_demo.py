@@ -213,3 +213,13 @@ def test_the_prompts_of_the_real_model_are_of_six_kinds_and_small(demo):
         licence for licence in ("MIT", "Apache-2.0", "CC BY 4.0", "CC BY-SA 4.0")
     }
     assert all(row["licence"] in page for row in rows)
+
+
+@pytest.mark.end_to_end
+def test_the_real_model_is_measured_with_its_heads(demo, real_folder, tmp_path, capsys):
+    file = tmp_path / "results.json"
+    short = ["--num-prompts", "1", "--max-new-tokens", "12", "--repetitions", "1", "--threads", "1", "--device", "cpu"]
+    assert demo.main([*short, "--dtype", "float32", "--json", str(file)]) == 0
+    results = json.loads(file.read_text())["results"]
+    (item,) = [item for item in results if item["name"] == "ours, EAGLE-3"]
+    assert item["num_different_rows"] == 0 and "ours, EAGLE-3" in capsys.readouterr().out

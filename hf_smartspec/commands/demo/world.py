@@ -34,6 +34,7 @@ from ..common.setup import load_target, num_parameters
 
 LOOKUP, NONE = "prompt_lookup", "none"
 _EMBEDDED = ("draft", "medusa", "eagle3")
+_REAL = ("smollm2-eagle3",)  # drafters of the real model
 _CATEGORIES = "category"
 
 
@@ -183,8 +184,9 @@ def load_world(args: argparse.Namespace) -> World:
             check_folder(item)
     model, tokenizer = load_target(args)
     small = load_target(argparse.Namespace(**vars(args) | {"parameters": 0}))[0] if num_parameters(args) else model
-    folder = None if args.model else demo_folder("--model")
-    paths = args.draft or ([] if folder is None else [str(folder / "models" / name) for name in _EMBEDDED])
+    folder, own = (find_demo(), _REAL) if args.model else (demo_folder("--model"), _EMBEDDED)
+    is_default = args.model is None or args.model is not given  # a model that the user names has drafters of its own
+    paths = args.draft or ([str(folder / "models" / name) for name in own] if folder and is_default else [])
     drafters = DrafterFiles(small, model if small is not model else None, "--draft")
     world = World(model, small, tokenizer, drafters, _names(paths, drafters), prompts)
     if args.model is not given and find_demo() is not None:

@@ -45,9 +45,10 @@ def test_the_real_model_is_the_default_and_the_embedded_ones_learn(default_world
 
     embedded = str(demo_folder() / "models" / "target")
     monkeypatch.setattr(world, "real_model", lambda: embedded)
+    monkeypatch.setattr(world, "_REAL", ("eagle3",))
     found = default_world()
     assert found.model.name_or_path == embedded and not found.is_enlarged
-    assert set(found.names) == {AUTO, "prompt_lookup", NONE} and not found.draft_models()
+    assert set(found.names) == {AUTO, "prompt_lookup", "eagle3", NONE} and not found.draft_models()
     assert list(found.prompts) == ["chat", "summary", "math", "code", "sql", "edit"]
     assert found.learner.draft_models() == ["draft"] and found.learner.worker is found.worker
     assert "embedded models, of which one can learn" in str(build_app(found).get_config_file())
