@@ -89,15 +89,17 @@ def test_chains_of_like_lengths_have_one_shape(recorders, calls):  # noqa: F811
 
 
 def test_one_token_of_many_rows_needs_no_masks(recorders, calls):  # noqa: F811
-    """Flash attention takes grouped heads for queries there, unless rows of padding have none."""
+    """Flash attention takes grouped heads for queries there: every row has one, those of padding, too."""
     forward, plain = packed_forward(shared_model("llama")), PackedForward(shared_model("llama"))
     for runs in (forward, plain):
-        rows = [runs.add() for _ in range(8)]
+        rows = [runs.add() for _ in range(9)]
         for _ in range(3):
             logits, _ = runs.forward([RowInput(row, np.array([5 + number])) for number, row in enumerate(rows)])
         if runs is forward:
             found = logits
-    torch.testing.assert_close(found, logits, atol=1e-5, rtol=1e-4)
+            spans = runs.cache.layout.spans
+    torch.testing.assert_close(found[: len(logits)], logits, atol=1e-5, rtol=1e-4)
+    assert spans.most_queries == 1 and len(spans.flash_rows[2]) == rounded(9) == 12
     assert calls["flash"] > 8 and all(varlen._is_right.values())
 
 
