@@ -80,9 +80,14 @@ def load(name: str, target: PreTrainedModel) -> LearnedDrafter | None:
     Raises:
         ValueError: if it cannot be read, or does not fit the target.
     """
-    config = {} if is_mtp(name) else config_of(name)  # the target's own layers have no folder
-    kind = next((kind for kind in KINDS if kind.recognizes(name, config)), None)
+    kind = kind_of(name)
     return None if kind is None else kind.drafter.from_pretrained(name, target)
+
+
+def kind_of(name: str) -> Kind | None:
+    """Return the kind of learned drafter that a folder or hub id holds; None for others. Raises as `config_of`."""
+    config = {} if is_mtp(name) else config_of(name)  # the target's own layers have no folder
+    return next((kind for kind in KINDS if kind.recognizes(name, config)), None)
 
 
 def source_of(drafter: LearnedDrafter, calibrator: Calibrator, width: int | None) -> TreeCandidateGenerator:

@@ -277,8 +277,8 @@ class BlockTraining(nn.Module):
         is_asked = (known.gather(1, places.flatten(1)).view_as(places) != IGNORED) & (anchors >= 0)[:, :, None]
         rows, _, depths = is_asked.nonzero(as_tuple=True)
         at = send(anchors.clamp(min=0), input_ids.device)
-        behind = send((places - 1).clamp(0, length - 1), input_ids.device)
-        before = input_ids.gather(1, behind.flatten(1)).view_as(behind)
+        previous = send((places - 1).clamp(0, length - 1), input_ids.device)
+        before = input_ids.gather(1, previous.flatten(1)).view_as(previous)
         hidden = self._outputs(input_ids, states, at)
         added = self._added(hidden.flatten(0, 1), before.flatten(0, 1)).view(*before.shape, -1)
         of_slots = hidden[:, :, drafter.first_slot :], added, before

@@ -70,3 +70,19 @@ def test_draft_models_of_commands_are_whole_too(folder, model, tmp_path, capsys)
     assert call("verify", folder / "target", "--assistant", path, "--device", "cpu") == 2
     err = capsys.readouterr().err
     assert REFUSED[without_norm] in err and "Traceback" not in err
+
+
+def test_learned_drafters_are_no_draft_models(folder, model, tmp_path, capsys):
+    new_heads(model).save_pretrained(tmp_path / "heads")
+    asked = ["--model", folder / "target", "--draft", tmp_path / "heads", "--sources", "draft", "--device", "cpu"]
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1 and 1"}\n')
+    assert call("bench", "load", tmp_path / "prompts.jsonl", *asked) == 2
+    assert "holds a learned drafter, EagleHeads, and no draft model" in capsys.readouterr().err
+
+
+def test_learned_drafters_do_not_learn_from_keys_apart(folder, model, tmp_path, capsys):
+    new_heads(model).save_pretrained(tmp_path / "heads")
+    learning = ["--learn", tmp_path / "learnt", "--api-key", "a", "--api-key", "b"]
+    assert call("serve", folder / "target", "--draft", tmp_path / "heads", *learning, "--device", "cpu") == 2
+    err = " ".join(capsys.readouterr().err.split())
+    assert "keys are kept apart by copies of a draft model" in err and "Traceback" not in err

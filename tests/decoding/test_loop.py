@@ -171,7 +171,7 @@ def held(monkeypatch):
 
 @pytest.mark.parametrize(("interval", "num_shown"), [(1, 0), (1, 5), (100, 1)])
 def test_sources_whose_hidden_states_cannot_be_had_are_dropped(interval, num_shown, held, monkeypatch, caplog):
-    """Of the prompts, after some steps, and at the rows' ends."""
+    """The states of the prompts are lacking, those after some steps, and those at the rows' ends."""
     model, left, show = shared_model("llama"), iter(range(num_shown)), source_guard.show_steps
 
     def failing(rows, *arguments):

@@ -226,7 +226,7 @@ def test_lines_are_processed_by_their_owners_processors_neighbours_with_equal_on
 
 @pytest.mark.parametrize("kind", module._SCORE_ONLY)
 def test_scores_of_some_tokens_are_processed_as_among_all_tokens(kind):
-    """As of drafters with vocabularies of their own: all other tokens have -inf."""
+    """Drafters with vocabularies of their own have -inf for all other tokens."""
     settings = {hf.SuppressTokensLogitsProcessor: (range(0, VOCAB_SIZE, 3),), hf.TopKLogitsWarper: (5,)}
     settings |= {hf.TemperatureLogitsWarper: (0.7,), hf.TopHLogitsWarper: (0.5,)}
     is_set = kind not in (hf.InfNanRemoveLogitsProcessor, hf.LogitNormalization)

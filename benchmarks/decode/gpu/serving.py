@@ -36,8 +36,7 @@ class Way(NamedTuple):
     Args:
         answer (`Answer`): Does it.
         warms_itself (`bool`): Then it is called once, and times itself.
-        is_compiled (`bool`): Then it is warmed up by all that is timed, twice: what is compiled, or recorded, depends
-            on lengths.
+        is_compiled (`bool`): Then it is warmed up by all that is timed, twice: what is compiled depends on lengths.
     """
 
     answer: Answer
@@ -85,8 +84,8 @@ def _timed(world: World, model: PreTrainedModel, texts: Workload, batch_size: in
 
 def engine(make: Callable[[PreTrainedModel, Workload], SmartSpecConfig]) -> Way:
     """
-    Return this library's engine. Each run makes a new one with a new source, and is timed from the first request on;
-    forwards that recur have been recorded by then.
+    Return this library's engine. Each run makes a new one with a new source, and is timed from the first request on:
+    the recording of forwards is part of the time.
     The target runs at its cost, arg max included, and picks the given answers.
     """
 
@@ -114,7 +113,7 @@ def engine(make: Callable[[PreTrainedModel, Workload], SmartSpecConfig]) -> Way:
             },
         }
 
-    return Way(answer, is_compiled=True)
+    return Way(answer)
 
 
 def generate(is_compiled: bool = False, **arguments: Any) -> Way:

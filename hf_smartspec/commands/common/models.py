@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from ...candidates.heads.kinds import kind_of
 from ...cpu.quantized import quantize
 from ...prepare.draft_models import check_draft_model, load_whole
 from .arguments import UsageError, usage_errors
@@ -102,6 +103,10 @@ def use_quantized(model: PreTrainedModel, kind: str | None) -> None:
 
 def load_draft(name: str, target: PreTrainedModel, dtype: str = "float32") -> PreTrainedModel:
     """Return a draft model on the target's device; raises `UsageError` if it cannot draft for the target."""
+    with usage_errors():
+        kind = kind_of(name)
+    if kind is not None:  # transformers would load it as a model with random weights
+        raise UsageError(f"{name!r} holds a learned drafter, {kind.drafter.__name__}, and no draft model")
     draft = load_model(name, dtype, str(target.device), is_draft=True)
     with usage_errors():
         check_draft_model(draft, target)

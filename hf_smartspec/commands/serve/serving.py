@@ -25,7 +25,8 @@ from ...serving.server.metrics import ServerMetrics
 from ...serving.server.running import DrainingServer
 from ...serving.server.served import ServedModel
 from ..common.arguments import UsageError, usage_errors
-from ..common.models import load_draft, load_model, load_tokenizer, name_of, use_quantized
+from ..common.drafters import DrafterFiles
+from ..common.models import load_model, load_tokenizer, use_quantized
 from .learning import learning_draft, new_learning, sharing_of_learnt
 
 _MIB = 2**20
@@ -153,8 +154,13 @@ def load_served(
 def _assistant(args: argparse.Namespace, model: PreTrainedModel, callers: Sequence[Caller]) -> Any:
     sources: list[Any] = list(args.assistant)
     if args.draft:
-        draft: Any = load_draft(args.draft, model, name_of(model.dtype))
-        if args.learn:
+        draft: Any = DrafterFiles(model, option="--draft").loaded(args.draft)
+        if args.learn and callers:
+            if not isinstance(draft, PreTrainedModel):
+                raise UsageError(
+                    f"--learn: keys are kept apart by copies of a draft model, and {args.draft!r} is learned heads: "
+                    "name it in --assistant, with --learn-tenants together"
+                )
             draft = learning_draft(draft, callers, args.learn_tenants)
         sources = [*(item for item in sources if item != "none"), draft]
     return sources[0] if len(sources) == 1 else sources

@@ -5,6 +5,7 @@ import copy
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         source,
         [len(prompt) for prompt in prompts],
         args.max_new_tokens,
-        verifier.measure_rounding(),
+        max(verifier.roundings.values(), key=lambda item: item.measured),
     )
     try:
         with _collecting_warnings(report.warnings):
@@ -161,17 +162,18 @@ class Verifier:
                 progress.update()
         report.warnings += _idle_drafts(report)
 
-    def measure_rounding(self) -> Rounding:
-        """Return the largest rounding over texts of every decoding: some tokens amplify it tenfold and more."""
+    @cached_property
+    def roundings(self) -> dict[str, Rounding]:
+        """Rounding over the texts of each decoding, by its name: some tokens amplify it tenfold and more."""
         prompts = self.prompts[: max(self.batch_sizes)]
         inputs = left_padded(prompts, self.pad_id, self.model.device)
         num_tokens = min(self.max_new_tokens, _SCORED_TOKENS)
-        found = []
+        found = {}
         for decoding in self.decodings:
             run = decode_plainly(self.model, inputs, decoding, num_tokens, records=True)
             assert run.logits is not None, "recorded"
-            found.append(measure_rounding(self.model, prompts, run.tokens, run.logits))
-        return max(found, key=lambda item: item.measured)
+            found[decoding.name] = measure_rounding(self.model, prompts, run.tokens, run.logits)
+        return found
 
     def check_tokens(self, report: Report, batch_size: int, progress: Any) -> None:
         """Compare the tokens of all prompts, in batches of one size, for every way of drafting."""
@@ -183,8 +185,8 @@ class Verifier:
             if decoding.seed is None:
                 report.plain_tokens[batch_size] = [line for tokens in plain for line in tokens.tolist()]
             for drafting in self.ways:
-                check = TokenCheck(decoding.name, drafting.name, batch_size)
-                comparison = Comparison(self.model, decoding, self.max_new_tokens, drafting, report.rounding)
+                check, rounding = TokenCheck(decoding.name, drafting.name, batch_size), self.roundings[decoding.name]
+                comparison = Comparison(self.model, decoding, self.max_new_tokens, drafting, rounding)
                 for index, (inputs, tokens) in enumerate(zip(batches, plain)):
                     comparison.check_batch(inputs, tokens, check, checks_default_output=index == 0)
                 report.tokens.append(check)
@@ -206,7 +208,7 @@ class Verifier:
         num_tokens = min(self.max_new_tokens, _SCORED_TOKENS)
         for decoding in self.decodings:
             for drafting in self.ways:
-                comparison = Comparison(self.model, decoding, num_tokens, drafting, report.rounding)
+                comparison = Comparison(self.model, decoding, num_tokens, drafting, self.roundings[decoding.name])
                 check = comparison.check_scores(inputs)
                 report.scores += [check] if check else []
                 progress.update()

@@ -97,15 +97,13 @@ def _flash(
     query and key backwards. Return output `[N, heads, dim]` and log-sum-exp `[heads, N]`.
     """
     queries, keys, used, common = spans.flash_rows
-    # With 1, grouped heads take the place of queries, of which every row must have one; padding's rows have none.
-    most_queries = spans.most_queries if len(used) == len(query) else max(spans.most_queries, 2)
     output, lse, *_ = _flash_attention_forward(
         query,
         key,
         value,
         queries,
         keys,
-        most_queries,
+        spans.most_queries,
         spans.most_common if of_common else spans.most_keys,
         0.0,
         not of_common,

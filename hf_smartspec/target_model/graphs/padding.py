@@ -70,7 +70,7 @@ def _add_tokens(part: PaddedPart, end: int) -> None:
 def _padded_spans(spans: Spans, num_tokens: int, size: int) -> Spans:
     """
     Pad spans: every further token is a row of its own, with the keys of the last row; further rows have no queries.
-    There are none where each row has one, which flash attention answers faster, grouped heads in place of queries.
+    Where each row has one query there are none: flash attention then takes grouped heads for queries, one row a query.
     """
     starts, *others = spans.rows
     num_rows = size if spans.most_queries == 1 else rounded(len(starts) - 1) + _most_added(size)

@@ -233,6 +233,28 @@ class RecurrentLayers:
                         setattr(owner, name, function)
             _running.reset(token)
 
+    @contextmanager
+    def as_written(self) -> Iterator[None]:
+        """
+        Within the context, let functions of the modelling file compute as they are written there. Where packages of
+        kernels are installed, these replace them, and round otherwise: products of float32 in TF32
+        (flash-linear-attention).
+        """
+        files = {owner for owner, _ in self._replaced if inspect.ismodule(owner) and owner is not torch.nn.functional}
+        decorated = [
+            (file, name, function)
+            for file in files
+            for name, function in vars(file).items()
+            if inspect.isfunction(function) and inspect.unwrap(function) is not function
+        ]
+        try:
+            for file, name, function in decorated:
+                setattr(file, name, inspect.unwrap(function))
+            yield
+        finally:
+            for file, name, function in decorated:
+                setattr(file, name, function)
+
 
 _running: ContextVar[StateCache | None] = ContextVar("smartspec_states", default=None)
 # Functions in use by packed forwards, by owner and name: the number of forwards, and the function to restore.
@@ -272,26 +294,3 @@ def recurrent_layers(model: PreTrainedModel) -> RecurrentLayers | None:
     if replaced and model.device.type == "cpu":
         replaced[torch.nn.functional, "linear"] = _linear
     return RecurrentLayers(replaced) if replaced else None
-
-
-@contextmanager
-def written_out_functions(model: PreTrainedModel) -> Iterator[None]:
-    """
-    Within the context, let functions of the model's modelling file compute as they are written there. Where packages of
-    kernels are installed, these replace them, and round otherwise: products of float32 in TF32
-    (flash-linear-attention).
-    """
-    owners = {sys.modules[inspect.unwrap(type(module).forward).__module__] for module in modules_of(model)}
-    replaced = [
-        (owner, name, function)
-        for owner in owners
-        for name, function in vars(owner).items()
-        if inspect.isfunction(function) and inspect.unwrap(function) is not function
-    ]
-    try:
-        for owner, name, function in replaced:
-            setattr(owner, name, inspect.unwrap(function))
-        yield
-    finally:
-        for owner, name, function in replaced:
-            setattr(owner, name, function)

@@ -5,6 +5,7 @@ Probes: comparison of several tokens at once, and rows of different lengths side
 import inspect
 import itertools
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,7 +21,7 @@ from ..forward.packed import PackedForward
 from ..forward.rotary import forget_lengths
 from ..forward.rowwise import RowwiseForward
 from ..layout.rows import CacheRow, RowInput
-from ..recurrent.functions import written_out_functions
+from ..recurrent.functions import recurrent_layers
 
 _TOLERANCE = 1e-3  # relative to the logits' spread, in float32
 # The same, root mean square of a line, in half precision: 0.12 in SmolLM2-135M in bfloat16, 1.5 with a wrong tree.
@@ -66,7 +67,8 @@ class Probe:
         try:
             self.model.eval()
             forget_lengths(self.model)
-            with written_out_functions(self.model):
+            recurrent = recurrent_layers(self.model)
+            with nullcontext() if recurrent is None else recurrent.as_written():
                 expected = self._plain_logits()
             forget_lengths(self.model)
             return self._compare(self._forward(way), expected)

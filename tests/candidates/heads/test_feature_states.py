@@ -198,7 +198,7 @@ def any_unlike(request, unlike, unlike_blocks):
 
 
 def test_what_nobody_asks_for_takes_little_memory(any_unlike):
-    """Of requests under load: what they are shown, lines of all rows' states, goes into their rows sooner or later."""
+    """What requests under load are shown, lines of all rows' states, goes into their rows sooner or later."""
     source = source_with(any_unlike, 2)
     text = [3, 4, 5]
     source.start("a", np.array(text[:2]))

@@ -36,7 +36,7 @@ def _flash_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Row by row, in float32; nothing to look at gives zeros and a log-sum-exp of inf, as the kernels have it."""
     most_queries, most_keys = int(cum_seq_q.diff().max()), int(seqused_k.max())
-    assert max_q in (most_queries, rounded(most_queries), 2) and max_k in (most_keys, rounded_columns(most_keys))
+    assert max_q in (most_queries, rounded(most_queries)) and max_k in (most_keys, rounded_columns(most_keys))
     if max_q == 1 and query.shape[1] > key.shape[1] and window_size_left is None:
         query.view(len(seqused_k), *query.shape[1:])  # as the kernels do
     assert cum_seq_q.dtype == cum_seq_k.dtype == seqused_k.dtype == torch.int32

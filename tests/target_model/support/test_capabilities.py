@@ -134,7 +134,7 @@ def test_twins_of_hybrids_of_the_usual_sizes_are_packed(name, changes):
 
 @pytest.mark.skipif("qwen3_5_text" not in RECURRENT, reason="this release's layers with states are not known")
 def test_kernels_that_round_otherwise_are_no_reason_to_decode_plainly(monkeypatch):
-    """As those of flash-linear-attention, which multiply float32 in TF32."""
+    """Those of flash-linear-attention multiply float32 in TF32."""
     model = new_model("qwen3_5_text")
     owner = sys.modules[type(model).__module__]
     function = owner.torch_chunk_gated_delta_rule
