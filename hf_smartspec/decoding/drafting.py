@@ -69,7 +69,9 @@ class Drafting:
         self._unlearnt: Callable[[], None] | None = None  # learns from the latest step, if that was put off
         # Whether some source was asked in the latest step; always True in processes that do not draft.
         self.has_asked = True
-        self._seconds_learning = 0.0  # of the latest step with drafts
+        self._seconds_learning = 0.0  # of the latest step with drafts and without prompts,
+        self._seconds_observed = 0.0  # of all steps,
+        self._has_learnt = False  # and whether the latest step is one of those
         self._seconds_selecting = 0.0  # in all steps, for sources that draft in one call
         self._seconds_meanwhile = 0.0  # spent on learning while a device computed
         # Accepted lengths by source, for sources after the first one: a running mean that begins with one token.
@@ -86,6 +88,10 @@ class Drafting:
         into the trees where the policy finds them worth their cost. Of all nodes, it selects those to verify.
         """
         start = self.seconds()
+        observed = self.statistics.seconds_observe - self._seconds_meanwhile
+        if self._has_learnt:
+            self._seconds_learning = observed - self._seconds_observed
+        self._seconds_observed = observed
         rows = [request for request, tokens in feeds.items() if request.num_uncached == len(tokens)]
         with self._timed("seconds_select"):
             step = self._step_rows(rows, feeds, num_waiting)
@@ -115,14 +121,17 @@ class Drafting:
             if asked:  # without drafts, there is hardly anything to select and to learn
                 self._count_as_drafting(asked[0], self.clock() - before, self._seconds_learning)
             self.has_asked = bool(asked)
+            self._has_learnt = self.has_asked and not step.num_prefill_tokens
         return proposed, selected
 
     def _count_as_drafting(self, stage: Stage, selecting: float, learning: float = 0.0) -> None:
         """
-        Count seconds of selecting and learning as the stage's time, and no longer as the forward's. Where every level
-        is a call, the stage's time is that of levels, to which these seconds do not belong.
+        Count seconds of selecting and learning as the stage's time, and those of selecting no longer as the forward's.
+        Where every level is a call, the stage's time is that of levels, so that learning is counted beside it.
         """
-        if not stage.cost.is_autoregressive:
+        if stage.cost.is_autoregressive:
+            stage.overhead = learning
+        else:
             stage.seconds += selecting + learning
             self._seconds_selecting += selecting
 
@@ -197,7 +206,6 @@ class Drafting:
         """
         before = self.statistics.seconds_observe
         self.learn()
-        self._seconds_learning = 0.0  # no time of a step
         self._seconds_meanwhile += self.statistics.seconds_observe - before
 
     def _catch_up(self) -> None:
@@ -221,10 +229,7 @@ class Drafting:
                 for tree, line in zip(stage.proposed, tokens):
                     if len(tree):
                         self._lengths[stage.name].add(len(tree.path_along(line)))
-        before = self.clock()
         self.policy.observe(outcome)
-        if any(len(tree.tokens) for tree in outcome.proposed):
-            self._seconds_learning = self.clock() - before
 
     def seconds(self) -> StepSeconds:
         """Return the seconds spent in all steps; of forwards, until the host does nothing but wait for them."""

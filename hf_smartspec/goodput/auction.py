@@ -120,7 +120,7 @@ class GoodputAuction(LengthPolicy):
         plain = float(self.cost.seconds(*rows.without_prefill().forward_size()))
         prefill = float(self.cost.seconds(*rows.forward_size())) - plain if rows.num_prefill_tokens else 0.0
         self._earlier_plan, self._plan = self._plan, Plan(rows, plain, prefill)
-        self.speedup = max(self._speedups[size_class(rows)].rate, 1.0)
+        self.speedup = max(self._speedups[size_class(len(rows))].rate, 1.0)
         self._plan.is_baseline = self._needs_baseline(rows)
 
     def _needs_baseline(self, rows: StepRows) -> bool:
@@ -183,6 +183,7 @@ class GoodputAuction(LengthPolicy):
         if not cost.is_autoregressive:  # one call, for every row once
             calls, in_calls = np.ones_like(calls), np.cumsum(is_in & (depth == 0), axis=1)
         seconds = np.take_along_axis(target, num * cost.width, axis=1) + per_call * calls + per_row * in_calls
+        seconds += record.overhead(len(rows))
         profit = tokens - self._price(rows) * seconds
         level, last = np.divmod(int(profit.argmax()), len(row))
         if profit[level, last] <= self.margin * len(rows):
@@ -214,7 +215,7 @@ class GoodputAuction(LengthPolicy):
     def _pays(self, rows: StepRows, stage: Stage, caps: np.ndarray) -> bool:
         """Return whether to ask a source that drafts all levels in one call."""
         record = self.records[stage.cost]
-        price, benefit = record.seconds(stage.cost, caps > 0), record.benefits[size_class(rows)]
+        price, benefit = record.seconds(stage.cost, caps > 0), record.benefits[size_class(len(rows))]
         return benefit.num < _TRIAL_STEPS or benefit.mean > price or self._affords(price)
 
     def most_nodes(self, usual: int, most: int) -> int:
@@ -353,7 +354,7 @@ class GoodputAuction(LengthPolicy):
         if len(rows) and not plan.is_baseline:
             worth = plan.worth if plan.rows is rows else 1.0
             accepted = float(np.sum(worth * np.asarray(outcome.accepted)))
-            size = size_class(rows)
+            size = size_class(len(rows))
             speedup = self._speedups[size]
             saved = accepted * plan.plain_seconds / (max(speedup.rate, 1.0) * len(rows)) - plan.added_seconds
             if plan.break_even is None:

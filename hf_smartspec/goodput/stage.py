@@ -28,6 +28,8 @@ class Stage:
         proposed (list of `DraftTree`): The source's draft for each row, with its own probabilities.
         seconds (`float`): Time of drafting; of sources that draft in one call, also that of the host's other work for
             drafts.
+        overhead (`float`): Of sources that draft by level, the seconds in which the host passed on the outcome of the
+            latest step with drafts; 0.0 if unknown.
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class Stage:
         self.replaces = replaces
         self.asked = np.zeros(len(caps), np.int64)
         self.proposed: list[DraftTree] = [DraftTree.empty()] * len(caps)
-        self.seconds = 0.0
+        self.seconds = self.overhead = 0.0
 
     @property
     def name(self) -> str:

@@ -22,12 +22,12 @@ _RESTS = 15  # steps in which levels that did not pay are not weighed again
 _MOST_LEFT_OUT = 8  # measurements in a row that are skipped since they include prompts
 
 
-def size_class(rows: StepRows) -> int:
-    """Return the class of steps of about as many rows: 1, 2 to 3, 4 to 7, 8 to 15, ..."""
-    return len(rows).bit_length()
+def size_class(num_rows: int) -> int:
+    """Return the class of steps of about so many rows: 1, 2 to 3, 4 to 7, 8 to 15, ..."""
+    return num_rows.bit_length()
 
 
-def _no_benefits() -> defaultdict[int, DecayedMean]:
+def _means() -> defaultdict[int, DecayedMean]:
     return defaultdict(partial(DecayedMean, _NEWEST))
 
 
@@ -40,7 +40,9 @@ class StageRecord:
     def __init__(self) -> None:
         self.timer, self.acceptance, self.novelty = DraftTimer(), AcceptanceEstimator(), Novelty()
         # Seconds saved by drafts less those of verifying them, by `size_class`; of first sources that draft at once.
-        self.benefits = _no_benefits()
+        self.benefits = _means()
+        # Seconds that a step with drafts takes besides levels and the forward, by the same classes.
+        self._overheads = _means()
         self.num_trials = 0
         self.pays = False  # whether levels paid in the latest step, for sources that are asked by level
         self._resting: Sequence[Hashable] = ()  # rows whose levels did not pay, for
@@ -53,11 +55,18 @@ class StageRecord:
         if number != self._number:
             self._number = number
             self.acceptance.decay_counts()
-            self.benefits = _no_benefits()
+            self.benefits = _means()
             self._num_rests = 0
 
     def seconds(self, cost: DraftCost, levels: np.ndarray) -> float:
-        """Return the seconds to draft so many levels (`[rows]` int)."""
+        """Return the seconds to draft so many levels (`[rows]` int), and to learn from these drafts."""
+        return self._seconds_of_levels(cost, levels) + (self.overhead(len(levels)) if levels.any() else 0.0)
+
+    def overhead(self, num_rows: int) -> float:
+        """Return the seconds that a step of `num_rows` rows with drafts takes besides levels and the forward."""
+        return self._overheads[size_class(num_rows)].mean
+
+    def _seconds_of_levels(self, cost: DraftCost, levels: np.ndarray) -> float:
         per_call, per_row = self.timer.seconds(cost)
         calls, in_calls = cost.calls(levels)
         return per_call * calls + per_row * in_calls
@@ -98,7 +107,9 @@ class StageRecord:
 
     def learn_time(self, stage: Stage, request_ids: Sequence[Hashable]) -> float:
         """Learn the time of a stage that was asked; return the seconds in which it read prompts."""
-        expected = self.seconds(stage.cost, stage.levels)
+        if stage.overhead:
+            self._overheads[size_class(len(request_ids))].add(stage.overhead)
+        expected = self._seconds_of_levels(stage.cost, stage.levels)
         has_read = self._newcomers.time(self.timer, stage.cost, request_ids, stage.levels, stage.seconds)
         return max(stage.seconds - expected, 0.0) if has_read and expected else 0.0
 

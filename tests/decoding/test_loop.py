@@ -38,15 +38,16 @@ class Slow(FixedLength):
 
     def observe(self, outcome):
         self.clock.advance(10.0)
-        self.seconds += [(stage.seconds, outcome.seconds.draft, outcome.seconds.other) for stage in outcome.rows.stages]
+        seconds = outcome.seconds
+        self.seconds += [(stage.seconds, seconds.draft, seconds.other, stage.overhead) for stage in outcome.rows.stages]
 
 
 @pytest.mark.parametrize(
     ("num_nodes", "by_level", "expected"),
     [
-        (3, False, [(1.0, 1.0, 0.0), (11.0, 1.0, 0.0), (11.0, 1.0, 0.0)]),
-        (3, True, [(0.0, 0.0, 1.0)] * 3),
-        (0, False, [(0.0, 0.0, 1.0)] * 3),
+        (3, False, [(1.0, 1.0, 0.0, 0.0), (11.0, 1.0, 0.0, 0.0), (11.0, 1.0, 0.0, 0.0)]),
+        (3, True, [(0.0, 0.0, 1.0, 0.0), (0.0, 0.0, 1.0, 10.0), (0.0, 0.0, 1.0, 10.0)]),
+        (0, False, [(0.0, 0.0, 1.0, 0.0)] * 3),
     ],
 )
 def test_drafts_of_one_call_take_all_that_the_host_does_for_them_and_their_nodes_no_more(

@@ -97,6 +97,20 @@ def test_levels_that_pay_are_weighed_in_every_step_and_others_in_every_16th(per_
     assert len(weighings) == num
 
 
+def test_levels_pay_only_if_they_make_up_for_what_their_steps_take_besides():
+    policy, cost = GoodputAuction(line()), model_cost(1e-9)
+    rows = alone(cost)
+    assert policy.max_nodes(rows, rows.stages[0], [DraftTree.empty()] * 2).all()
+    record = policy.records[cost]
+    before = record.seconds(cost, np.array([1, 1]))
+    rows.stages[0].overhead = 1.0
+    record.learn_time(rows.stages[0], rows.request_ids)
+    assert record.seconds(cost, np.array([1, 1])) - before == pytest.approx(1.0)
+    assert record.seconds(cost, np.array([0, 0])) == 0 and record.overhead(1) == 0, "in steps of about as many rows"
+    rows = alone(cost)
+    assert not policy.max_nodes(rows, rows.stages[0], [DraftTree.empty()] * 2).any()
+
+
 def test_levels_that_did_not_pay_are_weighed_again_for_other_rows_and_after_a_draft(weighings):
     policy, cost = GoodputAuction(line()), model_cost(0.5)
     for names, num in (((0, 1), 1), ((0, 1), 1), ((0, 2), 2), ((0, 2), 2), ((0,), 3)):
