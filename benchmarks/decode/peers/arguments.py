@@ -41,6 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--cache", Path, None, "FOLDER", "for environments (default: ~/.cache/hf-smartspec/peers)"),
     )  # fmt: skip
     parser.add_argument(
+        "--heads", nargs="+", default=[], metavar="FOLDER",
+        help="learned drafters of the model, such as demos/models/smollm2-eagle3 of SmolLM2, for smartspec",
+    )  # fmt: skip
+    parser.add_argument(
         "--python", action="append", default=[], type=_interpreter, metavar="NAME=FILE",
         help="an interpreter that has the peer already, for example built for this CPU, in place of an environment",
     )  # fmt: skip

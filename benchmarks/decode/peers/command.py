@@ -9,7 +9,8 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from hf_smartspec.commands.common.arguments import PARAMETERS, UsageError
+from hf_smartspec.candidates.heads.kinds import kind_of
+from hf_smartspec.commands.common.arguments import PARAMETERS, UsageError, usage_errors
 from hf_smartspec.commands.common.cost_matched import enlarge
 from hf_smartspec.commands.common.models import demo_folder, load_draft, load_model, load_tokenizer
 
@@ -48,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
         choose_model(args)
     if args.model and args.parameters is None:
         args.parameters = 0
+    args.heads = [_heads(name, args) for name in args.heads]
     for name, value in (_SMOKE if args.smoke else _DEFAULTS).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -76,6 +78,16 @@ def _prompts(args: argparse.Namespace) -> Prompts:
         raise UsageError(f"--model: {name!r} has no tokenizer")
     files = args.prompts or [demo_folder() / ("real_prompts.jsonl" if args.model else "prompts.jsonl")]
     return Prompts.read([str(file) for file in files], tokenizer, _MAX_PROMPT)
+
+
+def _heads(name: str, args: argparse.Namespace) -> str:
+    """Return a learned drafter's hub id, or the path of its folder, which processes in other folders find."""
+    if args.parameters:
+        raise UsageError("--heads: they draft for a target as it is; leave it so with --parameters 0")
+    with usage_errors("--heads"):
+        if kind_of(name) is None:
+            raise ValueError(f"{name!r} holds no learned drafter")
+    return str(Path(name).absolute()) if Path(name).exists() else name
 
 
 def _embedded(name: str) -> str:

@@ -130,6 +130,7 @@ class PeerBench:
             "num_tokens": self.args.max_new_tokens,
             "threads": self.args.threads,
             "kind": kind,
+            "heads": self.args.heads,
             "files": write_files(*models, files, kind, folder / "files"),
         }
         for name, peer in track(list(peers.items()), desc=f"{kind}: loading"):

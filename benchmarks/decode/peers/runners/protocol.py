@@ -50,7 +50,7 @@ def serve(load: Callable[[dict[str, Any]], Engine]) -> None:
     Answer lines of stdin until it ends. Output that libraries print goes to stderr.
 
     Args:
-        load (callable): From a job, `{"files", "kind", "prompts", "num_tokens", "threads", "settings"}`.
+        load (callable): From a job, `{"files", "kind", "prompts", "num_tokens", "threads", "heads", "settings"}`.
     """
     with os.fdopen(os.dup(1), "w", buffering=1) as answers:
         os.dup2(2, 1)

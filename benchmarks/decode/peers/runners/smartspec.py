@@ -1,5 +1,6 @@
 """This library."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ def load(job: dict[str, Any]) -> Engine:
     ways: dict[str, dict[str, Any]] = {name: {"assistant": name} for name in ("none", "prompt_lookup", "auto")}
     if "draft" in job["files"]:
         ways["draft model"] = {"assistant": load_model(job, "draft")}
+    ways |= {Path(folder).name: {"assistant": folder} for folder in job["heads"]}
     if job["kind"] == "int8":
         hf_smartspec.quantize(model, "int8")
         ways = {"generate on it": {}} | ways

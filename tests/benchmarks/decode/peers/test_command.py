@@ -179,6 +179,8 @@ def test_batches_of_one_kind_where_there_are_enough(bench):
     [
         (["--parameters", "10"], "--parameters"),
         (["--batch-sizes", "7"], "there are 6"),
+        (["--heads", "nowhere"], "--heads"),
+        (["--heads", "here", "--parameters", "10000"], "--parameters 0"),
         (["--texts", "poems"], "none of chat, sql"),
         (["--python", "nobody=/bin/sh"], "NAME=FILE"),
     ],

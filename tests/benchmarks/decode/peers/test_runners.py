@@ -11,6 +11,7 @@ from benchmarks.decode.peers.files import write_files
 from benchmarks.decode.peers.runners import smartspec, transformers
 from hf_smartspec.commands.common.cost_matched import enlarge
 from hf_smartspec.commands.common.models import load_model
+from hf_smartspec.training.medusa import MedusaTraining
 from tests.folders import save_tiny_models
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 8, 9, 8, 9]]
@@ -24,7 +25,7 @@ def job(tmp_path):
     files = write_files(large, draft, ("model", "draft"), "float32", tmp_path / "files")
     return {
         "files": files, "kind": "float32", "prompts": PROMPTS, "num_tokens": 12, "threads": torch.get_num_threads(),
-        "settings": {},
+        "heads": [], "settings": {},
     }  # fmt: skip
 
 
@@ -40,6 +41,15 @@ def test_all_ways_on_torch_say_the_same_whole_rows(job, deprecated_by_itself):
     assert len(found) == 4 + 2 * 4
     for (*_, num_rows), tokens in found.items():
         assert tokens == found[transformers.__name__, "plain", num_rows] and len(tokens[0]) == 12
+
+
+def test_learned_drafters_are_ways_of_their_own(job, tmp_path):
+    target = load_model(str(tmp_path / "target"))
+    MedusaTraining(target, 2).heads.save_pretrained(tmp_path / "medusa")
+    files = write_files(target, None, ("model",), "float32", tmp_path / "files")
+    ways = smartspec.load(job | {"files": files, "heads": [str(tmp_path / "medusa")]}).ways
+    assert ways["medusa"].in_batches
+    assert ways["medusa"].decode(PROMPTS, 12) == ways["none"].decode(PROMPTS, 12)
 
 
 def test_int8_has_plain_generate_on_the_same_weights(job):
