@@ -1,6 +1,6 @@
 """The model card of a trained drafter."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
@@ -14,7 +14,14 @@ _KINDS = {
 }
 
 
-def write_card(folder: Path, kind: str, target: str, accuracy: Sequence[dict[int, float]], num_texts: int) -> None:
+def write_card(
+    folder: Path,
+    kind: str,
+    target: str,
+    accuracy: Sequence[dict[int, float]],
+    num_texts: int,
+    training: Mapping[str, str],
+) -> None:
     """
     Write `README.md`, the folder's model card.
 
@@ -23,6 +30,7 @@ def write_card(folder: Path, kind: str, target: str, accuracy: Sequence[dict[int
         target (`str`): Folder or hub id of the model that the drafter drafts for.
         accuracy (sequence of `dict`): For each token of a draft, the share of right ones among the k likeliest, by k.
         num_texts (`int`): Number of held-out texts that this was measured on.
+        training (mapping of `str` to `str`): What the drafter has learnt from and how, a row of a table each.
     """
     # A local folder names the target on this machine only.
     base = None if Path(target).exists() else target
@@ -44,6 +52,11 @@ def write_card(folder: Path, kind: str, target: str, accuracy: Sequence[dict[int
         "hf_smartspec.enable(model)",
         f'model.generate(**inputs, assistant="{folder.name}")  # the folder, or its id on the hub',
         "```",
+        "",
+        "## Training",
+        "",
+        *("| | |", "|---|---|"),
+        *(f"| {name} | {value} |" for name, value in training.items()),
     ]
     text = "\n".join(lines)
     ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n").save(folder / "README.md")

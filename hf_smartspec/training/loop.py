@@ -1,5 +1,6 @@
 """The training loop: transformers' `Trainer`, with whole checkpoints about every minute and at Ctrl-C."""
 
+import math
 import signal
 import threading
 import time
@@ -11,14 +12,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import Sampler
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from .checkpoints import Checkpoint, distinct, load_weights, write_checkpoint
 from .texts import Text, collate
 
 _SAVE_SECONDS = 60.0  # between two checkpoints
+_WARM_UP = 0.05  # share of a training
+_ENDLESS = 1e9  # epochs of a training that ends by the clock
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,7 @@ class Schedule:
     Args:
         epochs (`float`): Passes over the texts.
         steps (`int`, *optional*): Updates in all, in place of epochs.
+        minutes (`float`, *optional*): Time in all, in place of epochs.
         batch_size (`int`): Texts per update.
         max_length (`int`): Tokens per text.
         learning_rate (`float`): Highest rate; after a warm-up it follows a cosine down to 0.
@@ -37,6 +42,7 @@ class Schedule:
 
     epochs: float = 3.0
     steps: int | None = None
+    minutes: float | None = None
     batch_size: int = 8
     max_length: int = 512
     learning_rate: float = 1e-3
@@ -66,12 +72,12 @@ def train(
         return
     arguments = TrainingArguments(
         output_dir=str(folder),
-        num_train_epochs=schedule.epochs,
+        num_train_epochs=schedule.epochs if schedule.minutes is None else _ENDLESS,
         max_steps=schedule.steps or -1,
         per_device_train_batch_size=schedule.batch_size,
         learning_rate=schedule.learning_rate,
         lr_scheduler_type="cosine",
-        warmup_steps=0.05,
+        warmup_steps=_WARM_UP,
         weight_decay=0.0,
         max_grad_norm=1.0,
         seed=schedule.seed,
@@ -85,8 +91,12 @@ def train(
     )
     arguments._n_gpu = 1  # the target is on one
     examples = [item.example(schedule.max_length) for item in texts]
-    saving = _Saving()
+    clock = None if schedule.minutes is None else _Clock(60 * schedule.minutes)
+    saving = _Saving(clock)
     trainer = _Trainer(model=module, args=arguments, train_dataset=examples, data_collator=collate, callbacks=[saving])
+    trainer.clock = clock
+    if trainer.pop_callback(ProgressCallback) is not None:
+        trainer.add_callback(_Progress)
     with _waiting_for_the_step(saving):
         trainer.train(resume_from_checkpoint=None if resume is None else str(resume.folder))
     if saving.is_interrupted:
@@ -96,7 +106,20 @@ def train(
 class _Trainer(Trainer):
     """transformers' trainer with checkpoints that are written whole or not at all, and hold tied tensors once."""
 
+    clock: "_Clock | None" = None
     _place: Path | None = None
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:
+        if self.clock is None:
+            return super().create_scheduler(num_training_steps, optimizer)
+        assert self.optimizer is not None, "it is made before"
+        self.lr_scheduler = LambdaLR(self.optimizer, self.clock)  # its state, and so a checkpoint, holds the clock's
+        return self.lr_scheduler
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if self.clock is not None:
+            logs.pop("train_samples_per_second", None)  # computed as if all epochs had been run
+        super().log(logs, start_time)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         with write_checkpoint(Path(str(self.args.output_dir)), self.state.global_step) as self._place:
@@ -140,20 +163,64 @@ class _Order(Sampler):
         return iter(get_length_grouped_indices(self._lengths, self._batch_size, generator=generator))
 
 
-class _Saving(TrainerCallback):
-    """Callback that requests a checkpoint when one is due, and the end of training after an interrupt."""
+class _Clock:
+    """
+    Learning rate of a training that ends by the clock: warm-up and cosine over its time in place of its steps.
 
-    def __init__(self) -> None:
+    Args:
+        seconds (`float`): Time of the training.
+    """
+
+    def __init__(self, seconds: float):
+        self.seconds, self.used = seconds, 0.0
+
+    def __call__(self, step: int) -> float:
+        """Return the share of the highest learning rate."""
+        share = min(self.used / self.seconds, 1.0)
+        if share < _WARM_UP:
+            return share / _WARM_UP
+        return 0.5 * (1 + math.cos(math.pi * (share - _WARM_UP) / (1 - _WARM_UP)))
+
+    def num_steps(self, step: int) -> int:
+        """Return the updates of the whole training, of which `step` are done: an estimate until the time is over."""
+        if self.used >= self.seconds:
+            return step
+        # Trainer ends where it believes that the next update is the last one.
+        return max(round(step * self.seconds / max(self.used, 1e-6)), step + 2)
+
+
+class _Saving(TrainerCallback):
+    """Callback that requests a checkpoint when one is due, and the end of training by the clock or by an interrupt."""
+
+    def __init__(self, clock: _Clock | None) -> None:
         self.is_interrupted = False
-        self._latest = time.monotonic()
+        self._clock = clock
+        self._latest = self._now = time.monotonic()  # of the latest checkpoint, and of the latest update
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._now = time.monotonic()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        is_due = time.monotonic() - self._latest >= _SAVE_SECONDS
-        control.should_save = is_due or self.is_interrupted or state.global_step >= state.max_steps
-        control.should_training_stop = control.should_training_stop or self.is_interrupted
+        before, self._now = self._now, time.monotonic()
+        if self._clock is not None:
+            self._clock.used += self._now - before
+            state.max_steps = self._clock.num_steps(state.global_step)
+        is_over = state.global_step >= state.max_steps
+        control.should_save = self._now - self._latest >= _SAVE_SECONDS or self.is_interrupted or is_over
+        control.should_training_stop = control.should_training_stop or self.is_interrupted or is_over
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._latest = time.monotonic()
+
+
+class _Progress(ProgressCallback):
+    """transformers' progress bar, whose total may change."""
+
+    training_bar: Any
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.training_bar.total = state.max_steps
+        super().on_step_end(args, state, control, **kwargs)
 
 
 @contextmanager

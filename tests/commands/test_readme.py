@@ -37,7 +37,7 @@ _OUTPUTS = ("--output", "--json", "--plot")
 _OTHERS = {
     "--apply_chat_template", "--backend", "--batch_size", "--blocks", "--constraint", "--continuous-batching", "--cpu",
     "--data", "--include_path", "--index-url", "--model_args", "--multi_gpu", "--no_python", "--nproc-per-node",
-    "--num_processes", "--profile", "--targets", "--tasks", "--tokenizer",
+    "--num_processes", "--own-questions", "--profile", "--targets", "--tasks", "--tokenizer",
 }  # fmt: skip
 
 

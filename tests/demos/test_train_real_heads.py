@@ -6,7 +6,6 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-import torch
 
 from ..generate.helpers import tiny_llama, tiny_tokenizer
 
@@ -24,9 +23,7 @@ def script(monkeypatch):
     monkeypatch.setattr(train_real_heads, "TRAINING", ["--batch-size", "2"])
     sizes = {"eagle3": ["--num-heads", "2"], "dflash": ["--num-layers", "1"]}
     monkeypatch.setattr(train_real_heads, "KINDS", sizes)
-    threads = torch.get_num_threads()
     yield train_real_heads
-    torch.set_num_threads(threads)
     for name in [name for name in sys.modules if name == "train_real_heads" or name.split(".")[0] == "training"]:
         del sys.modules[name]
 
@@ -85,6 +82,40 @@ def test_answers_are_kept_and_learnt_from_by_drafters_that_draft(script, argumen
     assert {row["prompt"] for row in others}.isdisjoint(row["prompt"] for row in rows)
     assert not any(is_heldout(row["id"]) for row in rows + others)
     assert (tmp_path / "better" / "model.safetensors").exists()
+    for folder in ("heads", "better"):
+        card = (tmp_path / folder / "README.md").read_text()
+        assert card.count("## Tokens per step") == 1 and "| math | all |" in card
+
+
+TEMPLATE = (
+    "{% for message in messages %}{{ ('x' if message.role == 'user' else 'y') + message.content + 'z' }}{% endfor %}"
+    "{% if add_generation_prompt %}y{% endif %}"
+)
+
+
+@pytest.mark.end_to_end
+def test_questions_that_the_model_makes_up_are_mixed_with_the_others_and_training_ends_by_the_clock(
+    script, arguments, tmp_path, capsys
+):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(tmp_path / "target")
+    tiny_llama(tie_word_embeddings=True).save_pretrained(tmp_path / "target")
+    arguments += ["--own-questions", "9", "--minutes", "0.02", "--blocks", "4"]
+    assert script.main(arguments) == 0
+    printed = capsys.readouterr().out
+    work = tmp_path / "work" / "target" / "own-9"
+    turns = [row for seed in range(4) for row in script.read(work / f"answers-turns-{seed}.jsonl")]
+    ended = {row["response"] for row in turns if row["finish_reason"] == "stop" and row["generated_tokens"] >= 5}
+    assert [row["prompt"] for row in turns] == ["x"] * 9 and len({row["response"] for row in turns}) > 1 and ended
+    asked = [row for block in range(4) for row in script.read(work / f"answers-{block:02}.jsonl")]
+    own = [row["prompt"] for row in asked if row["category"] == "own"]
+    assert f"{len(ended)} questions that the model has made up" in printed
+    assert set(own) <= ended and own and len(asked) > len(own)
+    places = [row["category"] == "own" for row in asked]
+    assert places != sorted(places) and places != sorted(places, reverse=True)
+    assert script.main(arguments) == 0
+    assert "Going on at step" in capsys.readouterr().out
 
 
 def test_a_model_that_is_not_here_is_named(script, monkeypatch, capsys):

@@ -1,6 +1,8 @@
 """Checkpoints are whole, hold tied tensors once, and the newest of them is where training goes on."""
 
+import math
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -114,3 +116,44 @@ def test_another_models_checkpoint_is_refused(module, tmp_path):
     target = tiny_llama(vocab_size=100)
     with pytest.raises(ValueError, match="tensors of another model"):
         load_weights(DraftTraining(target, shortened(target, 2)), newest_checkpoint(tmp_path).folder)
+
+
+def rate_at(share):
+    """Return the learning rate after a share of the time, by a cosine after the warm-up."""
+    return 1e-3 * 0.5 * (1 + math.cos(math.pi * (share - 0.05) / 0.95))
+
+
+@pytest.mark.parametrize("num_before", [0, 4])
+def test_a_training_by_the_clock_ends_when_its_time_is_over(module, tmp_path, monkeypatch, num_before):
+    """An update takes six seconds; what passes between an interrupt and the next run does not count."""
+    now, calls, forward = [0.0], [], DraftTraining.forward
+
+    def six_seconds(self, input_ids, labels):
+        now[0] += 6
+        calls.append(input_ids)
+        if len(calls) == num_before + 1 and num_before:
+            raise KeyboardInterrupt
+        return forward(self, input_ids, labels)
+
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    schedule = Schedule(minutes=1.0, batch_size=4, max_length=32)
+    whole = module()
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "_SAVE_SECONDS", 0)
+        patch.setattr(DraftTraining, "forward", six_seconds)
+        if num_before:
+            with pytest.raises(KeyboardInterrupt):
+                train(whole, texts_of(16), tmp_path, schedule)
+            found = newest_checkpoint(tmp_path)
+            assert (found.step, found.num_steps, found.is_done) == (4, 10, False)
+            now[0] += 1000
+            whole = module()
+        train(whole, texts_of(16), tmp_path, schedule, newest_checkpoint(tmp_path))
+    assert len(calls) == (11 if num_before else 10)
+    found = newest_checkpoint(tmp_path)
+    assert (found.step, found.is_done) == (10, True)
+    scheduler = torch.load(found.folder / "scheduler.pt", weights_only=True)
+    assert scheduler["_last_lr"] == pytest.approx([rate_at(54 / 60)] * 2)
+    again = module()
+    train(again, texts_of(16), tmp_path, schedule, found)
+    assert all(torch.equal(weights(again)[key], item) for key, item in weights(whole).items()), "nothing is left to do"

@@ -49,8 +49,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--neurons", type=positive, metavar="N", help="of the MLP of EAGLE-3, DFlash and DSpark (default: the target's)"
     )
-    parser.add_argument("--epochs", type=positive_number, default=3.0, metavar="N", help="default: %(default)s")
-    parser.add_argument("--steps", type=positive, metavar="N", help="updates, in place of epochs")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument(
+        "--epochs", type=positive_number, default=3.0, metavar="N", help="passes over the texts (default: %(default)s)"
+    )
+    length.add_argument("--steps", type=positive, metavar="N", help="updates, in place of epochs")
+    length.add_argument(
+        "--minutes", type=positive_number, metavar="N",
+        help="time of training, in place of epochs; that before an interrupt counts",
+    )  # fmt: skip
     parser.add_argument("--batch-size", type=positive, default=8, metavar="N", help="texts (default: %(default)s)")
     parser.add_argument("--max-length", type=positive, default=512, metavar="N", help="tokens (default: %(default)s)")
     parser.add_argument("--learning-rate", type=positive_number, default=1e-3, metavar="R", help="default: %(default)s")

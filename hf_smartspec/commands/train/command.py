@@ -52,14 +52,16 @@ def run(args: argparse.Namespace) -> int:
     console = make_console()
     kind = KINDS[args.kind]
     module: Any = kind.make(args, model, learnt)
-    schedule = Schedule(args.epochs, args.steps, args.batch_size, args.max_length, args.learning_rate, args.seed)
+    schedule = Schedule(
+        args.epochs, args.steps, args.minutes, args.batch_size, args.max_length, args.learning_rate, args.seed
+    )
     _train(module, learnt, args, schedule, console)
     accuracy = module.accuracy(held_out, args.max_length, args.batch_size)
     report = {"learnt": len(learnt), "held_out": len(held_out), "accuracy": accuracy}
     if isinstance(module, BlockTraining):
         report["accepted_length"] = module.accepted_length(held_out, args.max_length, args.batch_size)
     kind.save(module, args)  # in the target's dtype
-    write_card(args.output, args.kind, args.model, accuracy, len(held_out))
+    write_card(args.output, args.kind, args.model, accuracy, len(held_out), _facts(args, learnt))
     if args.json:
         write_json(args.json, report)
     _show(console, accuracy, len(held_out), kind.places)
@@ -84,6 +86,22 @@ def _train(module: Any, texts: Sequence[Text], args: argparse.Namespace, schedul
             kept = f"Kept at step {newest.step:,} of {newest.num_steps:,}: --resume goes on there."
             console.print(kept)
         raise
+
+
+def _facts(args: argparse.Namespace, texts: Sequence[Text]) -> dict[str, str]:
+    """Return rows of the card: what was learnt, and how."""
+    newest = newest_checkpoint(args.output / CHECKPOINTS)
+    assert newest is not None, "one is written at the end"
+    passes = newest.step * args.batch_size / len(texts)
+    facts = {
+        "texts": f"{len(texts):,}, with {sum(len(item.response) for item in texts):,} tokens of responses",
+        "updates": f"{newest.step:,} of {args.batch_size} texts of up to {args.max_length} tokens: {passes:.2g} passes",
+        "optimiser": f"AdamW, {args.learning_rate:g} with warm-up and cosine",
+        "target": f"in {args.dtype}",
+    }
+    if args.kind == "eagle3":
+        facts["tokens drafted one after another"] = str(args.num_heads)
+    return facts
 
 
 def _check_folder(args: argparse.Namespace) -> None:

@@ -69,12 +69,16 @@ def test_drafters_that_draft(target, texts, tmp_path, capsys, kind, options):
     if kind in BLOCKS:
         assert f"Of a block, {report['accepted_length']:.2f} of 2 drafted tokens are accepted." in said
     card = (output / "README.md").read_text()
+    assert f"| {report['learnt']}, with " in card and "| updates | 20 of 8 texts of up to 512 tokens: " in card
     assert f"- {kind}" in card and f"{report['accuracy'][-1]['1']:.1%}" in card and "base_model" not in card
     model = hf_smartspec.enable(tied_llama())
     ids = torch.tensor([[5, 6, 7]])
     expected = model.generate(ids, max_new_tokens=12, do_sample=False)
     found = model.generate(ids, max_new_tokens=12, do_sample=False, assistant=str(output), return_dict_in_generate=True)
     assert torch.equal(found.sequences, expected) and found.statistics.drafted_tokens > 0
+    with hf_smartspec.Engine(model, assistant=str(output)) as engine:
+        (served,) = engine.generate(ids.tolist(), max_new_tokens=12, do_sample=False)
+    assert served.generated_tokens == expected[0, 3:].tolist() and served.statistics.drafted_tokens > 0
 
 
 def status_of(arguments):
@@ -187,6 +191,7 @@ def test_draft_models_of_another_vocabulary_do_not_learn(target, texts, tmp_path
     [
         ({"--kind": "eagle9"}, "eagle9"),
         ({"--num-heads": "0"}, "at least 1"),
+        ({"--steps": "3", "--minutes": "1"}, "not allowed with argument --steps"),
         ({"--device": "nonsense"}, "nonsense"),
         ({"file": "missing.jsonl"}, "missing.jsonl"),
         ({"model": "./missing"}, "missing"),
