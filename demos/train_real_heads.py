@@ -62,7 +62,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--own-questions", type=int, default=0, metavar="N",
         help="have the model begin N user's turns, and mix those that it ends with the other questions",
     )  # fmt: skip
-    parser.add_argument("--device", default="cpu", choices=list(ROWS), help="of answering and training")
+    parser.add_argument("--device", default="cpu", choices=list(ROWS), help="of answering, training and measuring")
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--epochs", default="4", help="passes over the answers")
     length.add_argument("--minutes", metavar="N", help="time of training, in place of epochs")
@@ -156,7 +156,7 @@ def measure(args: argparse.Namespace, questions: list[dict]) -> dict[str, float]
     Return the mean number of tokens per step by kind of held-out question and in all, where every step verifies a
     chain of `NUM_NODES` drafted tokens: accepted tokens and the target's own.
     """
-    model = load_model(args.target, args.dtype, "cpu")
+    model = load_model(args.target, args.dtype, args.device)
     tokenizer: Any = load_tokenizer(args.target)
     drafts = hf_smartspec.SmartSpecConfig(str(args.output), num_nodes=NUM_NODES, width=1)
     options = {"assistant": drafts, "do_sample": False, "max_new_tokens": HELD_OUT_TOKENS}
@@ -169,7 +169,8 @@ def measure(args: argparse.Namespace, questions: list[dict]) -> dict[str, float]
         num_tokens = num_steps = 0
         for ids in encode(prompts[:HELD_OUT], tokenizer, MAX_NEW_TOKENS * 2):
             with hf_smartspec.enabled(model):
-                output = model.generate(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), **options)
+                prompt = torch.tensor([ids], device=args.device)
+                output = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
             found = output.statistics
             num_tokens, num_steps = num_tokens + found.generated_tokens, num_steps + found.steps
         counts[kind] = num_tokens, num_steps

@@ -77,7 +77,7 @@ def test_models_whose_texts_padding_changes_are_packed_without_it(architecture, 
     ]
     assert type(caches[0]) is type(caches[1])
     if DEVICE.type == "cuda" and architecture == "minimax":
-        return  # transformers' own forward of padded rows fails there: the mask's last dimension is not contiguous
+        pytest.skip("transformers' forward of padded rows fails there: the mask's last dimension is not contiguous")
     ragged = model.generate(**INPUTS, **settings, seed=5, assistant="none")
     assert torch.equal(model.generate(**INPUTS, **settings, seed=5, assistant=spy), ragged)
     assert spy.drafted == drafted, "decoded without speculation"

@@ -72,25 +72,18 @@ def fail(*_):
     raise RuntimeError("no such instruction")
 
 
-@pytest.fixture
-def number_of_threads():
-    number = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(number)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_any_number_of_threads(number_of_threads, number, dtype):
+def test_any_number_of_threads(number, dtype):
     weight, x = numbers(991, 5600).to(dtype), numbers(30, 5600).to(dtype)
     expected = torch.cat([few_token_linear(line[None], weight, None) for line in x])
-    number_of_threads(number)
+    torch.set_num_threads(number)
     assert torch.equal(few_token_linear(x, weight, None), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_several_callers_at_the_same_time(number_of_threads, dtype):
-    number_of_threads(2)
+def test_several_callers_at_the_same_time(dtype):
+    torch.set_num_threads(2)
     weight = numbers(512, 1024).to(dtype)
     tokens = [numbers(num_tokens, 1024).to(dtype) for num_tokens in NUMBERS] * 4
     expected = [few_token_linear(x, weight, None) for x in tokens]

@@ -28,9 +28,8 @@ def demo(monkeypatch):
     monkeypatch.syspath_prepend(str(DEMOS))
     import demo
 
-    threads, verbosity = torch.get_num_threads(), logging.get_verbosity()
+    verbosity = logging.get_verbosity()
     yield demo
-    torch.set_num_threads(threads)
     logging.set_verbosity(verbosity)
     logging.enable_progress_bar()
     for name in ("demo", "compare"):

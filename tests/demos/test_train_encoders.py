@@ -28,9 +28,7 @@ def folder(tmp_path_factory):
 
         places = ["--data", folder, "--decoder", folder / "target", "--output", folder, "--work", folder / "work"]
         arguments = [*map(str, places), *SHAPES, "--steps", "3", "--draft-steps", "2", "--batch-size", "4"]
-        threads = torch.get_num_threads()
         assert train_encoders.main([*arguments, "--threads", "1"]) == 0
-        torch.set_num_threads(threads)
         for name in [
             name for name in sys.modules if name.split(".")[0] in ("train_encoders", "train_models", "training")
         ]:

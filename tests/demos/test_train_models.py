@@ -24,10 +24,7 @@ def script(monkeypatch):
     monkeypatch.syspath_prepend(str(DEMOS))
     import train_models
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # models of this size lose time with more
     yield train_models
-    torch.set_num_threads(threads)
     for name in [name for name in sys.modules if name == "train_models" or name.split(".")[0] == "training"]:
         del sys.modules[name]
 

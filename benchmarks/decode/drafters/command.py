@@ -75,6 +75,8 @@ def _sections(
         SPEED: speed,
     }
     parts = [part for part in PARTS if part in args.parts and (has_blocks or part != BLOCKS)]
+    if not parts:
+        raise UsageError(f"--parts {BLOCKS}: no block drafter is among --drafters")
     return [Section(part, cases[part], claims=claims, show=lambda *_: None) for part in parts]
 
 

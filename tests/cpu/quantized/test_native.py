@@ -81,13 +81,6 @@ def test_zeros_and_what_is_no_number(dtype, num_tokens):
     assert not actual[[1, 3, 4, 5]].isfinite().any()
 
 
-@pytest.fixture
-def few_threads():
-    num_threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(num_threads)
-
-
 @pytest.fixture(scope="module")
 def large_products():
     """Enough work for all threads: many shares of the weight, the last of them with fewer outputs."""
@@ -97,7 +90,7 @@ def large_products():
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
-def test_any_number_of_threads(few_threads, large_products, num_threads):
+def test_any_number_of_threads(large_products, num_threads):
     arguments, products = large_products
     torch.set_num_threads(num_threads)
     for x, expected in products:

@@ -116,24 +116,17 @@ def test_hidden_states_are_those_of_the_layers(layers):
 @pytest.mark.parametrize("number", [2, *exhaustive([1], [3])])
 def test_any_number_of_threads(number):
     model = model_of("qwen3", torch.bfloat16)
-    expected, before = logits_of(by_layers(copy.deepcopy(model))), torch.get_num_threads()
+    expected = logits_of(by_layers(copy.deepcopy(model)))
     torch.set_num_threads(number)
-    try:
-        assert torch.equal(logits_of(tried(model)), expected)
-    finally:
-        torch.set_num_threads(before)
+    assert torch.equal(logits_of(tried(model)), expected)
 
 
 @pytest.mark.skipif("qwen3_5_text" not in RECURRENT, reason="this release's layers with states are not known")
 def test_each_thread_that_stores_states_has_memory_of_its_own():
     """Also of models so small that one thread runs them."""
-    before = torch.get_num_threads()
     torch.set_num_threads(2)
-    try:
-        forward = tried(model_of("qwen3_5_text"))
-        forward.forward([RowInput(forward.add(), np.arange(3, 8), TREE)])
-    finally:
-        torch.set_num_threads(before)
+    forward = tried(model_of("qwen3_5_text"))
+    forward.forward([RowInput(forward.add(), np.arange(3, 8), TREE)])
     short, (*_, states) = forward.cache.step.short, forward.cache._states.values()
     assert short.operators and short.num_threads == 2
     assert len(short.held[-1]) == 2 * scratch_size(short.parents.shape[1], *states.shape[2:])

@@ -66,12 +66,8 @@ def test_rows_beside_it(forward, expected):
 
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_threads(forward, expected, number):
-    before = torch.get_num_threads()
     torch.set_num_threads(number)
-    try:
-        assert torch.equal(states_of(forward, np.split(TEXT, [90])), expected)
-    finally:
-        torch.set_num_threads(before)
+    assert torch.equal(states_of(forward, np.split(TEXT, [90])), expected)
 
 
 @pytest.mark.parametrize("start", [20, 110])

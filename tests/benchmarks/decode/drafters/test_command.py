@@ -88,11 +88,10 @@ def test_blocks_stand_beside_heads_that_draft_for_as_long(folder, tmp_path, caps
         assert text in shown
 
 
-def test_without_a_block_drafter_there_is_no_part_of_blocks(folder, tmp_path, monkeypatch):
+def test_the_part_of_blocks_needs_a_block_drafter(folder, monkeypatch, capsys):
     monkeypatch.setattr(runs, "measure", None)
-    out = tmp_path / "results.json"
-    assert call(folder, "--drafters", "suffix", "--parts", "blocks", "--json", out) == 0
-    assert json.loads(out.read_text())["results"] == {}
+    assert call(folder, "--drafters", "suffix", "--parts", "blocks") == 2
+    assert "no block drafter is among --drafters" in capsys.readouterr().err
 
 
 @pytest.mark.exhaustive  # all benches resume by their kit

@@ -173,15 +173,11 @@ def test_a_batch_equals_single_calls(num_threads):
     texts = [rng.integers(0, VOCAB_SIZE, length) for length in range(40)]
     limits = [row % 10 for row in range(40)]
     single = [nodes(ask(source, text, limit)) for text, limit in zip(texts, limits)]
-    before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
-    try:
-        for name, text in enumerate(texts):
-            source.start(name, text)
-        trees = source.propose(list(range(40)), limits)
-        backwards = source.propose(list(range(39, -1, -1)), limits[::-1])
-    finally:
-        torch.set_num_threads(before)
+    for name, text in enumerate(texts):
+        source.start(name, text)
+    trees = source.propose(list(range(40)), limits)
+    backwards = source.propose(list(range(39, -1, -1)), limits[::-1])
     assert [nodes(tree) for tree in trees] == single
     assert [nodes(tree) for tree in reversed(backwards)] == single
     assert source.propose([], []) == []
