@@ -7,7 +7,7 @@
 `DATA` holds the files named in `training/corpus.py`. Questions are made of them in a fixed random order (see
 `training/questions.py`), with `--own-questions` also by the model itself, and answered in blocks, by `smartspec
 generate`; `smartspec train` learns from the answers of the blocks, and the drafter drafts for questions that were held
-out. The command continues where it was interrupted. Heads like those of `models/smollm2-eagle3`, on one GPU of 80 GB:
+out. The command continues where it was interrupted. For heads like those of `models/smollm2-eagle3`:
 
     python demos/train_real_heads.py --data DATA --output heads --device cuda --own-questions 14000 --blocks 22 \
         --minutes 4
@@ -101,6 +101,7 @@ def make_up(args: argparse.Namespace) -> list[str]:
         raise SystemExit("--own-questions: the model has no chat template, by which a user's turn would begin")
     mark = "the question"
     turn = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False).partition(mark)[0]
+    turn = turn.removeprefix(tokenizer.decode(tokenizer("").input_ids))  # raw text gets it, too
     found: dict[str, None] = {}  # each once, in order
     for seed, temperature in enumerate(TEMPERATURES):
         rows = [{"prompt": turn}] * len(range(seed, args.own_questions, len(TEMPERATURES)))

@@ -20,7 +20,7 @@ from transformers.trainer_pt_utils import get_length_grouped_indices
 from .checkpoints import Checkpoint, distinct, load_weights, write_checkpoint
 from .texts import Text, collate
 
-_SAVE_SECONDS = 60.0  # between two checkpoints
+SAVE_SECONDS = 60.0  # between two checkpoints
 _WARM_UP = 0.05  # share of a training
 _ENDLESS = 1e9  # epochs of a training that ends by the clock
 
@@ -206,7 +206,7 @@ class _Saving(TrainerCallback):
             self._clock.used += self._now - before
             state.max_steps = self._clock.num_steps(state.global_step)
         is_over = state.global_step >= state.max_steps
-        control.should_save = self._now - self._latest >= _SAVE_SECONDS or self.is_interrupted or is_over
+        control.should_save = self._now - self._latest >= SAVE_SECONDS or self.is_interrupted or is_over
         control.should_training_stop = control.should_training_stop or self.is_interrupted or is_over
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

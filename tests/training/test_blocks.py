@@ -218,7 +218,7 @@ def test_a_resumed_training_ends_with_the_same_weights(target, kind, tmp_path, m
             raise KeyboardInterrupt
         return forward(self, input_ids, labels)
 
-    monkeypatch.setattr(loop, "_SAVE_SECONDS", 0)
+    monkeypatch.setattr(loop, "SAVE_SECONDS", 0)
     with monkeypatch.context() as patch:
         patch.setattr(BlockTraining, "forward", failing)
         with pytest.raises(KeyboardInterrupt):

@@ -28,7 +28,7 @@ def module():
 
 @pytest.fixture
 def every_step(monkeypatch):
-    monkeypatch.setattr(loop, "_SAVE_SECONDS", 0)
+    monkeypatch.setattr(loop, "SAVE_SECONDS", 0)
 
 
 def weights(module):
@@ -139,7 +139,7 @@ def test_a_training_by_the_clock_ends_when_its_time_is_over(module, tmp_path, mo
     schedule = Schedule(minutes=1.0, batch_size=4, max_length=32)
     whole = module()
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "_SAVE_SECONDS", 0)
+        patch.setattr(loop, "SAVE_SECONDS", 0)
         patch.setattr(DraftTraining, "forward", six_seconds)
         if num_before:
             with pytest.raises(KeyboardInterrupt):

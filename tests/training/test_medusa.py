@@ -117,7 +117,7 @@ def test_training_goes_on_where_it_was_interrupted(target, tmp_path, monkeypatch
             raise KeyboardInterrupt
         return forward(self, input_ids, labels)
 
-    monkeypatch.setattr(loop, "_SAVE_SECONDS", 0)
+    monkeypatch.setattr(loop, "SAVE_SECONDS", 0)
     with monkeypatch.context() as patch:
         patch.setattr(MedusaTraining, "forward", failing)
         with pytest.raises(KeyboardInterrupt):

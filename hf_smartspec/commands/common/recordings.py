@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -183,8 +183,15 @@ def answered(
     max_new_tokens: int,
     desc: str = "answering what is remembered",
 ) -> list[Recording]:
-    """Return the requests with the target's own answers, decoded greedily and without drafts by an engine."""
-    ends, result = set(eos_ids(model)), []
+    """Return the requests with the target's own answers, as `answers` yields them."""
+    return list(answers(past, model, max_new_tokens, desc))
+
+
+def answers(
+    past: Sequence[Recording], model: PreTrainedModel, max_new_tokens: int, desc: str
+) -> Generator[Recording, None, None]:
+    """Yield the requests in order with the target's own answers, decoded greedily and without drafts by an engine."""
+    ends = set(eos_ids(model))
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_new_tokens}
     with Engine(model, "none", max_batch_size=_AT_ONCE) as engine:
         names = [engine.add_request(item.prompt.tolist(), **options) for item in past]
@@ -192,8 +199,7 @@ def answered(
             output: Any = engine.get_result(name)
             if output.error is not None:
                 raise RuntimeError(f"a request could not be answered: {output.error}")
-            result.append(Recording(item.prompt, np.array(up_to_end(output.generated_tokens, ends), np.int64)))
-    return result
+            yield Recording(item.prompt, np.array(up_to_end(output.generated_tokens, ends), np.int64))
 
 
 def remember(source: TreeCandidateGenerator, past: Sequence[Recording], namespace: str = "") -> None:

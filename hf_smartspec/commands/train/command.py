@@ -3,7 +3,9 @@
 import argparse
 import hashlib
 import json
+import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,13 @@ from ...candidates.heads.files import CONFIG
 from ...training.blocks import BlockTraining
 from ...training.card import write_card
 from ...training.checkpoints import newest_checkpoint
-from ...training.loop import Schedule, train
+from ...training.loop import SAVE_SECONDS, Schedule, train
 from ...training.texts import Text, split
 from ..common.arguments import UsageError, usage_errors
 from ..common.console import make_console, table
 from ..common.models import check_device, load_model
 from ..common.outputs import check_output, replace_json, write_json
-from ..common.recordings import Fields, Recording, Texts, answered, read_requests, tokenized, tokenizer_of
+from ..common.recordings import Fields, Recording, Texts, answers, read_requests, tokenized, tokenizer_of
 from .kinds import CHECKPOINTS, KINDS, check_draft
 
 _HELD_OUT = 0.05  # share of texts
@@ -156,7 +158,10 @@ def _answers(
     model: PreTrainedModel,
     known: dict[str, Any],
 ) -> list[Recording]:
-    """Return the target's own responses, and keep them for further trainings with the same prompts."""
+    """
+    Return the target's own responses, and keep them for further trainings with the same prompts: about every minute,
+    at the end, and at Ctrl-C, after which only the missing ones are computed.
+    """
     # Targets that take turns in one folder differ in their first output weights.
     output: Any = model.get_output_embeddings()
     weights = output.weight[:64].detach().float().cpu().numpy().tobytes()
@@ -165,11 +170,20 @@ def _answers(
         "most": args.own_outputs,
         "target": hashlib.sha256(weights).hexdigest(),
     }
-    if any(known.get(name) != value for name, value in asked.items()):
-        found = answered(recordings, model, args.own_outputs, "answering")
-        known = asked | {"responses": [item.response.tolist() for item in found]}
-        replace_json(_answers_path(args), known)
-    return [Recording(item.prompt, np.array(ids, np.int64)) for item, ids in zip(recordings, known["responses"])]
+    is_known = all(known.get(name) == value for name, value in asked.items())
+    responses = list(known["responses"]) if is_known else []
+    if len(responses) < len(recordings):
+        saved = time.monotonic()
+        try:
+            with closing(answers(recordings[len(responses) :], model, args.own_outputs, "answering")) as found:
+                for item in found:
+                    responses.append(item.response.tolist())
+                    if time.monotonic() - saved >= SAVE_SECONDS:
+                        replace_json(_answers_path(args), asked | {"responses": responses})
+                        saved = time.monotonic()
+        finally:
+            replace_json(_answers_path(args), asked | {"responses": responses})
+    return [Recording(item.prompt, np.array(ids, np.int64)) for item, ids in zip(recordings, responses)]
 
 
 def _answers_path(args: argparse.Namespace) -> Path:

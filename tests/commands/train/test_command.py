@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import hf_smartspec
+from hf_smartspec import Engine
 from hf_smartspec.commands.main import main
 from hf_smartspec.training.blocks import BlockTraining
 from hf_smartspec.training.draft import DraftTraining
@@ -76,7 +77,7 @@ def test_drafters_that_draft(target, texts, tmp_path, capsys, kind, options):
     expected = model.generate(ids, max_new_tokens=12, do_sample=False)
     found = model.generate(ids, max_new_tokens=12, do_sample=False, assistant=str(output), return_dict_in_generate=True)
     assert torch.equal(found.sequences, expected) and found.statistics.drafted_tokens > 0
-    with hf_smartspec.Engine(model, assistant=str(output)) as engine:
+    with Engine(model, assistant=str(output)) as engine:
         (served,) = engine.generate(ids.tolist(), max_new_tokens=12, do_sample=False)
     assert served.generated_tokens == expected[0, 3:].tolist() and served.statistics.drafted_tokens > 0
 
@@ -151,6 +152,29 @@ def test_answers_are_kept_for_the_same_target_only(target, texts, tmp_path):
         other.get_output_embeddings().weight.mul_(-1)
     other.save_pretrained(target)
     assert learnt(3)["responses"] not in (first["responses"], known["responses"])
+
+
+def test_ctrl_c_keeps_the_answers_that_are_there(target, texts, tmp_path, monkeypatch):
+    get_result, asked, num = Engine.get_result, [], count(1)
+
+    def interrupted(engine, name):
+        if next(num) == 6:
+            raise KeyboardInterrupt
+        return get_result(engine, name)
+
+    add_request = Engine.add_request
+    monkeypatch.setattr(Engine, "add_request", lambda *args, **kwargs: asked.append(1) or add_request(*args, **kwargs))
+    arguments = ["train", str(target), str(texts), "--own-outputs", "8", "--steps", "1"]
+    assert main([*arguments, "--output", str(tmp_path / "whole")]) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "get_result", interrupted)
+        assert main([*arguments, "--output", str(tmp_path / "parts")]) == 130
+    asked.clear()
+    assert main([*arguments, "--output", str(tmp_path / "parts"), "--resume"]) == 0
+    whole, parts = (
+        json.loads((tmp_path / name / "checkpoints/answers.json").read_text()) for name in ("whole", "parts")
+    )
+    assert parts == whole and len(asked) == 12 - 5
 
 
 def test_answers_that_were_cut_are_not_learnt_to_end_there(target, tmp_path, monkeypatch):
