@@ -200,8 +200,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         questions = pick(args, corpus.train, held_out)
         train(args, [answer(args, questions, block) for block in blocks])
     accepted = measure(args, held_out)
-    replace_json(args.output / "accepted.json", accepted)
     if blocks:
+        replace_json(args.output / "accepted.json", accepted)
         add_to_card(args.output, accepted)
     print(f"Tokens per step, held-out questions, chains of {NUM_NODES}:")
     print(", ".join(f"{kind} {length:.2f}" for kind, length in accepted.items()))

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from argparse import Namespace
 from itertools import count
 from pathlib import Path
 
@@ -73,6 +74,8 @@ def test_answers_are_kept_and_learnt_from_by_drafters_that_draft(script, argumen
     rows = [json.loads(line) for line in before.splitlines()]
     assert len(rows) == 5 and all(row["finish_reason"] == "length" for row in rows)
 
+    assert script.main([*arguments, "--blocks", "0"]) == 0
+    assert capsys.readouterr().out == printed[printed.index("Tokens per step") :]
     assert script.main([*arguments, "--blocks", "1"]) == 0
     assert "Going on at step" in capsys.readouterr().out and answers.read_text() == before
 
@@ -116,6 +119,25 @@ def test_questions_that_the_model_makes_up_are_mixed_with_the_others_and_trainin
     assert places != sorted(places) and places != sorted(places, reverse=True)
     assert script.main(arguments) == 0
     assert "Going on at step" in capsys.readouterr().out
+
+
+def test_every_task_makes_a_question_of_a_row_and_none_that_is_held_out(script):
+    from training.corpus import to_example
+    from training.questions import MORE_TASKS, TASKS
+
+    tasks = TASKS + MORE_TASKS
+    text = {"prompt": "a python function, as in the cheat sheet\nYour code: f", "response": "def f():\n    pass"}
+    examples = {
+        name: [to_example({"id": name, **text, "prompt": f"{name}: {text['prompt']}"}, name)]
+        for name in {task.file for task in tasks}
+    }
+    args = Namespace(own_questions=0)
+    rows = script.pick(args, examples, [])
+    assert sorted(row["category"] for row in rows) == sorted(task.name for task in tasks)
+    assert len({row["prompt"] for row in rows}) == len(tasks)
+    (in_cpp,) = [row["prompt"] for row in rows if "C++" in row["prompt"]]
+    assert in_cpp == "mbpp: a C++ function, as in the cheat sheet Use C++."
+    assert script.pick(args, examples, rows[:3]) == rows[3:]
 
 
 def test_a_model_that_is_not_here_is_named(script, monkeypatch, capsys):
