@@ -200,8 +200,13 @@ class GoodputAuction(LengthPolicy):
 
     def _with_probes(self, rows: StepRows, stage: Stage, levels: np.ndarray, may: np.ndarray) -> np.ndarray:
         """Add one level now and then to rows without a draft: acceptance is learnt from it, verified or not."""
-        idle, record = (levels == 0) & may, self.records[stage.cost]
-        if self._probe_seconds < 0 or not idle.any():
+        record = self.records[stage.cost]
+        if self._probe_seconds < (
+            0.0 if levels.any() else record.timer.seconds(stage.cost)[0]
+        ):  # not even for one call, as mostly
+            return levels
+        idle = (levels == 0) & may
+        if not idle.any():
             return levels
         if stage.cost.is_autoregressive:
             idle = record.for_trial(rows, idle)
