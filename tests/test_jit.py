@@ -8,6 +8,7 @@ import io
 import shutil
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -245,32 +246,61 @@ def test_damaged_files_are_compiled_anew(package):
     assert call_anew() == (20, [])
 
 
+@contextmanager
+def locked(path):
+    """Lock a module's file until it is closed, as another process does while it compiles."""
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield file
+
+
 def test_processes_that_start_together_compile_once(package, tmp_path, monkeypatch):
     """One waits until the other is done, and loads what the other has compiled."""
     call_anew()
     (path,) = package.rglob("*.nbc")
     path.rename(tmp_path / "of the other")
-    flock, waited = fcntl.flock, []
 
-    def wait(file, operation):
-        if operation == fcntl.LOCK_EX:
-            waited.append(operation)
-            (tmp_path / "of the other").rename(path)
-        flock(file, operation)
+    def end(_):
+        (tmp_path / "of the other").rename(path)
+        file.close()
 
-    monkeypatch.setattr(fcntl, "flock", wait)
-    assert call_anew() == (20, []) and len(waited) == 1
+    monkeypatch.setattr(jit, "sleep", end)
+    with locked(path.with_name("caller.lock")) as file:
+        assert call_anew() == (20, [])
+
+
+def test_a_process_that_was_stopped_while_compiling_is_not_waited_for(package, monkeypatch):
+    path, paused = package / "__pycache__" / "caller.lock", []
+    path.parent.mkdir()
+    monkeypatch.setattr(jit, "sleep", paused.append)
+    monkeypatch.setattr(jit._progress, "_seconds_waited", 0.0)
+    with locked(path):
+        assert call_anew() == (20, ["total", "scaled"])
+        assert sum(paused) == pytest.approx(60, abs=0.1)
+        assert call_anew() == (20, [])
+        write_factor(package, 3)
+        assert call_anew() == (30, ["total", "scaled"])
+        assert sum(paused) == pytest.approx(60, abs=0.1), "once is enough"
+
+
+def test_a_process_holds_one_lock_at_a_time(package, monkeypatch):
+    """Two that held one each, and waited for the other's, would never end."""
+    (package / "called.py").write_text(_CALLED.replace("inner", "compiled").replace("FACTOR", "2"))
+    path = package / "__pycache__" / "called.lock"
+    path.parent.mkdir()
+    monkeypatch.setattr(jit, "sleep", None)
+    with locked(path):
+        assert call_anew() == (20, ["total", "scaled"])
 
 
 def is_locked(package):
     (path,) = package.rglob("caller.lock")
     assert path.stat().st_mode & 0o077 == 0, "other users could keep the lock"
-    with open(path, "rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
+    try:
+        with locked(path):
+            return False
+    except BlockingIOError:
+        return True
 
 
 def test_a_module_is_locked_while_its_functions_are_compiled(package, monkeypatch):

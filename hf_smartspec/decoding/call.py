@@ -102,7 +102,7 @@ class Request(RequestText):
 
     @property
     def must_observe(self) -> bool:
-        """Return whether what its sources observe cannot wait until they are asked for a draft, or if it has ended."""
+        """Return whether its sources must observe what was committed before they are next asked for a draft."""
         is_full = self.fed is not None and self.fed.num_fed > _MOST_UNSHOWN
         return is_full or bool(self.path) or self.chain.observes_every_step or not self.is_active
 

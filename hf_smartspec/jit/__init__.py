@@ -15,6 +15,7 @@ from functools import cache, cached_property
 from hashlib import blake2b
 from pathlib import Path
 from pickle import loads
+from time import sleep
 from typing import Any, BinaryIO
 
 import llvmlite  # type: ignore[import-untyped]
@@ -123,18 +124,18 @@ class _DiskCache:
             found = FunctionCache(self._function)
         except RuntimeError:  # no folder is writable
             return NullCache()
-        self._files: Any = _CodeFiles(Path(found.cache_path), self._function, self._stamp)
-        found._cache_file = self._files  # type: ignore[assignment]
+        files: Any = _CodeFiles(Path(found.cache_path), self._function, self._stamp)
+        found._cache_file = files
         return found
 
     def load_overload(self, *args: Any) -> Any:
         """Return the code compiled before for these arguments; None makes numba compile it now."""
         code = self._cache.load_overload(*args)
         if code is None:
-            is_kept = not isinstance(self._cache, NullCache)
-            announce(is_kept)
+            files: Any = None if isinstance(self._cache, NullCache) else self._cache._cache_file
+            announce(files is not None)
             _progress.show(self._function.__name__)
-            if is_kept and _progress.lock(self._files.lock):
+            if files is not None and _progress.lock(files.lock):
                 code = self._cache.load_overload(*args)  # another process may have compiled it meanwhile
         return code
 
@@ -157,15 +158,16 @@ def announce(is_kept: bool) -> None:
 
 class _Progress:
     """
-    A bar on a terminal while functions are compiled, and locks by which processes that start together compile each
-    function once; the bar is removed, and the locks are released, after the outermost function. It is entered under
+    A bar on a terminal while functions are compiled, and a lock by which processes that start together compile each
+    function once; the bar is removed, and the lock is released, after the outermost function. It is entered under
     numba's lock on its compiler, so that one thread at a time changes what it holds.
     """
 
     def __init__(self) -> None:
         self._depth = 0
         self._bar: Any = None
-        self._locks: dict[Path, BinaryIO] = {}
+        self._lock: BinaryIO | None = None
+        self._seconds_waited = 0.0
 
     def __enter__(self) -> None:
         global_compiler_lock.acquire()
@@ -174,8 +176,9 @@ class _Progress:
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
         try:
-            while self._locks and not self._depth:
-                self._unlock(self._locks.popitem()[1])
+            if self._lock is not None and not self._depth:
+                lock, self._lock = self._lock, None
+                _unlock(lock)
             if self._bar is not None and not self._depth:
                 bar, self._bar = self._bar, None
                 with suppress(Exception):  # such as a stream that was closed meanwhile
@@ -185,25 +188,20 @@ class _Progress:
 
     def lock(self, path: Path) -> bool:
         """
-        Wait until no other process compiles functions of this module. Return False where this process does so already,
-        or where there are no locks. Modules import, and so lock, one another in no circle.
+        Wait until no other process compiles functions of this module, or for a minute in all, since the other process
+        may have been stopped. Return False if it may still do so, or if there are no locks. Within the outermost
+        function, which holds one, no other lock is taken: processes cannot wait for one another.
         """
-        if path in self._locks:
+        if self._lock is not None:
             return False
         with suppress(ImportError, OSError):  # Windows, and file systems without locks
-            import fcntl
-
             # For its owner alone: other users could keep it for ever.
-            file = self._locks[path] = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b")
-            fcntl.flock(file, fcntl.LOCK_EX)
-            return True
+            self._lock = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b")
+            while not (is_locked := _try_lock(self._lock)) and self._seconds_waited < _MOST_WAITED:
+                sleep(_PAUSE)
+                self._seconds_waited += _PAUSE
+            return is_locked
         return False
-
-    def _unlock(self, file: BinaryIO) -> None:
-        with suppress(ImportError, OSError), file:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_UN)  # a process that was forked meanwhile may have the file open
 
     def show(self, name: str) -> None:
         """Count a function that has no code on the disk."""
@@ -217,6 +215,24 @@ class _Progress:
 
 
 _progress = _Progress()
+_PAUSE, _MOST_WAITED = 0.02, 60.0  # seconds
+
+
+def _try_lock(file: BinaryIO) -> bool:
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _unlock(file: BinaryIO) -> None:
+    with suppress(ImportError, OSError), file:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_UN)  # a process that was forked meanwhile may have the file open
 
 
 @cache

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...cpu.quantized import is_quantized
+from .runs import eos_ids, up_to_end
 
 # Bounds of the tolerance, in units in the last place of the largest logit: sums run in another order in a batch of
 # another shape, and every layer adds its own rounding. Measured between one forward and a token-by-token one of random
@@ -45,10 +46,12 @@ def measure_rounding(
         tokens (`torch.Tensor` of shape `[rows, new]`): Tokens that plain decoding generated from them, in one batch.
         logits (`torch.Tensor` of shape `[rows, new, vocab_size]`): Logits from which it picked them.
     """
-    measured = 0.0
-    for prompt, row, expected in zip(prompts, tokens, logits):
+    measured, ends = 0.0, set(eos_ids(model))
+    for prompt, padded, expected in zip(prompts, tokens.tolist(), logits):
         text = torch.tensor(prompt, device=model.device)[None]
-        row = row.to(model.device)[None]
+        # Padding is never compared; what it amplifies would only hide faults in the text.
+        row = torch.tensor(up_to_end(padded, ends), device=model.device)[None]
+        expected = expected[: row.shape[1]]
         if model.config.is_encoder_decoder:
             start = torch.full((1, 1), model.generation_config.decoder_start_token_id or 0, device=model.device)
             output = model(input_ids=text, decoder_input_ids=torch.cat([start, row[:, :-1]], dim=1))

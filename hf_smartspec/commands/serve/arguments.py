@@ -65,7 +65,7 @@ def _add_speculation(parser: argparse.ArgumentParser) -> None:
         help="what drafts: names as in `assistant=`, folders or hub ids; several are fused, also joined by plus signs; "
         "none drafts nothing (default: auto)",
     )  # fmt: skip
-    parser.add_argument("--draft", metavar="MODEL", help="a draft model beside it")
+    parser.add_argument("--draft", metavar="MODEL", help="a draft model, or a learned drafter, beside it")
     parser.add_argument(
         "--shared", metavar="URL",
         help="folder, on any file system of fsspec, through which suffix trees learn from other servers' outputs",

@@ -19,18 +19,16 @@ from ..common.arguments import usage_errors
 _TOGETHER, _AS_LOADED = "together", "as loaded"  # copies of the draft model; further ones have namespaces as names
 
 
-def learning_draft(draft: PreTrainedModel, callers: Sequence[Caller], tenants: str) -> Any:
+def learning_draft(draft: PreTrainedModel, callers: Sequence[Caller], tenants: str) -> RoutedCandidates:
     """
-    Return what drafts and learns in place of a draft model: the model itself where there are no keys, else a
-    `RoutedCandidates` of copies: each drafts for the tenants that taught it, and for no others.
+    Return copies of a draft model that draft and learn in its place: each drafts for the tenants that taught it, and
+    for no others.
 
     Args:
         callers (sequence of `Caller`): The callers that have keys.
         tenants (`str`): "apart" gives each key a copy of its own, "together" one to all. Keys from which nothing is
             learnt share a copy that stays as it was loaded.
     """
-    if not callers:
-        return draft
     copies = {caller.namespace: _copy_of(caller, tenants) for caller in callers}
     drafters = {name: copy.deepcopy(draft) for name in dict.fromkeys(copies.values())}
     for name, drafter in drafters.items():  # by which `OnlineDistillation` names what it saves

@@ -159,7 +159,7 @@ def _assistant(args: argparse.Namespace, model: PreTrainedModel, callers: Sequen
             if not isinstance(draft, PreTrainedModel):
                 raise UsageError(
                     f"--learn: keys are kept apart by copies of a draft model, and {args.draft!r} is learned heads: "
-                    "name it in --assistant, with --learn-tenants together"
+                    "name it in --assistant, with --learn-tenants together and without --no-learn-key-file"
                 )
             draft = learning_draft(draft, callers, args.learn_tenants)
         sources = [*(item for item in sources if item != "none"), draft]

@@ -7,11 +7,12 @@ computes all by itself, it is replaced as a whole.
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from functools import wraps
+from functools import partial, wraps
 from threading import Lock
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from ..compat import TESTED_MODEL_TYPES, modules_of
 from .cache import StateCache
 
 _CONVOLUTION = "causal_conv1d_fn"
+Place = tuple[Any, str]  # a modelling file's module or a layer's class, and the name of a function there
 
 
 def _convolution(
@@ -202,71 +204,63 @@ class RecurrentLayers:
     The recurrent layers of a model, all of known kinds.
 
     Args:
-        replaced (dict): What replaces functions of modelling files and methods of layers, by the file's module or the
-            layer's class, and name.
+        replaced (dict): What replaces functions of modelling files and methods of layers.
     """
 
-    def __init__(self, replaced: dict[tuple[Any, str], Callable]):
+    def __init__(self, replaced: dict[Place, Callable]):
         self._replaced = replaced
         is_by_channel = any(name == "chunk_kimi_delta_attention" for _, name in replaced)
         self.chunk = _BY_CHANNEL if is_by_channel else _CHUNK
 
-    @contextmanager
-    def step(self, cache: StateCache) -> Iterator[None]:
+    def step(self, cache: StateCache) -> AbstractContextManager[None]:
         """Within the context, let this thread's forwards of the model compute recurrent layers with a cache."""
-        token = _running.set(cache)
-        with _lock:
-            for (owner, name), replacement in self._replaced.items():
-                count, function = _in_use.get((owner, name), (0, vars(owner)[name]))
-                _in_use[owner, name] = count + 1, function
-                if not count:
-                    setattr(owner, name, _redirected(function, replacement))
-        try:
-            yield
-        finally:
-            with _lock:
-                for owner, name in self._replaced:
-                    count, function = _in_use.pop((owner, name))
-                    if count > 1:
-                        _in_use[owner, name] = count - 1, function
-                    else:
-                        setattr(owner, name, function)
-            _running.reset(token)
+        return _replacing({place: partial(replacement, cache) for place, replacement in self._replaced.items()})
 
-    @contextmanager
-    def as_written(self) -> Iterator[None]:
+    def as_written(self) -> AbstractContextManager[None]:
         """
-        Within the context, let functions of the modelling file compute as they are written there. Where packages of
-        kernels are installed, these replace them, and round otherwise: products of float32 in TF32
+        Within the context, let this thread compute functions of the modelling file as they are written there. Where
+        packages of kernels are installed, these replace them, and round otherwise: products of float32 in TF32
         (flash-linear-attention).
         """
         files = {owner for owner, _ in self._replaced if inspect.ismodule(owner) and owner is not torch.nn.functional}
-        decorated = [
-            (file, name, function)
-            for file in files
-            for name, function in vars(file).items()
-            if inspect.isfunction(function) and inspect.unwrap(function) is not function
-        ]
-        try:
-            for file, name, function in decorated:
-                setattr(file, name, inspect.unwrap(function))
-            yield
-        finally:
-            for file, name, function in decorated:
-                setattr(file, name, function)
+        functions = {(file, name): item for file in files for name, item in vars(file).items()}
+        written = {place: inspect.unwrap(item) for place, item in functions.items() if inspect.isfunction(item)}
+        return _replacing({place: item for place, item in written.items() if item is not functions[place]})
 
 
-_running: ContextVar[StateCache | None] = ContextVar("smartspec_states", default=None)
-# Functions in use by packed forwards, by owner and name: the number of forwards, and the function to restore.
-_in_use: dict[tuple[Any, str], tuple[int, Callable]] = {}
+_running: ContextVar[Mapping[Place, Callable]] = ContextVar("smartspec_functions", default=MappingProxyType({}))
+# Functions that some threads replace: by place, the number of these threads, and the function to restore.
+_in_use: dict[Place, tuple[int, Callable]] = {}
 _lock = Lock()
 
 
-def _redirected(function: Callable, replacement: Callable) -> Callable:
+@contextmanager
+def _replacing(replacements: Mapping[Place, Callable]) -> Iterator[None]:
+    """Within the context, let this thread call these in place of functions; other threads may replace the same ones."""
+    token = _running.set(replacements)
+    with _lock:
+        for owner, name in replacements:
+            count, function = _in_use.get((owner, name), (0, vars(owner)[name]))
+            _in_use[owner, name] = count + 1, function
+            if not count:
+                setattr(owner, name, _redirected((owner, name), function))
+    try:
+        yield
+    finally:
+        with _lock:
+            for owner, name in replacements:
+                count, function = _in_use.pop((owner, name))
+                if count > 1:
+                    _in_use[owner, name] = count - 1, function
+                else:
+                    setattr(owner, name, function)
+        _running.reset(token)
+
+
+def _redirected(place: Place, function: Callable) -> Callable:
     @wraps(function)
     def redirected(*args: Any, **kwargs: Any) -> Any:
-        cache = _running.get()
-        return function(*args, **kwargs) if cache is None else replacement(cache, *args, **kwargs)
+        return _running.get().get(place, function)(*args, **kwargs)
 
     return redirected
 
@@ -275,7 +269,7 @@ def recurrent_layers(model: PreTrainedModel) -> RecurrentLayers | None:
     """Return the model's recurrent layers; None if it has none, or some of a kind that is not known."""
     if type(model).__module__.startswith("transformers.") and model.config.model_type in TESTED_MODEL_TYPES:
         return None  # these have layers of attention only: no call pays for a walk through their modules
-    replaced: dict[tuple[Any, str], Callable] = {}
+    replaced: dict[Place, Callable] = {}
     for kind in {type(module) for module in modules_of(model)}:
         forward = inspect.unwrap(kind.forward)
         called = set(getattr(getattr(forward, "__code__", None), "co_names", ()))

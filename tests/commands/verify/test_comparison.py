@@ -146,6 +146,14 @@ def test_a_token_at_another_level_counts_as_rounding_in_int8_only(kind):
     assert (rounding.tolerance(1.0) > 0.1) == (kind == "int8")
 
 
+def test_rounding_is_measured_up_to_the_end_of_a_text():
+    model = new_model("llama")
+    model.generation_config.eos_token_id = 9
+    logits = model(input_ids=torch.tensor([[5, 6, 7, 8, 9, 0]])).logits[:, -4:].detach()
+    logits[:, 2:] += 100.0  # after the token that ends the text
+    assert measure_rounding(model, [[5, 6, 7]], torch.tensor([[8, 9, 0, 0]]), logits).measured < 1e-5
+
+
 def test_padding_of_rows_that_had_ended_is_no_difference():
     """The other row goes on for longer on one side: at a tie, where it picks another token."""
     plain, own = torch.tensor([[5, 2, 2, 2], [5, 6, 7, 8]]), torch.tensor([[5, 2, 2], [5, 9, 2]])

@@ -1,5 +1,9 @@
 """States of rows: after commits along trees they are those of plain forwards over the same texts."""
 
+import contextvars
+import inspect
+from functools import wraps
+
 import numpy as np
 import pytest
 import torch
@@ -338,10 +342,49 @@ def test_other_forwards_of_the_model_run_meanwhile(architecture):
     layers, cache = recurrent_layers(model), StateCache()
     functions = {key: vars(key[0])[key[1]] for key in layers._replaced}
     with layers.step(cache), layers.step(cache):
-        token = recurrent_layers.__globals__["_running"].set(None)
-        assert torch.equal(model(ids).logits, expected)
-        recurrent_layers.__globals__["_running"].reset(token)
+        assert torch.equal(contextvars.Context().run(model, ids).logits, expected)
     assert functions == {key: vars(key[0])[key[1]] for key in layers._replaced}, "restored"
+
+
+def with_kernel(layers, monkeypatch):
+    """Give the modelling file of some layers a package's kernel; return its place, the kernel, and its calls."""
+    file, name = place = next(place for place in layers._replaced if place[1] == "torch_chunk_gated_delta_rule")
+    written, calls = inspect.unwrap(vars(file)[name]), []
+
+    @wraps(written)
+    def kernel(*args, **kwargs):
+        calls.append(args)
+        return written(*args, **kwargs)
+
+    monkeypatch.setattr(file, name, kernel)
+    return place, kernel, calls
+
+
+def test_a_probe_and_a_packed_forward_of_two_threads_leave_each_other_alone(monkeypatch):
+    """They begin and end in any order; another context stands for the other thread."""
+    layers = recurrent_layers(shared_model("qwen3_next"))
+    (file, name), kernel, _ = with_kernel(layers, monkeypatch)
+    for first, second in ((layers.step(None), layers.as_written()), (layers.as_written(), layers.step(None))):
+        other = contextvars.Context()
+        first.__enter__()
+        redirected = vars(file)[name]
+        other.run(second.__enter__)
+        assert vars(file)[name] is redirected, "serves both"
+        first.__exit__(None, None, None)
+        assert vars(file)[name] is redirected, "the second goes on"
+        other.run(second.__exit__, None, None, None)
+        assert vars(file)[name] is kernel
+
+
+def test_functions_run_as_written_in_place_of_kernels(monkeypatch):
+    layers = recurrent_layers(shared_model("qwen3_next"))
+    (file, name), _, calls = with_kernel(layers, monkeypatch)
+    (q, k, v), rate = torch.randn(3, 1, 4, 2, 8), torch.rand(1, 4, 2)
+    with layers.as_written():
+        vars(file)[name](q, k, v, g=-rate, beta=rate)
+    assert not calls
+    vars(file)[name](q, k, v, g=-rate, beta=rate)
+    assert len(calls) == 1
 
 
 @torch.no_grad()
