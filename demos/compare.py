@@ -53,6 +53,7 @@ def all_methods(draft: PreTrainedModel | None, heads: str | None = None) -> list
         methods.insert(4, Method("ours, draft model", {"assistant": draft}))
     if heads is not None:
         methods.append(Method("ours, EAGLE-3", {"assistant": heads}))
+        methods.append(Method("ours, auto and EAGLE-3", {"assistant": ["auto", heads]}))
     return methods
 
 
@@ -201,7 +202,7 @@ def ready_for(model: PreTrainedModel, method: Method) -> Iterator[None]:
     `assistant=` is understood inside, no answer is remembered from the turn before, and the draft is as it was before
     afterwards: transformers leaves the draft length that it has learnt, and more, on the draft's generation config.
     """
-    if method.arguments.get("assistant") == "auto":
+    if method.is_ours:
         suffix_trees(model).remove_namespace("")
     draft = method.arguments.get("assistant_model")
     before = None if draft is None else copy.deepcopy(draft.generation_config)
