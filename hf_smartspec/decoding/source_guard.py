@@ -137,7 +137,7 @@ class GuardedSources:
                 self._drop_shown(request, error)
 
     def _drop_shown(self, request: Request, error: Exception) -> None:
-        """Drop the sources with needs, and end what recorders record: they have missed a step."""
+        """Drop a request's sources that need states or scores, and end its recordings: they have missed a step."""
         for position, source in self._serving(request):
             if source.needs:
                 self._drop(request, position, error)

@@ -26,7 +26,7 @@ from .worth import Paces
 _SPEEDUP_DECAY = 0.98  # decay per step of the tokens that the speed-up is the ratio of
 _SPEEDUP_STRENGTH = 10.0  # weight of the prior that there is no speed-up, in tokens
 _PROBE_SHARE = 0.01  # share of the time for drafts that are not expected to pay
-_MOST_DEBT = 50  # steps without drafts whose time such drafts may be behind, by prompts that were read for them
+_MOST_DEBT = 50  # steps without drafts: debt of such drafts, at most, where they read whole prompts first
 _BASELINE_INTERVAL = 200  # steps with speculation in a row before one without: the cost of plain steps stays known
 _UNKNOWN = 0.16  # doubt (log standard deviation of cost ratios) above which a size is tried
 _OPTIMISM = 3.0  # standard deviations by which sizes may be cheaper than expected, where they are tried

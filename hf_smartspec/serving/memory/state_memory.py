@@ -40,7 +40,7 @@ class StateMemory(EngineMemory):
                 self.cache.keep(row)
 
     def _make_room(self) -> None:
-        """Make room for one more kept state: in memory that no row takes, or else that the least recently used took."""
+        """Make room for one more kept state: drop the least recently used rows only where no memory is free."""
         cache = self.cache
         while not cache.has_room(cache.lines_per_state) and (row := self.prefixes.oldest()) is not None:
             self._remove([row])

@@ -28,7 +28,7 @@ class StateRows(SlotCache):
     Attributes:
         most_rows (`int`, *optional*): Bound on the rows that run, for which states are allocated.
         lines_per_state (`int`): Lines whose memory a kept state takes, within `most_lines`.
-        memory_id (`object`): Another object whenever states that were allocated lie elsewhere, or nowhere.
+        memory_id (`object`): Replaced by a new object when the memory of states moves, or is freed.
     """
 
     most_rows: int | None = None

@@ -136,7 +136,7 @@ class DeltaOperators:
         return [memory, scratch]
 
     def _addresses_in(self, cache: StateCache, like: torch.Tensor) -> np.ndarray:
-        """Return the addresses of windows and states of each layer, which are asked for seldom: that takes long."""
+        """Return the addresses of each layer's windows and states; asking torch for so many takes long."""
         windows, states = [], []
         for plan in self.plans:
             key, shape = (plan.layer, 0), (plan.heads, plan.key_size, plan.value_size)
