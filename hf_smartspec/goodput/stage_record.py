@@ -27,7 +27,7 @@ def size_class(num_rows: int) -> int:
     return num_rows.bit_length()
 
 
-def _means() -> defaultdict[int, DecayedMean]:
+def _no_benefits() -> defaultdict[int, DecayedMean]:
     return defaultdict(partial(DecayedMean, _NEWEST))
 
 
@@ -40,9 +40,10 @@ class StageRecord:
     def __init__(self) -> None:
         self.timer, self.acceptance, self.novelty = DraftTimer(), AcceptanceEstimator(), Novelty()
         # Seconds saved by drafts less those of verifying them, by `size_class`; of first sources that draft at once.
-        self.benefits = _means()
-        # Seconds that a step with drafts takes besides levels and the forward, by the same classes.
-        self._overheads = _means()
+        self.benefits = _no_benefits()
+        # Seconds that a step with drafts takes besides levels and the forward, by the same classes; from 0 on, since
+        # the first steps compile.
+        self._overheads: defaultdict[int, DecayedMean] = defaultdict(partial(DecayedMean, _NEWEST, num=1 / _NEWEST))
         self.num_trials = 0
         self.pays = False  # whether levels paid in the latest step, for sources that are asked by level
         self._resting: Sequence[Hashable] = ()  # rows whose levels did not pay, for
@@ -55,7 +56,7 @@ class StageRecord:
         if number != self._number:
             self._number = number
             self.acceptance.decay_counts()
-            self.benefits = _means()
+            self.benefits = _no_benefits()
             self._num_rests = 0
 
     def seconds(self, cost: DraftCost, levels: np.ndarray) -> float:
@@ -107,9 +108,9 @@ class StageRecord:
 
     def learn_time(self, stage: Stage, request_ids: Sequence[Hashable]) -> float:
         """Learn the time of a stage that was asked; return the seconds in which it read prompts."""
-        if stage.overhead:
-            self._overheads[size_class(len(request_ids))].add(stage.overhead)
         expected = self._seconds_of_levels(stage.cost, stage.levels)
+        if stage.overhead:  # more than the drafts take is a pause of the process
+            self._overheads[size_class(len(request_ids))].add(min(stage.overhead, expected))
         has_read = self._newcomers.time(self.timer, stage.cost, request_ids, stage.levels, stage.seconds)
         return max(stage.seconds - expected, 0.0) if has_read and expected else 0.0
 

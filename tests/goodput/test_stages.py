@@ -6,7 +6,7 @@ import pytest
 from hf_smartspec import DraftTree
 from hf_smartspec.goodput import DraftCost, GoodputAuction, Stage, StepOutcome, StepRows, StepSeconds
 from hf_smartspec.goodput.draft_cost import DraftTimer
-from hf_smartspec.goodput.stage_record import Newcomers, Novelty
+from hf_smartspec.goodput.stage_record import Newcomers, Novelty, StageRecord
 
 from .simulation import line
 
@@ -97,17 +97,23 @@ def test_levels_that_pay_are_weighed_in_every_step_and_others_in_every_16th(per_
     assert len(weighings) == num
 
 
-def test_levels_pay_only_if_they_make_up_for_what_their_steps_take_besides():
-    policy, cost = GoodputAuction(line()), model_cost(1e-9)
-    rows = alone(cost)
-    assert policy.max_nodes(rows, rows.stages[0], [DraftTree.empty()] * 2).all()
-    record = policy.records[cost]
-    before = record.seconds(cost, np.array([1, 1]))
-    rows.stages[0].overhead = 1.0
-    record.learn_time(rows.stages[0], rows.request_ids)
-    assert record.seconds(cost, np.array([1, 1])) - before == pytest.approx(1.0)
+def test_steps_with_drafts_by_level_have_an_overhead_of_which_pauses_are_no_part():
+    cost, record = model_cost(0.01), StageRecord()
+    for seconds in (1e9, *[0.002] * 60):
+        rows = alone(cost)
+        rows.stages[0].asked, rows.stages[0].seconds, rows.stages[0].overhead = np.ones(2, int), 0.01, seconds
+        record.learn_time(rows.stages[0], rows.request_ids)
+        assert record.overhead(2) <= 0.002
+    assert record.overhead(2) == pytest.approx(0.002, rel=0.05)
+    assert record.seconds(cost, np.array([1, 1])) == pytest.approx(0.012, rel=0.05)
     assert record.seconds(cost, np.array([0, 0])) == 0 and record.overhead(1) == 0, "in steps of about as many rows"
-    rows = alone(cost)
+
+
+def test_levels_that_do_not_make_up_for_the_overhead_are_not_drafted(monkeypatch):
+    policy, rows = GoodputAuction(line()), alone(model_cost(1e-9))
+    assert policy.max_nodes(rows, rows.stages[0], [DraftTree.empty()] * 2).all()
+    monkeypatch.setattr(StageRecord, "overhead", lambda *_: 1.0)
+    rows = alone(model_cost(1e-9))
     assert not policy.max_nodes(rows, rows.stages[0], [DraftTree.empty()] * 2).any()
 
 
