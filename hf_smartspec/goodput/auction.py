@@ -201,9 +201,8 @@ class GoodputAuction(LengthPolicy):
     def _with_probes(self, rows: StepRows, stage: Stage, levels: np.ndarray, may: np.ndarray) -> np.ndarray:
         """Add one level now and then to rows without a draft: acceptance is learnt from it, verified or not."""
         record = self.records[stage.cost]
-        if self._probe_seconds < (
-            0.0 if levels.any() else record.timer.seconds(stage.cost)[0]
-        ):  # not even for one call, as mostly
+        least = 0.0 if levels.any() else record.timer.seconds(stage.cost)[0]
+        if self._probe_seconds < least:  # mostly, there is not even time for one call
             return levels
         idle = (levels == 0) & may
         if not idle.any():
