@@ -69,10 +69,10 @@ class Drafting:
         self._unlearnt: Callable[[], None] | None = None  # learns from the latest step, if that was put off
         # Whether some source was asked in the latest step; always True in processes that do not draft.
         self.has_asked = True
-        # Seconds to pass on a step's outcome to sources and policy: of the latest step with drafts that read no prompts,
+        # Seconds to pass a step's outcome on to sources and policy: of the latest step with drafts and without prompts,
         # and of all steps.
         self._seconds_learning = self._seconds_observed = 0.0
-        self._has_learnt = False  # whether the latest step had drafts and read no prompts
+        self._has_learnt = False  # whether the latest step had drafts and no prompts
         self._seconds_selecting = 0.0  # in all steps, for sources that draft in one call
         self._seconds_meanwhile = 0.0  # spent on learning while a device computed
         # Accepted lengths by source, for sources after the first one: a running mean that begins with one token.
