@@ -80,6 +80,7 @@ class Session:
     def __init__(self, report: dict[str, Any], path: Path | None = None, seconds: float = math.inf):
         self.report, self.path, self.seconds = report, path, seconds
         self.start = time.monotonic()
+        self._until = math.inf  # end of the section that is measured
         self._failed: set[str] = set()  # in this run; failures of an earlier one are tried again
         for name in _PARTS:
             report.setdefault(name, {})
@@ -87,6 +88,11 @@ class Session:
     @property
     def elapsed(self) -> float:
         return time.monotonic() - self.start
+
+    @property
+    def has_time(self) -> bool:
+        """Return whether the section that is measured has time for repeats."""
+        return self.elapsed < self._until
 
     def rows(self, section: str) -> Rows:
         """Return what has been measured of a section."""
@@ -103,8 +109,9 @@ class Session:
             with track(desc="measuring", unit=" cases") as progress:
                 for section in sections:
                     until += self.seconds * section.share / whole
+                    self._until = until
                     try:
-                        self._run_section(section, until, progress)
+                        self._run_section(section, progress)
                     finally:
                         claims += self._show(section, console)
         finally:
@@ -113,13 +120,13 @@ class Session:
             self._show_end(console)
         return 1 if self.report["failures"] else exit_status(claims)
 
-    def _run_section(self, section: Section, until: float, progress: Any) -> None:
+    def _run_section(self, section: Section, progress: Any) -> None:
         try:
             cases = section.cases() if section.turns == 1 else list(section.cases())
             for turn in range(section.turns):
                 for case in cases if turn % 2 == 0 else reversed(list(cases)):  # back and forth
                     progress.set_postfix_str(f"{section.name}: {case.name}")
-                    self._run_case(section, case, until)
+                    self._run_case(section, case)
                     progress.update()
         except UsageError:
             raise
@@ -127,7 +134,7 @@ class Session:
             self.report["failures"][section.name] = traceback.format_exc()
             self.write()
 
-    def _run_case(self, section: Section, case: Case, until: float) -> None:
+    def _run_case(self, section: Section, case: Case) -> None:
         rows, key = self.report["results"].setdefault(section.name, {}), f"{section.name}: {case.name}"
         runs = rows.get(case.name, {}).get("runs", [])
         is_measured = case.name in rows if section.turns == 1 else len(runs) >= section.turns
@@ -135,7 +142,7 @@ class Session:
             return
         for name in _PARTS[1:]:
             self.report[name].pop(key, None)
-        begin = self.elapsed
+        begin, until = self.elapsed, self._until
         if begin >= until:
             self.report["skipped"][key] = f"the time of the section was over: {begin:.0f} of {until:.0f} s"
         else:

@@ -29,3 +29,16 @@ def stopping_after(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def interrupted_by_sigterm() -> Iterator[None]:
+    """Raise `KeyboardInterrupt` in the block at SIGTERM, as at Ctrl-C; main threads only can."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -30,4 +30,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompts", type=Path, metavar="FILE", help=".jsonl with prompts and responses (default: the demo's)"
     )
-    add_session_arguments(parser, Path("bench-gpu.json"), seconds=520.0)
+    add_session_arguments(parser, Path("bench-gpu.json"), seconds=480.0)

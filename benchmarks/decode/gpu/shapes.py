@@ -1,7 +1,7 @@
 """Models and texts of the bench: a target as it is, and enlarged to the cost of large ones."""
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from hf_smartspec.commands.common.models import PROMPTS, encode, left_padded, lo
 from hf_smartspec.commands.common.recordings import Fields, Texts, read_requests
 from hf_smartspec.commands.common.runs import eos_ids, up_to_end
 from hf_smartspec.commands.common.setup import Setup
+from hf_smartspec.target_model.graphs import RUNS_UNTIL_RECORDED
 
 from .arguments import OWN
 
@@ -35,7 +36,9 @@ class Plan:
         requests (`int`): Number of requests of real text that are served one after the other at batch 1.
         correct_sizes, correct_tokens: Batch sizes, and new tokens, where tokens are compared.
         copied (`int`): Bytes by which the bandwidth is measured.
-        repeats (`int`): Timed runs of a forward; runs of a whole batch are at most `runs`.
+        repeats (`int`): Timed runs of a forward.
+        warm_ups, runs (`int`): The most runs of a whole workload before it is timed, and timed ones.
+        repeated_for (`float`): Seconds of either after which no further ones begin.
     """
 
     shapes: dict[str, float] = field(default_factory=lambda: {"7B": 6.7e9, "1B": 1.1e9})
@@ -47,12 +50,14 @@ class Plan:
     context: int = 128
     new_tokens: int = 64
     text_tokens: int = 64
-    requests: int = 4
+    requests: int = 2
     correct_sizes: Sequence[int] = (1, 3, 8)
     correct_tokens: int = 24
     copied: int = 2**31
     repeats: int = 11
-    runs: int = 2
+    warm_ups: int = RUNS_UNTIL_RECORDED
+    runs: int = 3
+    repeated_for: float = 2.5
 
     @classmethod
     def smoke(cls) -> "Plan":
@@ -70,6 +75,7 @@ class Plan:
             correct_tokens=5,
             copied=2**22,
             repeats=2,
+            warm_ups=1,
             runs=1,
         )
 
@@ -84,10 +90,6 @@ class Workload(NamedTuple):
     def num_tokens(self) -> int:
         return sum(map(len, self.responses))
 
-    def cut(self, num_tokens: int) -> "Workload":
-        """Return the same requests with shorter answers."""
-        return Workload(self.prompts, [response[:num_tokens] for response in self.responses])
-
 
 class World:
     """
@@ -96,6 +98,9 @@ class World:
     Args:
         names (`dict`): Folders or hub ids: "target" and, if there is one, "draft".
         prompts (`Path`): A .jsonl file of prompts and responses.
+
+    Attributes:
+        has_time (`Callable`): Returns whether the section that is measured has time left.
 
     Raises:
         UsageError: If the target has no tokenizer.
@@ -107,6 +112,7 @@ class World:
             raise UsageError(f"--model: {names['target']!r} has no tokenizer")
         self.plan, self.device, self.names, self._prompts = plan, device, names, prompts
         self.tokenizer: PreTrainedTokenizerBase = tokenizer
+        self.has_time: Callable[[], bool] = lambda: True
         self._loaded: dict[tuple[str, str], PreTrainedModel] = {}
         self._shape: tuple[str, PreTrainedModel] | None = None
         self._own_text: dict[int, Workload] = {}

@@ -26,13 +26,15 @@ _COMPILED_SIZES = (1, 8)  # of batches: each is compiled by itself
 
 def acceptance(world: World, shape: str, share: float) -> Section:
     """Return measurements of known texts, drafted at known rates of acceptance."""
-    ways = {PLAIN: generate(), "none": engine(partial(_drafted, world, "none"))}
-    ways |= {rate_name(rate): engine(partial(_known, rate)) for rate in RATES} | {CONTINUOUS: continuous()}
+    first, *others = [{rate_name(rate): engine(partial(_known, rate))} for rate in RATES]
+    plain = {PLAIN: generate(), "none": engine(partial(_drafted, world, "none"))}
+    parts = [plain | first, {CONTINUOUS: continuous()}, *others]  # what matters most comes first, for all batch sizes
 
     def cases() -> Iterator[Case]:
-        for batch_size in world.plan.batch_sizes:
-            for name, way in ways.items():
-                yield _case(world, shape, f"batch {batch_size}, {name}", world.random_text, batch_size, way)
+        for ways in parts:
+            for batch_size in world.plan.batch_sizes:
+                for name, way in ways.items():
+                    yield _case(world, shape, f"batch {batch_size}, {name}", world.random_text, batch_size, way)
 
     return Section(f"{ACCEPTANCE} {shape}", cases, _COLUMNS, share=share)
 
@@ -43,12 +45,16 @@ def text(world: World, shape: str, share: float) -> Section:
     text.
     """
 
+    own, recorded = ("own", world.own_text), ("people's", world.recorded_text)
+    ways = {PLAIN: generate()} | {name: engine(partial(_drafted, world, name)) for name in _sources(world)}
+    first, *larger = world.plan.batch_sizes
+    parts = [(own, first, ways), (recorded, first, ways), (own, first, _assisted(world))]
+    parts += [(own, batch_size, ways) for batch_size in larger] + [(recorded, first, _assisted(world))]
+
     def cases() -> Iterator[Case]:
-        for batch_size in world.plan.batch_sizes:
-            for name, way in _ways(world, batch_size).items():
-                yield _case(world, shape, f"own, batch {batch_size}, {name}", world.own_text, batch_size, way)
-        for name, way in _ways(world, 1).items():
-            yield _case(world, shape, f"people's, batch 1, {name}", world.recorded_text, 1, way)
+        for (kind, texts), batch_size, chosen in parts:
+            for name, way in chosen.items():
+                yield _case(world, shape, f"{kind}, batch {batch_size}, {name}", texts, batch_size, way)
 
     return Section(f"{TEXT} {shape}", cases, _COLUMNS, share=share)
 
@@ -88,15 +94,14 @@ def _case(
     return Case(name, lambda: measure(world, shape, partial(texts, num_rows), batch_size, way))
 
 
-def _ways(world: World, batch_size: int) -> dict[str, Way]:
-    ways: dict[str, Way] = {PLAIN: generate()}
-    has_draft = "draft" in world.names
-    if batch_size == 1:
-        if has_draft:
-            ways["assistant_model"] = assisted(lambda: {"assistant_model": world.draft()})
-        ways["transformers' lookup"] = assisted(lambda: {"prompt_lookup_num_tokens": 10})
-    ways |= {name: engine(partial(_drafted, world, name)) for name in _SOURCES if has_draft or name != "draft"}
-    return ways if batch_size == 1 else ways | {CONTINUOUS: continuous()}
+def _sources(world: World) -> list[str]:
+    return [name for name in _SOURCES if name != "draft" or name in world.names]
+
+
+def _assisted(world: World) -> dict[str, Way]:
+    """Return transformers' own drafts, which are for single texts."""
+    ways = {"assistant_model": assisted(lambda: {"assistant_model": world.draft()})} if "draft" in world.names else {}
+    return ways | {"transformers' lookup": assisted(lambda: {"prompt_lookup_num_tokens": 10})}
 
 
 def _known(rate: float, model: PreTrainedModel, work: Workload) -> SmartSpecConfig:

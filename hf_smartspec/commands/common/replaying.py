@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -10,6 +11,7 @@ from transformers import LogitsProcessor, PreTrainedModel
 
 from ...decoding.call import Request
 from ...prepare.config import SmartSpecConfig
+from ...prepare.sources import Assistant
 from ...serving.engine import Engine
 from ...serving.memory.budget import Budget
 from ...serving.memory.kv_memory import EngineMemory
@@ -116,6 +118,17 @@ class _RecordedMemory(EngineMemory):
         text = np.concatenate([request.prompt, self.texts[request.prompt.tobytes()]])
         self.forward.set_text(request.cache_row, text)
 
+    def drop_kept(self) -> None:
+        """Drop the rows of ended requests; none must be running."""
+        for row in sorted(self.prefixes.clear(), key=lambda row: row.num_sharers > 0):  # rows that others share last
+            self.cache.remove(row)
+
+    def _shrink(self) -> None:
+        """Keep all memory, also after `drop_kept`: recorded forwards are valid for its addresses only."""
+
+    def expire(self) -> None:
+        """Keep all memory when the engine is started again: the model does not change meanwhile."""
+
 
 class ReplayEngine(Engine):
     """
@@ -139,7 +152,23 @@ class ReplayEngine(Engine):
     ):
         self.texts = {prompt.tobytes(): response for prompt, response in zip(prompts, responses)}
         self.end_id = end_id
+        self._num_forgotten = 0
         super().__init__(model, assistant, max_batch_size)
 
     def _new_memory(self, max_batch_size: int, budget: Budget) -> EngineMemory:
-        return _RecordedMemory(self.model, max_batch_size, budget, self)
+        self._replayed = _RecordedMemory(self.model, max_batch_size, budget, self)
+        return self._replayed
+
+    def forget_texts(self) -> Assistant:
+        """
+        Forget the texts of all requests so far, which must have ended, while the engine is stopped. Memory, recorded
+        forwards, and measured costs and rates stay.
+
+        Returns:
+            The assistant for the requests that follow: its sources draft nothing from earlier texts.
+        """
+        self._replayed.drop_kept()
+        self._replayed.scheduler.lends_rows = True  # none are reserved for namespaces of before
+        self._num_forgotten += 1
+        config, source = self._assistant
+        return Assistant(replace(config, namespace=f"texts {self._num_forgotten}"), source)

@@ -1,6 +1,8 @@
 """`python -m benchmarks gpu`: all of it on a tiny model without a GPU, what is kept, and what is told of it."""
 
 import json
+import os
+import signal
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from transformers.utils import logging
 
 from benchmarks.decode.gpu import bandwidth, correctness, serving, verification
 from benchmarks.decode.gpu.shapes import Plan
+from hf_smartspec.commands.main import INTERRUPTED
 from tests.benchmarks.helpers import bench
 from tests.folders import save_tiny_models
 
@@ -133,6 +136,14 @@ def test_what_there_was_no_time_for_is_named(call):
     status, report = call("--section", "bandwidth", "--resume")
     assert not any(name.startswith("bandwidth") for name in report["skipped"])
     assert len(report["results"]["bandwidth"]) == 3
+
+
+def test_what_was_measured_before_sigterm_is_kept_and_held_against_targets(call, monkeypatch):
+    monkeypatch.setattr(bandwidth, "_sum", lambda data: os.kill(os.getpid(), signal.SIGTERM))
+    status, report = call("--section", "bandwidth")
+    assert status == INTERRUPTED and list(report["results"]["bandwidth"]) == ["copy"]
+    assert report["targets"] and all(item["reached"] is None for item in report["targets"])
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 @pytest.mark.parametrize(

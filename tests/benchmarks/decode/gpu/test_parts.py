@@ -1,4 +1,4 @@
-"""Parts of `benchmarks gpu`: drafts of fixed acceptance, what is counted, and what is held against targets."""
+"""Parts of `benchmarks gpu`: drafts of fixed acceptance, what is repeated, counted, and held against targets."""
 
 from collections import Counter
 from contextlib import contextmanager
@@ -6,12 +6,17 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from torch.autograd import DeviceType
 
-from benchmarks.decode.gpu import waits
+from benchmarks.decode.gpu import serving, waits
+from benchmarks.decode.gpu.arguments import SECTIONS, SHAPES
 from benchmarks.decode.gpu.bandwidth import cache_bytes, weight_bytes
+from benchmarks.decode.gpu.command import make_sections
+from benchmarks.decode.gpu.shapes import Plan, Workload
 from benchmarks.decode.gpu.speed import FixedAcceptance
 from benchmarks.decode.gpu.targets import targets
+from benchmarks.kit.time_limit import OutOfTimeError
 from tests.models import new_model
 
 
@@ -103,3 +108,60 @@ def test_targets_hold_the_slowest_against_plain_decoding():
     assert [item["reached"] for item in found] == [False, True, False, None, True]
     assert found[0]["target"] == "at most 1.15" and found[1]["target"] == "at least 2.5"
     assert all(item.check({})["reached"] is None for item in targets("7B", [8]))
+
+
+def timed(world, *seconds):
+    """Measure a way whose runs take these seconds; after the last one, it is stopped."""
+
+    @contextmanager
+    def way(model, work, batch_size):
+        yield lambda: {"seconds": taken.pop(0)} if taken else stop()
+
+    def stop():
+        raise OutOfTimeError
+
+    taken = list(seconds)
+    return serving.measure(world, "7B", lambda: Workload([np.arange(3)], [np.arange(12)]), 1, way)
+
+
+def world_of(**plan):
+    model = new_model("llama")
+    return SimpleNamespace(
+        target=lambda shape: model, device=model.device, has_time=lambda: True, plan=Plan(warm_ups=2, runs=3, **plan)
+    )
+
+
+def test_workloads_are_answered_before_they_are_timed():
+    row = timed(world_of(), 9e-3, 8e-3, 3e-3, 1e-3, 2e-3, 7e-3)
+    assert row["warm_ups"] == [9e-3, 8e-3] and row["runs"] == [3e-3, 1e-3, 2e-3]
+    assert row["seconds"] == 2e-3 and row["tokens_per_second"] == 12 / 2e-3
+
+
+def test_long_runs_are_not_repeated():
+    row = timed(world_of(repeated_for=2.0), 3.0, 1.5, 1.0, 1.0)
+    assert row["warm_ups"] == [3.0] and row["runs"] == [1.5, 1.0]
+
+
+def test_without_time_nothing_is_repeated_and_what_was_measured_is_kept():
+    world = world_of()
+    assert timed(world, 4e-3, 4e-3, 5e-3)["runs"] == [5e-3], "stopped in the second timed run"
+    with pytest.raises(OutOfTimeError):
+        timed(world, 4e-3, 4e-3)
+    world.has_time = lambda: False
+    row = timed(world, 4e-3, 5e-3, 6e-3)
+    assert row["warm_ups"] == [4e-3] and row["runs"] == [5e-3]
+
+
+def test_what_matters_most_is_measured_first():
+    texts = dict.fromkeys(("random_text", "own_text", "recorded_text"))
+    world = SimpleNamespace(plan=Plan(), names={"target": "", "draft": ""}, device=torch.device("cpu"), **texts)
+    sections = {item.name: item for item in make_sections(world, {}, SECTIONS, SHAPES)}
+    names = list(sections)
+    assert names[:5] == ["correctness", "bandwidth", "verification 7B", "acceptance 7B", "text 7B"]
+    assert names[-2:] == ["compiled 1B", "compiled 7B"], "compiling may take very long"
+    acceptance = [case.name for case in sections["acceptance 7B"].cases()]
+    wanted = [f"batch {size}, {way}" for size in (1, 128, 8, 32) for way in ("generate", "none", "acceptance 0.7")]
+    assert acceptance[: len(wanted)] == wanted
+    text = [case.name for case in sections["text 7B"].cases()]
+    assert text.index("people's, batch 1, auto") < text.index("own, batch 1, assistant_model")
+    assert len(set(text)) == len(text) == 2 * (5 + 2) + 3 * 5
