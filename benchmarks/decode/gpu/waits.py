@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from hf_smartspec.commands.common.models import left_padded
 from hf_smartspec.generate import enabled
 from hf_smartspec.prepare.config import SmartSpecConfig
+from hf_smartspec.target_model.graphs import RUNS_UNTIL_RECORDED
 
 from ...kit.session import Case, Section
 from ...kit.sources import sources_by_name
@@ -95,7 +96,8 @@ def _inputs(world: World, model: PreTrainedModel, batch_size: int) -> dict[str, 
 
 def _measured(call: Callable[[int], int]) -> Row:
     """Return figures of a step: the difference of a long and a short call, by the difference of their steps."""
-    call(_LONG)  # warms up
+    for _ in range(RUNS_UNTIL_RECORDED):
+        call(_LONG)  # warms up
     totals, steps = [], []
     for num_tokens in (_SHORT, _LONG):
         counts: Counter[str] = Counter()
