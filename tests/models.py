@@ -149,6 +149,16 @@ _RECURRENT = {
     ),
     "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", _LLAMA | _DELTA | _SHARED_EXPERT | {"head_dim": 16}),
     "qwen3_next": ("Qwen3NextConfig", _LLAMA | _DELTA | _SHARED_EXPERT | {"head_dim": 8}),
+    "qwen4_exp_text": (  # chooses 2 of its blocks of 2 keys; hashes the last 3 tokens
+        "Qwen4ExpTextConfig",
+        _LLAMA
+        | _DELTA
+        | _SHARED_EXPERT
+        | {"head_dim": 8, "hc_count": 2, "hc_lowrank": 8, "ple_layer_ids": [1], "ple_embed_dim": 32}
+        | {"ngram_size": 3, "heads_per_ngram": 2, "ngram_vocab_size_base": 50, "split_ngram_parts": 1}
+        | {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 4}
+        | {"indexer_compress_ratio": 2, "eos_token_id": 2}
+    ),
     "olmo_hybrid": ("OlmoHybridConfig", _LLAMA | _DELTA),
     "kimi_linear": (
         "KimiLinearConfig",

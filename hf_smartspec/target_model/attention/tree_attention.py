@@ -77,6 +77,9 @@ def tree_attention(
     packed = query[0].transpose(0, 1)
     if encoded is not None:
         return encoded.attend(module, packed, key, value, layout, position_bias, **options)[None], None
+    chosen, layout.chosen = layout.chosen, None
+    if chosen is not None:
+        options["bias"] = dict(zip(layout.parts, chosen)).__getitem__
     output = packed_attention(packed, key[0].transpose(0, 1), value[0].transpose(0, 1), layout, **options)
     return output[None], None
 
@@ -99,7 +102,8 @@ def packed_attention(
         packed (`torch.Tensor` of shape `[N, heads, head_dim]`): Queries of all rows.
         key, value (`torch.Tensor` of shape `[lines, kv_heads, head_dim]`): Memory, as `SlotLayer.write` returns it.
         window (`int`, *optional*): Length of the sliding window.
-        bias (`Callable`, *optional*): Returns the summand of a part's scores, `[R, heads, S, K]`.
+        bias (`Callable`, *optional*): Returns the summand of a part's scores, `[R, heads, S, K]`; `[R, 1, S, K]` for
+            all heads.
 
     Returns:
         `torch.Tensor` of shape `[N, heads, head_dim]`.
@@ -160,7 +164,7 @@ def attend_part(
 ) -> torch.Tensor:
     """
     Compute the attention of one part, `[R * S, heads, head_dim]`, whose queries are gathered from the packed ones. A
-    `bias` `[R, heads, S, K]` is for heads that are not grouped.
+    `bias` `[R, heads, S, K]` is for heads that are not grouped; one for all heads, `[R, 1, S, K]`, for any.
     """
     num_heads, kv_heads = packed.shape[1], key.shape[1]
     groups = num_heads // kv_heads
@@ -168,7 +172,9 @@ def attend_part(
     keys, values = part.view(key), part.view(value)
     mask = part.mask(window, groups, packed.dtype)
     if bias is not None:
-        assert groups == 1, "biases of grouped heads"
+        if groups > 1:
+            assert bias.shape[1] == 1, "biases of grouped heads"
+            bias = bias.repeat_interleave(groups, dim=2)
         mask = bias if mask is None else bias + mask
     if softcap is None:
         output = _attention(folded, keys, values, mask, dropout, scaling)

@@ -309,8 +309,7 @@ class SlotCache(Cache):
         if is_new:
             new = iter(others)
             for layer in self.layers:
-                if layer.is_initialized:
-                    layer.hold(next(new), next(new))
+                layer.hold(*[next(new) for _ in layer.memories])
 
     # Contents of rows
 

@@ -34,6 +34,8 @@ class SlotLayer(CacheLayerMixin):
 
     is_sliding = False
     is_compileable = False
+    has_index = False  # whether the last memory holds keys of an indexer
+    indexer_position_ids = property(lambda self: None, lambda self, positions: None)  # rotations are kept with the keys
 
     def __init__(self, cache: Lines):
         self.cache = cache
@@ -45,7 +47,7 @@ class SlotLayer(CacheLayerMixin):
         addresses takes long, since after a forward none of them is in the processor's cache. Nothing else replaces
         memory.
         """
-        self.memories = memories  # keys and values, once allocated
+        self.memories = memories  # keys and values, once allocated, and the keys of an indexer, if there is one
         on_cpu = [memory for memory in memories if memory.is_cpu]
         self.addresses = tuple([memory.data_ptr() for memory in on_cpu])
         self.line_bytes = tuple([memory.shape[1:].numel() * memory.itemsize for memory in on_cpu])
@@ -68,12 +70,12 @@ class SlotLayer(CacheLayerMixin):
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]
         """Return whether memory is allocated."""
-        return bool(self.memories)
+        return len(self.memories) > 1
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate memory for states of this kind, `[..., heads, length, head_dim]`."""
         states = key_states, value_states
-        self.hold(*[self.cache.memory(item, item.shape[1], item.shape[3]) for item in states])
+        self.hold(*[self.cache.memory(item, item.shape[1], item.shape[3]) for item in states], *self.memories)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -93,6 +95,15 @@ class SlotLayer(CacheLayerMixin):
                 states = states.to(memory.dtype)
             memory.index_copy_(0, layout.lines, states)
         return self.keys, self.values
+
+    def write_index(self, keys: torch.Tensor) -> torch.Tensor:
+        """Scatter an indexer's packed keys `[N, size]`; return their memory, `[lines, 1, size]`."""
+        if not self.has_index:
+            self.hold(*self.memories, self.cache.memory(keys, 1, keys.shape[1]))
+            self.has_index = True
+        layout = self.cache.layout
+        assert layout is not None, "a slot cache is written by a packed forward only"
+        return self.memories[-1].index_copy_(0, layout.lines, keys[:, None])
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cache.num_lines, 0

@@ -61,6 +61,7 @@ class StepLayout:
     encoded: EncodedAttention | None = None
     seen: dict = field(default_factory=dict)  # `SeenLines` of compiled attention, built once per step
     shared: list[SharedPart] = field(default_factory=list)
+    chosen: list[torch.Tensor] | None = None  # what the layer that runs next adds to scores, by parts
 
     def owners(self) -> list[Any]:
         """List the objects whose tensors, which their `sent` names, are sent to the device."""

@@ -233,9 +233,9 @@ class StateCache(StateRows):
 
     # What the replaced functions call
 
-    def enter(self, layer: Any) -> None:
+    def enter(self, layer: Any, number: int = 0) -> None:
         """Let what is run next be a layer's, given by its number; by itself, if it keeps its states in itself."""
-        self._key = layer, 0
+        self._key = layer, number
 
     def convolve(
         self, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None
@@ -256,7 +256,16 @@ class StateCache(StateRows):
         short = step.short if not step.has_rounds and (is_silu or activation is None) else None
         if short is not None and can_convolve(inputs, weight, bias):
             return short.convolve(self._key, inputs, memory, weight, bias, is_silu)
-        windows, known = memory[step.at], None
+        output = self.last_inputs(inputs, width).float().mul_(weight.T.float()).sum(1)  # in place, for its size
+        if bias is not None:
+            output = output + bias.float()
+        output = output.to(weight.dtype)
+        return output if activation is None else ACT2FN[activation](output)
+
+    def last_inputs(self, inputs: torch.Tensor, width: int) -> torch.Tensor:
+        """Return the inputs `[N, channels]` of every token and its nearest ancestors, itself last, `[N, width, channels]`."""
+        step = self.step
+        windows, known = self.windows(self._key, inputs, width, inputs.shape[1])[step.at], None
         if step.before is not None:
             known = step.before.windows[self._key][step.own]
             windows = torch.cat([windows, known.flatten(0, 1)])
@@ -264,11 +273,7 @@ class StateCache(StateRows):
         sources = step.sources(width, len(windows))
         after = inputs[step.tails(sources)[..., 1:]]
         step.windows[self._key] = after if known is None else torch.cat([known, after], dim=1)
-        output = inputs[sources].float().mul_(weight.T.float()).sum(1)  # in place: larger than the inputs by the width
-        if bias is not None:
-            output = output + bias.float()
-        output = output.to(weight.dtype)
-        return output if activation is None else ACT2FN[activation](output)
+        return inputs[sources]
 
     def is_prompt(self) -> torch.Tensor:
         """Return for every token of the step whether it belongs to a prompt, `[N]`, bool."""

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from functools import partial, wraps
 from threading import Lock
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import linear
@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from ...cpu.few_tokens import product
 from ..compat import TESTED_MODEL_TYPES, modules_of
 from .cache import StateCache
+from .chosen import chosen_keys
 
 _CONVOLUTION = "causal_conv1d_fn"
 Place = tuple[Any, str]  # a modelling file's module or a layer's class, and the name of a function there
@@ -162,6 +163,55 @@ def _gated_recurrence(
     return output.to(hidden_states.dtype)[None], layer.recurrent_states
 
 
+def _dilated_convolution(
+    cache: StateCache, layer: Any, /, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """Replace the short convolution of n-gram features (Qwen4-Exp), whose inputs lie `ngram_size` tokens apart."""
+    weight, reach = layer.conv1d.weight[:, 0], layer.short_conv_state_len
+    spread = weight.new_zeros(len(weight), reach + 1)
+    spread[:, :: layer.conv1d.dilation[0]] = weight
+    cache.enter(layer.layer_idx, 1)
+    return cache.convolve(hidden_states[0], spread, None, "silu").to(hidden_states.dtype)[None]
+
+
+class _Context(NamedTuple):
+    """What n-gram embeddings read of a cache: the tokens before each token, `[N, context_len]`."""
+
+    tokens: torch.Tensor
+
+    def get_conv_state(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.tokens
+
+    def update_conv_state(self, conv_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return conv_states
+
+
+def _ngram_embedding(
+    cache: StateCache, layer: Any, /, input_ids: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """Replace the forward of n-gram embeddings (Qwen4-Exp): every token is a row of its own, after its ancestors."""
+    eos = layer.eos_token_id  # stands before a text; zeros stand there in windows
+    cache.enter(layer.layer_idx, 2)
+    tokens = cache.last_inputs(input_ids[0].long()[:, None] - eos, layer.ngram_size)[..., 0] + eos
+    forward = inspect.unwrap(type(layer).forward)
+    return forward(layer, tokens[:, -1:], _Context(tokens[:, :-1])).transpose(0, 1)
+
+
+def _indexer(
+    cache: StateCache,
+    layer: Any,
+    /,
+    hidden_states: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Replace the forward of indexers (Qwen4-Exp), whose choice tree attention reads from the layout."""
+    assert cache.layout is not None, "a packed forward"
+    cache.layout.chosen = chosen_keys(cache, layer, hidden_states, position_embeddings)
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=hidden_states.device)
+
+
 def _unmasked(cache: StateCache, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
     """Replace `apply_mask_to_padding_states`, to which some models (Mamba-1) pass masks of any shape."""
     return hidden_states
@@ -194,6 +244,9 @@ _METHODS: dict[str, tuple[str, Callable]] = {
     "set_linear_cache": ("forward", _lightning_attention),
     "rg_lru": ("forward", _recurrent_block),
     "_rnn_scan": ("_rnn_scan", _gated_recurrence),
+    "_short_conv": ("_short_conv", _dilated_convolution),
+    "_shift_right_ignore_eos": ("forward", _ngram_embedding),
+    "block_topk": ("forward", _indexer),
 }
 _BY_CHANNEL = 16  # tokens of a piece where every channel decays by itself: scores of pairs are kept per channel
 _CHUNK = 64
@@ -276,6 +329,8 @@ def recurrent_layers(model: PreTrainedModel) -> RecurrentLayers | None:
         for name in called & _METHODS.keys():
             method, replacement = _METHODS[name]
             replaced[next(own for own in kind.__mro__ if method in vars(own)), method] = replacement
+        if any(_METHODS[name][0] == "forward" for name in called & _METHODS.keys()):
+            continue  # replaced as a whole
         needed = [{_CONVOLUTION}] if "update_conv_state" in called else []
         needed += [set(_SCANS)] if "update_recurrent_state" in called else []
         if not needed:
