@@ -161,11 +161,15 @@ class PackedForward(RaggedForward):
         kwargs: dict[str, Any] = {self._cache_name: self.cache}
         if self._selects_logits:
             kwargs["logits_to_keep"] = 0 if layout.kept is None else layout.kept
+        mask = layout.tokens.new_zeros(1, 1, 1, 1)
+        if self.recurrent is not None and self.recurrent.chooses_keys:
+            mask = mask == 0  # indexers' layers combine it with another one
+            self.cache.layer(self.model.config.get_text_config(decoder=True).num_hidden_layers - 1)  # read as `layers`
         # A 4-D mask makes models skip the building of their own; tree attention reads the layout instead.
         output = self.model(
             input_ids=layout.tokens,
             position_ids=layout.positions,
-            attention_mask=layout.tokens.new_zeros(1, 1, 1, 1),
+            attention_mask=mask,
             use_cache=self._takes_any_cache,  # the cache is passed all the same
             return_dict=True,
             **kwargs,

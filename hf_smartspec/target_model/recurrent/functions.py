@@ -245,7 +245,7 @@ _METHODS: dict[str, tuple[str, Callable]] = {
     "rg_lru": ("forward", _recurrent_block),
     "_rnn_scan": ("_rnn_scan", _gated_recurrence),
     "_short_conv": ("_short_conv", _dilated_convolution),
-    "_shift_right_ignore_eos": ("forward", _ngram_embedding),
+    "ngram_heads_vocab_sizes": ("forward", _ngram_embedding),
     "block_topk": ("forward", _indexer),
 }
 _BY_CHANNEL = 16  # tokens of a piece where every channel decays by itself: scores of pairs are kept per channel
@@ -258,11 +258,16 @@ class RecurrentLayers:
 
     Args:
         replaced (dict): What replaces functions of modelling files and methods of layers.
+
+    Attributes:
+        chooses_keys (`bool`): Whether layers of attention choose keys for every query.
+        chunk (`int`): Fed tokens that a recurrence runs at once.
     """
 
     def __init__(self, replaced: dict[Place, Callable]):
         self._replaced = replaced
         is_by_channel = any(name == "chunk_kimi_delta_attention" for _, name in replaced)
+        self.chooses_keys = _indexer in replaced.values()
         self.chunk = _BY_CHANNEL if is_by_channel else _CHUNK
 
     def step(self, cache: StateCache) -> AbstractContextManager[None]:
