@@ -358,7 +358,20 @@ class SlotCache(Cache):
                         padded[number, :, targets[first:end]] = memory[line : line + end - first].transpose(0, 1)
                 states.append(padded)
             cache.update(states[0], states[1], index)
+            if layer.has_index:
+                self._export_index(states[2][:, 0], columns, cache, index)
         return cache
+
+    def _export_index(self, keys: torch.Tensor, columns: Sequence[torch.Tensor], cache: Cache, index: int) -> None:
+        """Write an indexer's keys `[rows, total_length, size]`, rotations included, to one of transformers' caches."""
+        own: Any = cache.layers[index]
+        own.update_indexer(keys[..., : self.layers[index].index_size].contiguous())
+        if any(layer.has_index for layer in self.layers[:index]):
+            return  # the first layer has the positions of all
+        positions = torch.zeros(keys.shape[:2], dtype=torch.long, device=keys.device)
+        for number, targets in enumerate(columns):
+            positions[number, targets] = torch.arange(len(targets), device=keys.device)
+        own.indexer_position_ids = positions.expand(3, -1, -1)
 
     def load(self, cache: DynamicCache, rows: Sequence[CacheRow], columns: Sequence[torch.Tensor]) -> None:
         """

@@ -34,7 +34,7 @@ class SlotLayer(CacheLayerMixin):
 
     is_sliding = False
     is_compileable = False
-    has_index = False  # whether the last memory holds keys of an indexer
+    index_size = 0  # of keys of an indexer, which the last memory then holds, each with its rotation
     indexer_position_ids = property(lambda self: None, lambda self, positions: None)  # rotations are kept with the keys
 
     def __init__(self, cache: Lines):
@@ -96,11 +96,17 @@ class SlotLayer(CacheLayerMixin):
             memory.index_copy_(0, layout.lines, states)
         return self.keys, self.values
 
-    def write_index(self, keys: torch.Tensor) -> torch.Tensor:
-        """Scatter an indexer's packed keys `[N, size]`; return their memory, `[lines, 1, size]`."""
+    @property
+    def has_index(self) -> bool:
+        """Return whether the layer has an indexer, which has run."""
+        return self.index_size > 0
+
+    def write_index(self, keys: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
+        """Scatter an indexer's packed keys `[N, size]` and their rotations; return the memory of both, `[lines, 1, all]`."""
+        size, keys = keys.shape[1], torch.cat([keys, rotations.to(keys.dtype)], dim=1)
         if not self.has_index:
             self.hold(*self.memories, self.cache.memory(keys, 1, keys.shape[1]))
-            self.has_index = True
+            self.index_size = size
         layout = self.cache.layout
         assert layout is not None, "a slot cache is written by a packed forward only"
         return self.memories[-1].index_copy_(0, layout.lines, keys[:, None])

@@ -39,6 +39,7 @@ class StateCache(StateRows):
         super().__init__(num_slots, capacity, most_lines)
         self.chunk = chunk
         self._transposed: set[Key] = set()  # of states that transformers keeps as `[heads, dv, dk]`
+        self._tokens_before: dict[int, int] = {}  # what stands before texts, by the numbers of windows of tokens
         self._open: dict[CacheRow, RecurrentStep] = {}  # steps whose tokens are not in the row's state yet
         self._step: RecurrentStep | None = None
         self._key: Key = 0, 0  # of the state that the model asked for last
@@ -74,8 +75,12 @@ class StateCache(StateRows):
         for (layer, number), memory in self._windows.items():
             if not isinstance(layer, int):
                 continue
-            inputs = torch.nn.functional.pad(memory[entries].mT, (1, 0))  # one more, which is not read
-            cache.update_conv_state(inputs, layer, state_idx=number, conv_kernel_size=inputs.shape[2])
+            inputs = memory[entries].mT
+            if number in self._tokens_before:  # those of n-grams
+                inputs = inputs[:, 0] + self._tokens_before[number]
+            elif number == 0:
+                inputs = torch.nn.functional.pad(inputs, (1, 0))  # one more, which is not read
+            cache.update_conv_state(inputs, layer, state_idx=number, conv_kernel_size=inputs.shape[-1])
         super().export(rows, columns, total_length, cache)
         for (layer, number), memory in self._states.items():
             if not isinstance(layer, int):
@@ -274,6 +279,11 @@ class StateCache(StateRows):
         after = inputs[step.tails(sources)[..., 1:]]
         step.windows[self._key] = after if known is None else torch.cat([known, after], dim=1)
         return inputs[sources]
+
+    def last_tokens(self, tokens: torch.Tensor, width: int, before: int) -> torch.Tensor:
+        """Return every token of `[N]` after its nearest ancestors, `[N, width]`; `before` stands before a text."""
+        self._tokens_before[self._key[1]] = before
+        return self.last_inputs(tokens[:, None] - before, width)[..., 0] + before  # windows begin with zeros
 
     def is_prompt(self) -> torch.Tensor:
         """Return for every token of the step whether it belongs to a prompt, `[N]`, bool."""

@@ -33,8 +33,8 @@ def chosen_keys(
     projected = indexer.index_qk_proj(hidden_states)[0].unflatten(1, (-1, size))
     queries, raw_keys = projected.split([indexer.index_n_heads, 1], dim=1)
     # A block is rotated by the position of its first token: every key is kept with its own rotation.
-    rotations = [item[0].to(raw_keys.dtype) for item in position_embeddings]
-    keys = cache.layer(indexer.layer_idx).write_index(torch.cat([raw_keys[:, 0], *rotations], dim=1))
+    rotations = torch.cat([item[0] for item in position_embeddings], dim=1)
+    keys = cache.layer(indexer.layer_idx).write_index(raw_keys[:, 0], rotations)
     whole = indexer.block_topk
     counts = [_visible(part).sum(-1) // indexer.compress_ratio for part in layout.parts]
     if all(int(count.max()) <= whole for count in counts):

@@ -190,9 +190,8 @@ def _ngram_embedding(
     cache: StateCache, layer: Any, /, input_ids: torch.Tensor, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
     """Replace the forward of n-gram embeddings (Qwen4-Exp): every token is a row of its own, after its ancestors."""
-    eos = layer.eos_token_id  # stands before a text; zeros stand there in windows
     cache.enter(layer.layer_idx, 2)
-    tokens = cache.last_inputs(input_ids[0].long()[:, None] - eos, layer.ngram_size)[..., 0] + eos
+    tokens = cache.last_tokens(input_ids[0].long(), layer.ngram_size, layer.eos_token_id)
     forward = inspect.unwrap(type(layer).forward)
     return forward(layer, tokens[:, -1:], _Context(tokens[:, :-1])).transpose(0, 1)
 
