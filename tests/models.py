@@ -157,7 +157,7 @@ _RECURRENT = {
         | {"head_dim": 8, "hc_count": 2, "hc_lowrank": 8, "ple_layer_ids": [1], "ple_embed_dim": 32}
         | {"ngram_size": 3, "heads_per_ngram": 2, "ngram_vocab_size_base": 50, "split_ngram_parts": 1}
         | {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 4}
-        | {"indexer_compress_ratio": 2, "eos_token_id": 2}
+        | {"indexer_compress_ratio": 2, "eos_token_id": 2},
     ),
     "olmo_hybrid": ("OlmoHybridConfig", _LLAMA | _DELTA),
     "kimi_linear": (

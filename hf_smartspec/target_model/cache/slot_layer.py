@@ -102,7 +102,7 @@ class SlotLayer(CacheLayerMixin):
         return self.index_size > 0
 
     def write_index(self, keys: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
-        """Scatter an indexer's packed keys `[N, size]` and their rotations; return the memory of both, `[lines, 1, all]`."""
+        """Scatter an indexer's packed keys `[N, size]`, and their rotations; return the memory of both."""
         size, keys = keys.shape[1], torch.cat([keys, rotations.to(keys.dtype)], dim=1)
         if not self.has_index:
             self.hold(*self.memories, self.cache.memory(keys, 1, keys.shape[1]))

@@ -268,7 +268,7 @@ class StateCache(StateRows):
         return output if activation is None else ACT2FN[activation](output)
 
     def last_inputs(self, inputs: torch.Tensor, width: int) -> torch.Tensor:
-        """Return the inputs `[N, channels]` of every token and its nearest ancestors, itself last, `[N, width, channels]`."""
+        """Return the inputs `[N, channels]` of every token after its ancestors', `[N, width, channels]`."""
         step = self.step
         windows, known = self.windows(self._key, inputs, width, inputs.shape[1])[step.at], None
         if step.before is not None:

@@ -25,6 +25,8 @@ BORDERS = {
     "attention_chunk_size": 5,
     "index_topk": 4,
     "index_block_size": 2,
+    "indexer_budget": 4,
+    "indexer_compress_ratio": 2,
     "index_topk_blocks": 2,
     "index_local_blocks": 1,
     "block_size": 4,
@@ -41,7 +43,7 @@ _LAYERS = re.compile(r"(^|_)(n_layers?|num_layers|hidden_layers|(en|de)coder_lay
 _SIZES = [
     (re.compile(names + "$"), most)
     for names, most in (
-        (r"vocab_size(_per_layer_input)?", 97),
+        (r"vocab_size(_per_layer_input|_base)?", 97),
         (r"max_position_embeddings|n_positions|max_seq_len|n_ctx|context_length|max_(target|source)_positions", 512),
         (r"attention_hidden_size", 64),  # of Zamba, twice the hidden size
         (r"qk_head_dim|attention_head_dim|lora_rank|kv_channels", 16),
