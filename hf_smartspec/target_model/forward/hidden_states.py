@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ...device import send_together
+from ..compat import shared_value
 from ..layout.rows import CacheRow, RowInput
 
 _LISTS = ("layers", "h", "block", "blocks")  # names of decoders' lists of layers
@@ -130,7 +131,8 @@ class HiddenStateTaps:
             layers (collection of `int`): See `TreeCandidateGenerator.hidden_layers`.
 
         Raises:
-            ValueError: if the model has no such layers, or its decoder's layers are not found.
+            ValueError: if the model has no such layers, or its decoder's layers are not found, or these pass on
+                several streams of states (Qwen4-Exp).
         """
         num = len(self._decoder()[1])
         wrong = [layer for layer in layers if not -1 <= layer <= num]
@@ -138,6 +140,12 @@ class HiddenStateTaps:
             raise ValueError(
                 f"{type(self.model).__name__} has hidden states after 0 to {num} layers, and -1 after its norm; "
                 f"not {wrong}"
+            )
+        num_streams = shared_value(self.model.config.get_text_config(decoder=True), "hc_count") or 1
+        if num_streams > 1 and set(layers) - {-1}:  # drafters read one state of `hidden_size` per layer
+            raise ValueError(
+                f"layers of {type(self.model).__name__} pass on {num_streams} streams of hidden states, and one only "
+                f"after its norm (-1), not after {sorted(set(layers) - {-1})}"
             )
 
     def _decoder(self) -> tuple[torch.nn.Module, torch.nn.ModuleList]:
