@@ -7,12 +7,13 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 
+import hf_smartspec
 from hf_smartspec.decoding.loop import DecodingLoop
 from hf_smartspec.target_model.compat import CACHE
 
 from ..candidates.toy_hidden_states import NearestStates
 from ..cases import left_padded
-from ..models import new_model, shared_model
+from ..models import RECURRENT, new_model, shared_model
 from ..sources import Empty, Oracle, Random
 from ..watching import Watching
 from .shown import INPUTS, LENGTH, PROMPTS, OnlyTokens, decoded, drafter, plain
@@ -215,6 +216,17 @@ def test_another_thread_that_runs_the_model_is_not_listened_to():
 def test_layers_that_there_are_not_are_refused(layers):
     with pytest.raises(ValueError, match=r"Watching needs hidden states of layers .* after 0 to 2 layers"):
         decoded(shared_model("llama"), Watching(Empty(), layers))
+
+
+@pytest.mark.skipif("qwen4_exp_text" not in RECURRENT, reason="this release has no such model")
+def test_layers_with_several_streams_are_refused_and_the_norm_after_them_is_not():
+    model = new_model("qwen4_exp_text")
+    for layers in ((1,), (0, -1)):
+        with pytest.raises(ValueError, match=r"pass on 2 streams of hidden states"):
+            decoded(model, Watching(Empty(), layers))
+        with hf_smartspec.Engine(model) as engine, pytest.raises(ValueError, match=r"pass on 2 streams"):
+            engine.add_request(PROMPTS[0], assistant=Watching(Empty(), layers), max_new_tokens=2)
+    assert torch.equal(decoded(model, Watching(Random(0, is_tree=True), (-1,))), plain(model))
 
 
 def test_unknown_needs_are_refused():

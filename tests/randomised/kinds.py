@@ -36,7 +36,7 @@ from hf_smartspec.goodput import Calibrator
 from ..candidates.heads.fitted import fitted_blocks, fitted_eagle, fitted_heads, fitted_parallel, fitted_speculator
 from ..candidates.models.translated.pairs import with_tokens_of
 from ..models import VOCAB_SIZE
-from .targets import ARCHITECTURES, NUM_MTP_LAYERS, WRITTEN, known_mtp, known_texts, noisy_target, target
+from .targets import ARCHITECTURES, NUM_MTP_LAYERS, STREAMS, WRITTEN, known_mtp, known_texts, noisy_target, target
 from .tokenizers import PAIRS, WHOLE, first_letters
 
 _TREE = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]
@@ -159,18 +159,21 @@ _BLOCKS: dict[str, Sequence[dict[str, Any]]] = {  # for each kind of block draft
     "xpress": ({"is_xpress": True},),
 }
 
+# Layers of the others pass on several streams of hidden states, which no drafter reads.
+_SINGLE_STREAM = tuple(name for name in ARCHITECTURES if name not in STREAMS)
+
 KINDS = {
     "draft model": Kind(draft_model, swap_draft_model),
     "translated": Kind(translated, swap_draft_model),
     "other size": Kind(other_size, swap_draft_model),
     "medusa": Kind(medusa, swap_heads),
-    "eagle": Kind(eagle, swap_heads),
-    "peagle": Kind(peagle, swap_heads),
-    **{name: Kind(partial(blocks, name), swap_heads) for name in _BLOCKS},
+    "eagle": Kind(eagle, swap_heads, _SINGLE_STREAM),
+    "peagle": Kind(peagle, swap_heads, _SINGLE_STREAM),
+    **{name: Kind(partial(blocks, name), swap_heads, _SINGLE_STREAM) for name in _BLOCKS},
     "mtp": Kind(mtp, swap_heads, tuple(NUM_MTP_LAYERS)),
     "early exit": Kind(early_exit, architectures=WRITTEN),
     "mlp speculator": Kind(mlp_speculator, swap_heads),
-    "routed": Kind(routed, swap_routed),
+    "routed": Kind(routed, swap_routed, _SINGLE_STREAM),
     "suffix": Kind(suffix),
     "prompt lookup": Kind(prompt_lookup),
     "sssd": Kind(sssd),

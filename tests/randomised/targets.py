@@ -19,6 +19,7 @@ NUM_TOKENS = 40
 _MTP = {"glm4_moe": 1, "deepseek_v3": 2, "mellum": 1}
 USUAL = ("llama", "qwen3", "gpt2", "mistral", "gemma2", "olmo2", "mixtral", "opt", *_MTP)
 GROUPS = {"hybrids": (*RECURRENT, *UNPADDED)}  # names that stand for several
+STREAMS = ("qwen4_exp_text",)
 ARCHITECTURES = (*USUAL, *GROUPS["hybrids"])
 NUM_MTP_LAYERS = _MTP | dict.fromkeys(HYBRIDS, 1)
 
