@@ -163,8 +163,9 @@ class PackedForward(RaggedForward):
             kwargs["logits_to_keep"] = 0 if layout.kept is None else layout.kept
         mask = layout.tokens.new_zeros(1, 1, 1, 1)
         if self.recurrent is not None and self.recurrent.chooses_keys:
-            mask = mask == 0  # indexers' layers combine it with another one
-            self.cache.layer(self.model.config.get_text_config(decoder=True).num_hidden_layers - 1)  # read as `layers`
+            mask = mask == 0  # their layers combine it with another one, which is bool
+            # The model reads `cache.layers[i]` before its layer i asks for it.
+            self.cache.layer(self.model.config.get_text_config(decoder=True).num_hidden_layers - 1)
         # A 4-D mask makes models skip the building of their own; tree attention reads the layout instead.
         output = self.model(
             input_ids=layout.tokens,
