@@ -10,6 +10,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from ..target_model.compat import CACHE, WINDOWS, cached_length, is_checkpointing, is_stateful, renewal_length
 from ..target_model.encoded import masks_encoder
 from ..target_model.forward.rotary import border, lengthwise_modules
+from ..target_model.recurrent.functions import recurrent_layers
 from ..target_model.support.capabilities import packing_obstacle, prepares_own_inputs, rowwise_obstacle
 from ..target_model.support.dropout import is_random
 from ..target_model.support.wrappers import has_adapters_by_row
@@ -156,6 +157,8 @@ def _packing_obstacle(
         return reason
     if extra := _extra_kwargs(model_kwargs) - media:
         return f"the model arguments {sorted(extra)} cannot be packed"
+    if media and recurrent_layers(model) is not None:
+        return "the states that prompts with images leave cannot be taken over"
     if media and lengthwise_modules(model):
         return "rotary embeddings depend on the length of texts with images"
     if media and not ends_in_text(model, input_ids):

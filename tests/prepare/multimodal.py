@@ -7,6 +7,8 @@ import torch
 import transformers
 from transformers import GenerationConfig, PreTrainedModel
 
+from ..models import RECURRENT
+
 VOCAB_SIZE = 97
 IMAGE = 90  # the token that an image stands behind
 IMAGE_TOKENS = 4
@@ -31,6 +33,8 @@ _GRID = {"depth": 1, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "spatia
 _QWEN_VISION = _GRID | {"intermediate_size": 64, "out_hidden_size": 32}
 _INDEX, _ID = {"image_token_index": IMAGE}, {"image_token_id": IMAGE}
 _VIDEO = _ID | {"video_token_id": 91}
+_LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+_HYBRID = _TEXT | _LINEAR | {"head_dim": 16, "layer_types": ["linear_attention", "full_attention"]}
 
 
 def _of(name: str, **arguments: Any) -> Any:
@@ -84,6 +88,10 @@ CONFIGS = {
         "PaliGemma", text_config=_of("Gemma", **_HEADS), vision_config=_PATCHES, projection_dim=32, **_INDEX
     ),
 }
+if RECURRENT:
+    CONFIGS["Qwen3_5"] = lambda: _of(
+        "Qwen3_5", text_config=_HYBRID, vision_config=_QWEN_VISION | {"num_position_embeddings": 16}, **_VIDEO
+    )
 
 
 @cache

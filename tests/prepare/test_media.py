@@ -118,6 +118,16 @@ def test_images_at_the_end_of_a_prompt_are_left_to_plain_decoding(routes):
     assert routes[0].way == "plain" and "ends in an image" in routes[0].reason
 
 
+@pytest.mark.skipif("Qwen3_5" not in CONFIGS, reason="hybrids are not packed in this release")
+def test_images_before_recurrent_layers_are_left_to_plain_decoding(routes):
+    """What they leave in these is not keys and values."""
+    model, batch = build("Qwen3_5"), image_batch("Qwen3_5")
+    expected = model.generate(**batch, max_new_tokens=6)
+    with hf_smartspec.enabled(model):
+        assert torch.equal(model.generate(**batch, max_new_tokens=6, assistant="prompt_lookup"), expected)
+    assert routes[0].way == "plain" and "prompts with images" in routes[0].reason
+
+
 def test_prompts_that_are_read_both_ways_are_left_to_plain_decoding(routes):
     """PaliGemma's prompts are no causal texts."""
     model, batch = build("PaliGemma"), image_batch("PaliGemma")
