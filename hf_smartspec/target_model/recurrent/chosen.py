@@ -35,19 +35,19 @@ def chosen_keys(
     # A block is rotated by the position of its first token: every key is kept with its own rotation.
     rotations = torch.cat([item[0] for item in position_embeddings], dim=1)
     keys = cache.layer(indexer.layer_idx).write_index(raw_keys[:, 0], rotations)
-    whole = indexer.block_topk
-    counts = [_visible(part).sum(-1) // indexer.compress_ratio for part in layout.parts]
-    if all(int(count.max()) <= whole for count in counts):
+    visible = [_visible(part) for part in layout.parts]
+    counts = [seen.sum(-1) // indexer.compress_ratio for seen in visible]
+    if all(int(count.max()) <= indexer.block_topk for count in counts):
         return None
     rotate = _function(indexer, "apply_rotary_pos_emb")
     cos, sin = position_embeddings
     queries = rotate(indexer.q_layernorm(queries)[None], cos=cos, sin=sin, unsqueeze_dim=2)[0]
     found = []
-    for part, count in zip(layout.parts, counts):
+    for part, seen, count in zip(layout.parts, visible, counts):
         own = queries[part.tokens]
         own = own if part.gather is None else own.index_select(0, part.gather)
-        seen = _chosen(indexer, rotate, own, part, part.view(keys)[:, 0], count)
-        found.append(torch.zeros_like(seen, dtype=hidden_states.dtype).masked_fill_(~seen, -torch.inf)[:, None])
+        chosen = _chosen(indexer, rotate, own, part, part.view(keys)[:, 0], seen, count)
+        found.append(torch.zeros_like(chosen, dtype=hidden_states.dtype).masked_fill_(~chosen, -torch.inf)[:, None])
     return found
 
 
@@ -61,38 +61,60 @@ def _visible(part: PaddedPart) -> torch.Tensor:
 
 
 def _chosen(
-    indexer: Any, rotate: Any, queries: torch.Tensor, part: PaddedPart, keys: torch.Tensor, counts: torch.Tensor
+    indexer: Any,
+    rotate: Any,
+    queries: torch.Tensor,
+    part: PaddedPart,
+    keys: torch.Tensor,
+    visible: torch.Tensor,
+    counts: torch.Tensor,
 ) -> torch.Tensor:
     """
-    Return the columns that queries attend to, `[R, S, K]`, bool, of queries `[R * S, heads, size]` and keys `[R, K,
-    size + 2 * rotary_dim]`, whose complete blocks are counted, `[R, S]`.
+    Return the columns that queries attend to, `[R, S, K]`, bool.
+
+    Args:
+        queries (`torch.Tensor` of shape `[R * S, heads, size]`), keys (`torch.Tensor` of shape `[R, K, size + 2 *
+            rotary_dim]`): Of the indexer.
+        visible (`torch.Tensor` of shape `[R, S, K]`): The columns that queries may attend to, bool.
+        counts (`torch.Tensor` of shape `[R, S]`): Numbers of complete blocks in these.
     """
-    visible = _visible(part)
+    ratio, num_columns = indexer.compress_ratio, keys.shape[1]
     seen, rows = visible.flatten(0, 1), torch.arange(part.num_rows, device=keys.device).repeat_interleave(part.width)
-    ratio, counts = indexer.compress_ratio, counts.flatten()
+    # Below its limit, a query has the blocks of its row. Only later ones, which end in a tree, are the query's own.
+    of_rows = _blocks(indexer, rotate, keys[:, : num_columns - num_columns % ratio].unflatten(1, (-1, ratio)))
+    counts, common = counts.flatten(), part.limits.flatten() // ratio
     # Queries of equally many blocks together: `topk` picks others of equal scores if there are more to pick from.
     for num in counts.unique().tolist():
         if num <= indexer.block_topk:
             continue
         same = (counts == num).nonzero()[:, 0]
-        for some in same.split(max(_MOST // (num * ratio * keys.shape[2]), 1)):
-            columns = (~seen[some]).to(torch.int8).argsort(dim=1, stable=True)[:, : num * ratio]
-            blocks = keys[rows[some][:, None], columns].unflatten(1, (num, ratio))
-            scores = _scores(indexer, rotate, queries[some], blocks)
+        first = int(common[same].min())
+        text = torch.arange(first * ratio, device=keys.device)
+        for some in same.split(max(_MOST // (num * keys.shape[2]), 1)):
+            row = rows[some]
+            hidden = (~seen[some, len(text) :]).to(torch.int8)
+            later = hidden.argsort(dim=1, stable=True)[:, : num * ratio - len(text)] + len(text)
+            own = _blocks(indexer, rotate, keys[row[:, None], later].unflatten(1, (num - first, ratio)))
+            scores = _scores(queries[some], torch.cat([of_rows[row, :first], own], dim=1))
             best = scores.topk(indexer.block_topk, dim=1).indices
+            columns = torch.cat([text.expand(len(some), -1), later], dim=1)
             kept = columns.unflatten(1, (num, ratio)).gather(1, best[..., None].expand(-1, -1, ratio)).flatten(1)
             seen[some] = seen[some].scatter(1, columns, False).scatter(1, kept, True)
     return seen.view_as(visible)
 
 
-def _scores(indexer: Any, rotate: Any, queries: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """Return the scores `[Q, num]` of blocks `[Q, num, ratio, size + 2 * rotary_dim]`."""
+def _blocks(indexer: Any, rotate: Any, keys: torch.Tensor) -> torch.Tensor:
+    """Return the keys `[Q, num, size]` of blocks of keys `[Q, num, ratio, size + 2 * rotary_dim]`."""
     size = indexer.index_head_dim
-    raw, cos, sin = blocks[..., :size], *blocks[:, :, 0, size:].chunk(2, dim=-1)
+    raw, cos, sin = keys[..., :size], *keys[:, :, 0, size:].chunk(2, dim=-1)
     pooled = indexer.k_layernorm(raw.float().mean(dim=2).to(raw.dtype))
-    pooled = rotate(pooled[:, :, None], cos=cos, sin=sin, unsqueeze_dim=2)[:, :, 0]
-    scores = torch.matmul(queries.float(), pooled.float().mT)
-    return torch.relu(scores).sum(dim=1) / math.sqrt(size)
+    return rotate(pooled[:, :, None], cos=cos, sin=sin, unsqueeze_dim=2)[:, :, 0]
+
+
+def _scores(queries: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """Return the scores `[Q, num]` that queries `[Q, heads, size]` give to blocks `[Q, num, size]`."""
+    scores = torch.matmul(queries.float(), blocks.float().mT)
+    return torch.relu(scores).sum(dim=1) / math.sqrt(queries.shape[-1])
 
 
 def _function(module: Any, name: str) -> Any:

@@ -7,6 +7,7 @@ import torch
 from hf_smartspec.drafts.tree import DraftTree
 from hf_smartspec.target_model.forward.packed import PackedForward
 from hf_smartspec.target_model.layout.rows import RowInput
+from hf_smartspec.target_model.recurrent import chosen
 
 from ...models import RECURRENT, VOCAB_SIZE, new_model
 
@@ -37,8 +38,25 @@ def tree_beside(right):
     return DraftTree(tokens, parents, None)
 
 
+def deep_model(**changes):
+    layers = ["linear_attention", "full_attention", "full_attention"]
+    return new_model("qwen4_exp_text", num_hidden_layers=3, layer_types=layers, **changes)
+
+
 @pytest.mark.parametrize("piece", [1, 7, 64])
-def test_rows_of_different_lengths_have_the_logits_of_the_model(model, piece):
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"indexer_budget": 4, "indexer_compress_ratio": 2},
+        {"indexer_budget": 9, "indexer_compress_ratio": 3, "indexer_head_dim": 16},  # 8 of them are rotated
+        {"indexer_budget": 5, "indexer_compress_ratio": 1, "indexer_n_heads": 1},
+        {"indexer_budget": 7, "indexer_compress_ratio": 7},
+    ],
+)
+def test_rows_of_different_lengths_have_the_logits_of_the_model(changes, piece, monkeypatch):
+    model = deep_model(**changes)
+    if piece == 7:
+        monkeypatch.setattr(chosen, "_MOST", 3000)  # a few queries at once
     texts = [text_with_ends(length, seed) for seed, length in enumerate((64, 36, 49))]
     expected = [own_logits(model, text) for text in texts]
     forward = PackedForward(model, prefill_chunk=piece)
