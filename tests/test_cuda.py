@@ -64,9 +64,9 @@ def test_devices_agree_on_rejection(on_cpu, on_cuda):
     assert output.statistics.accepted_tokens == reference.statistics.accepted_tokens > 0
 
 
-@pytest.mark.parametrize("source", ["none", "lookup", "tree"])
-def test_forwards_are_recorded_and_replayed(on_cpu, on_cuda, monkeypatch, source):
-    state_of(on_cuda[0]).memory = None  # and what other tests have recorded
+@pytest.fixture
+def counted(monkeypatch):
+    """Counts of the forwards that are recorded, and of the recordings that are replayed."""
     counted = {"recorded": 0, "replayed": 0}
     record = recorder.CudaRecorder.record
 
@@ -81,10 +81,31 @@ def test_forwards_are_recorded_and_replayed(on_cpu, on_cuda, monkeypatch, source
         return counting, result
 
     monkeypatch.setattr(recorder.CudaRecorder, "record", noting)
+    return counted
+
+
+@pytest.mark.parametrize("source", ["none", "lookup", "tree"])
+def test_forwards_are_recorded_and_replayed(on_cpu, on_cuda, counted, source):
+    state_of(on_cuda[0]).memory = None  # and what other tests have recorded
     reference = tokens_of(generate(on_cpu, "none", OPTIONS["sampled"], lengths=(9,)))
     for _ in range(5):
         assert tokens_of(generate(on_cuda, source, OPTIONS["sampled"], lengths=(9,))) == reference
     assert counted["replayed"] > counted["recorded"] > 0
+
+
+@pytest.mark.parametrize("num_rows", [8, 21])
+def test_recorded_steps_of_single_tokens_agree_in_half_precision(on_cpu, counted, num_rows):
+    """21 rows are padded; without drafts each has one query, and flash attention takes grouped heads for queries."""
+    target = noisy_copy(on_cpu[0], 0.0).to("cuda", torch.bfloat16)
+    engine = Engine(target, assistant="none", max_batch_size=num_rows)
+    rows = [row.tolist() for row in prompts([9] * num_rows)["input_ids"]]
+    answers = []
+    for _ in range(5):
+        outputs = engine.generate(rows, max_new_tokens=NUM_TOKENS, do_sample=True, seed=7)
+        answers.append([output.generated_tokens for output in outputs])
+    assert counted["replayed"] > counted["recorded"] > 0
+    # The first answers were launched call by call.
+    assert all(answer == answers[0] for answer in answers[1:])
 
 
 @pytest.mark.parametrize("architecture", [*ROOMY, *HYBRID])

@@ -1,7 +1,6 @@
 """
-Attention on CUDA without masks: flash attention over rows of any length, in place of padded rectangles. Chains, prompts
-and decoding without drafts are causal and take one call for all rows. Trees take two pieces, the keys common to all of
-a row's queries and the few others, merged by their log-sum-exps.
+Attention on CUDA without masks: rows of any length in one call, in place of padded rectangles. Trees and few queries
+are computed by compiled code of this library, prompts by flash attention.
 """
 
 from collections.abc import Callable
@@ -9,9 +8,12 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from ...cpu.attention import NO_TREE
+from ...gpu.attention import MOST_QUERIES, few_query_attention
+from ...gpu.support import has_triton
 from ...log import get_logger
 from ..layout.spans import Spans
-from ..layout.step_layout import PaddedPart, StepLayout
+from ..layout.step_layout import StepLayout
 
 logger = get_logger(__name__)
 
@@ -20,41 +22,44 @@ _flash_attention_forward = torch.ops.aten._flash_attention_forward
 _TOLERANCE = 2e-2  # relative to the largest value; flash attention computes in half precision
 
 
-def spans_of(layout: StepLayout) -> Spans:
-    """Return the spans of a layout that has not been sent to a device yet."""
+def spans_of(layout: StepLayout, device: torch.device, window: int | None) -> Spans | None:
+    """
+    Return the spans of a layout that has not been sent to a device yet; None if it needs masks: trees where nothing is
+    compiled, and those that may be deeper than a model's sliding window, since nodes' columns are not their positions.
+    """
+    trees = _trees(layout)
+    if trees is not None and (not has_triton(device) or _may_exceed(trees, window)):
+        return None
     starts = np.flatnonzero(np.diff(layout.firsts, prepend=-1))
     firsts, counts = layout.firsts[starts], np.diff(starts, append=len(layout.firsts))
     used = np.maximum.reduceat(layout.columns, starts) + 1
-    common, bases, extents = layout.columns[starts].copy(), [], []
-    for part in layout.parts:
-        rows = np.flatnonzero((starts >= part.tokens.start) & (starts < part.tokens.stop))
-        places = (firsts[rows] - part.first_line) // part.stride
-        if part.tree_pairs is not None:  # nodes of an earlier forward come before the row's first query
-            queries = np.arange(part.width) < counts[rows, None]
-            limits = np.where(queries, part.limits.numpy()[places], np.iinfo(np.int64).max)
-            common[rows] = np.minimum(common[rows], limits.min(axis=1))
-        base = np.zeros(part.num_rows, np.int64)
-        base[places] = common[rows]
-        bases.append(base)
-        extents.append(int((used[rows] - common[rows]).max()))
+    ends = np.array([len(layout.firsts), firsts[-1] + layout.parts[-1].stride, 0])
     return Spans(
-        rows=torch.from_numpy(
-            np.stack(
-                [
-                    np.append(starts, len(layout.firsts)),
-                    np.append(firsts, firsts[-1] + layout.parts[-1].stride),
-                    np.append(used, 0),
-                    np.append(common, 0),
-                ]
-            )
-        ),
-        bases=torch.from_numpy(np.concatenate(bases)),
+        rows=torch.from_numpy(np.concatenate([np.stack([starts, firsts, used]), ends[:, None]], axis=1)),
+        trees=trees,
         most_queries=int(counts.max()),
         most_keys=int(used.max()),
-        most_common=int(common.max()),
-        extents=extents,
-        has_trees=any(part.tree_pairs is not None for part in layout.parts),
     )
+
+
+def _may_exceed(trees: torch.Tensor, window: int | None) -> bool:
+    return window is not None and window < 64 * (len(trees) - 2)  # bits of nodes
+
+
+def _trees(layout: StepLayout) -> torch.Tensor | None:
+    """Return `Spans.trees` of a layout."""
+    seen = [part.seen_nodes for part in layout.parts if part.seen_nodes is not None]
+    if not seen:
+        return None
+    trees = np.zeros((1 + max(map(len, seen)), len(layout.columns)), np.int64)
+    trees[0], trees[1] = NO_TREE, layout.columns
+    for part in layout.parts:
+        if part.seen_nodes is None or part.query_positions is None:
+            continue
+        own, positions = trees[:, part.tokens], part.query_positions.numpy().reshape(-1)
+        own[0], own[2 : 1 + len(part.seen_nodes)] = part.seen_nodes[0], part.seen_nodes[1:]
+        own[1] = positions if part.scatter is None else positions[part.scatter.numpy()]
+    return torch.from_numpy(trees)
 
 
 # --- Attention -------------------------------------------------------------------------------------------------------
@@ -73,114 +78,37 @@ def varlen_attention(
     assert spans is not None, "laid out for masks"
     if window is not None and window >= spans.most_keys:
         window = None
-    if not spans.has_trees:
-        return _flash(query, key, value, spans, False, window, scaling)[0]
-    rest, rest_lse = _rest(query, key, value, layout, spans, scaling)
-    if not spans.most_common:
-        return rest
-    output, lse = _flash(query, key, value, spans, True, None, scaling)
-    lse = lse.masked_fill(lse.isposinf(), -torch.inf)  # flash attention's value for rows without common keys
-    return torch.lerp(rest, output, torch.sigmoid(lse - rest_lse).t()[:, :, None].to(output.dtype))
-
-
-def _flash(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    spans: Spans,
-    of_common: bool,
-    window: int | None,
-    scaling: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    Run flash attention over the keys common to all of a row's queries, or over all keys, causal from the row's last
-    query and key backwards. Return output `[N, heads, dim]` and log-sum-exp `[heads, N]`.
-    """
-    queries, keys, used, common = spans.flash_rows
-    output, lse, *_ = _flash_attention_forward(
+    if _has_few_queries(spans, query.device):
+        sizes = spans.most_queries, spans.most_keys
+        return few_query_attention(query, key, value, spans.rows, *sizes, spans.trees, window, scaling)
+    queries, keys, used = spans.flash_rows
+    output, *_ = _flash_attention_forward(
         query,
         key,
         value,
         queries,
         keys,
         spans.most_queries,
-        spans.most_common if of_common else spans.most_keys,
+        spans.most_keys,
         0.0,
-        not of_common,
+        True,
         False,
         scale=scaling,
         window_size_left=None if window is None else window - 1,
         window_size_right=None if window is None else 0,
-        seqused_k=common if of_common else used,
+        seqused_k=used,
     )
-    return output, lse
+    return output
 
 
-def _rest(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    layout: StepLayout,
-    spans: Spans,
-    scaling: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    Attend to the keys that only some of a row's queries attend to; return output `[N, heads, dim]` and log-sum-exp
-    `[heads, N]`, float32.
-    """
-    outputs, lses = [], []
-    bases = spans.bases.split([part.num_rows for part in layout.parts])
-    for part, base, extent in zip(layout.parts, bases, spans.extents):
-        lines, visible = _square(part, base, extent)
-        output, lse = _of_part(query[part.tokens], key[lines], value[lines], visible, part, scaling)
-        outputs.append(output)
-        lses.append(lse)
-    return torch.cat(outputs), torch.cat(lses, dim=1)
-
-
-def _square(part: PaddedPart, base: torch.Tensor, extent: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    Return the lines after the common ones, `[R, E]`, and which queries attend to them, bool `[R, S, E]`; computed once
-    per step.
-    """
-    key = ("square", extent)
-    if key not in part._masks:
-        columns = base[:, None] + torch.arange(extent, device=base.device)
-        visible = columns[:, None, :] < part.limits[:, :, None]
-        if part.tree_pairs is not None:
-            query, column = part.tree_pairs // part.num_columns, part.tree_pairs % part.num_columns
-            visible.view(-1).index_fill_(0, query * extent + column - base[query // part.width], True)
-        firsts = part.first_line + part.stride * torch.arange(part.num_rows, device=base.device)
-        part._masks[key] = firsts[:, None] + columns.clamp(max=part.stride - 1), visible
-    return part._masks[key]
-
-
-def _of_part(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    visible: torch.Tensor,
-    part: PaddedPart,
-    scaling: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    num_heads, kv_heads = query.shape[1], key.shape[2]
-    padded = query if part.gather is None else query.index_select(0, part.gather)
-    folded = padded.view(part.num_rows, part.width, kv_heads, num_heads // kv_heads, -1).float()
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = torch.einsum("rskgd,rekd->rskge", folded * scale, key.float())
-    scores = scores.masked_fill(~visible[:, :, None, None, :], -torch.inf)
-    lse = scores.logsumexp(dim=-1)
-    # Queries without a key in the rest get the weight 0 in the merge; their outputs must not be NaN.
-    weights = (scores - lse.masked_fill(lse.isneginf(), 0.0)[..., None]).exp()
-    output = torch.einsum("rskge,rekd->rskgd", weights, value.float()).flatten(2, 3).flatten(0, 1).to(query.dtype)
-    lse = lse.flatten(2, 3).flatten(0, 1)
-    if part.scatter is not None:
-        output, lse = output.index_select(0, part.scatter), lse.index_select(0, part.scatter)
-    return output, lse.t()
+def _has_few_queries(spans: Spans, device: torch.device) -> bool:
+    """Return whether compiled code attends; flash attention knows no trees."""
+    return spans.trees is not None or (spans.most_queries <= MOST_QUERIES and has_triton(device))
 
 
 # --- Trust -----------------------------------------------------------------------------------------------------------
 
+_WITH_MASKS = "Attention over rows of different lengths is computed with masks"
 _DEVICE_TYPES = {"cuda"}
 _is_right: dict[tuple, bool] = {}  # by kind of call, after its first result was compared with that of masks
 
@@ -191,17 +119,15 @@ def serves(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
 
 
 def kind_of(query: torch.Tensor, key: torch.Tensor, layout: StepLayout, window: int | None) -> tuple | None:
-    """
-    Return the kind of a call, by which its results are trusted; None if the call needs masks, as trees in a sliding
-    window do, whose nodes' columns are not their positions.
-    """
+    """Return the kind of a call, by which its results are trusted; None if the call needs masks."""
     spans = layout.spans
     if spans is None or not serves(query.device, query.dtype, query.shape[2]):  # layers are tried out in float32, too
         return None
-    is_windowed = window is not None and window < spans.most_keys
-    if is_windowed and spans.has_trees:
+    is_windowed, has_trees = window is not None and window < spans.most_keys, spans.trees is not None
+    if is_windowed and spans.trees is not None and _may_exceed(spans.trees, window):
         return None
-    return query.device, query.dtype, query.shape[1:], key.shape[1], is_windowed, spans.has_trees
+    has_few_queries = _has_few_queries(spans, query.device)
+    return query.device, query.dtype, query.shape[1:], key.shape[1], is_windowed, has_trees, has_few_queries
 
 
 def is_trusted(kind: tuple) -> bool | None:
@@ -220,7 +146,7 @@ def judge(kind: tuple, attend: Callable[[], torch.Tensor], expected: torch.Tenso
         output = attend()
         _is_right[kind] = bool((output - expected).abs().max() <= _TOLERANCE * expected.abs().max())
         if not _is_right[kind]:
-            logger.warning_once("Flash attention over rows of different lengths is not used: it gives other results.")
-    except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+            logger.warning_once(f"{_WITH_MASKS}: compiled code gives other results.")
+    except Exception as error:  # compilers raise errors of many types
         _is_right[kind] = False
-        logger.warning_once(f"Flash attention over rows of different lengths is not used: {error!r}")
+        logger.warning_once(f"{_WITH_MASKS}: compiled code failed ({error!r}).")

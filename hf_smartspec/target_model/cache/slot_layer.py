@@ -88,13 +88,18 @@ class SlotLayer(CacheLayerMixin):
         """Scatter packed states `[N, heads, head_dim]`; return the whole memory, `[lines, heads, head_dim]`."""
         if not self.is_initialized:
             self.lazy_initialization(key_states[None].transpose(1, 2), value_states[None].transpose(1, 2))
-        layout = self.cache.layout
-        assert layout is not None, "a slot cache is written by a packed forward only"
         for memory, states in zip(self.memories, (key_states, value_states)):
             if states.dtype != memory.dtype:
                 states = states.to(memory.dtype)
-            memory.index_copy_(0, layout.lines, states)
+            memory.index_copy_(0, self.lines, states)
         return self.keys, self.values
+
+    @property
+    def lines(self) -> torch.Tensor:
+        """Lines of the tokens that a packed forward runs, `[N]`."""
+        layout = self.cache.layout
+        assert layout is not None, "a slot cache is written by a packed forward only"
+        return layout.lines
 
     @property
     def has_index(self) -> bool:
@@ -107,9 +112,7 @@ class SlotLayer(CacheLayerMixin):
         if not self.has_index:
             self.hold(*self.memories, self.cache.memory(keys, 1, keys.shape[1]))
             self.index_size = size
-        layout = self.cache.layout
-        assert layout is not None, "a slot cache is written by a packed forward only"
-        return self.memories[-1].index_copy_(0, layout.lines, keys[:, None])
+        return self.memories[-1].index_copy_(0, self.lines, keys[:, None])
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cache.num_lines, 0

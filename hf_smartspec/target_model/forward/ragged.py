@@ -111,6 +111,7 @@ class RaggedForward(ABC):
         self._call = call_columns(config, device.type)
         is_capped = shared_value(config, "attn_logit_softcapping") is not None  # not supported by flash attention
         self._takes_spans = serves(device, dtype, head_size(config)) and not is_capped
+        self._window = shared_value(config, "sliding_window")
         self._may_use_few_token_attention = device.type == "cpu" and not head_size(config) % 16 and not is_capped
         self._dtype = dtype
 
@@ -186,7 +187,7 @@ class RaggedForward(ABC):
         groups = arrange(inputs, self._call)
         layout = build_layout(groups, rounding)
         if self._takes_spans:
-            layout.spans = spans_of(layout)
+            layout.spans = spans_of(layout, self.device, self._window)
         return [item for group in groups for item in group], layout
 
     def _planned(self, rows: list[RowInput], layout: StepLayout) -> PlannedForward:

@@ -9,7 +9,7 @@ from ..layout.spans import Spans
 from ..layout.step_layout import PaddedPart, Rounding, StepLayout
 
 _LEAST_COLUMNS, _LEAST_PAIRS = 64, 16
-MOST_TOKENS = 256  # in larger steps, launches take no longer than the work that they launch
+MOST_TOKENS = 512  # in larger steps, launches take no longer than the work that they launch
 
 
 def rounded(number: int) -> int:
@@ -81,10 +81,9 @@ def _padded_spans(spans: Spans, num_tokens: int, size: int) -> Spans:
     return replace(
         spans,
         rows=torch.stack([starts, *own]),
+        trees=None if spans.trees is None else extended(spans.trees, size),
         most_queries=rounded(spans.most_queries),
         most_keys=rounded_columns(spans.most_keys),
-        most_common=rounded_columns(spans.most_common) if spans.most_common else 0,
-        extents=[rounded(extent) for extent in spans.extents],
     )
 
 

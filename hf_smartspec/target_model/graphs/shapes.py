@@ -15,26 +15,22 @@ def has_few_shapes(layout: StepLayout) -> bool:
 
 
 def _needs_no_parts(layout: StepLayout) -> bool:
-    spans = layout.spans
-    return spans is not None and not spans.has_trees and all_are_right(layout.tokens.device)
+    return layout.spans is not None and all_are_right(layout.tokens.device)
 
 
-_OF_PARTS = {"bases", "extents"}  # fields of spans that belong to parts
 # Fields that the device does not read, or that are handled by themselves.
 _NO_SHAPE = {"firsts", "columns", "parts", "spans", "_masks", "seen", "seen_nodes"}
 
 
-def _owners(layout: StepLayout) -> list[tuple[Any, set[str]]]:
-    """Return the objects whose tensors a recording reads, each with the names of those that it does not read."""
+def _owners(layout: StepLayout) -> list[Any]:
+    """Return the objects whose tensors a recording reads."""
     if layout.spans is None:
-        return [(item, set()) for item in (layout, *layout.parts)]
-    if _needs_no_parts(layout):
-        return [(layout, set()), (layout.spans, _OF_PARTS)]
-    return [(item, set()) for item in (layout, layout.spans, *layout.parts)]
+        return [layout, *layout.parts]
+    return [layout, layout.spans] if _needs_no_parts(layout) else [layout, layout.spans, *layout.parts]
 
 
 def inputs_of(layout: StepLayout) -> list[torch.Tensor]:
-    tensors = [getattr(owner, name) for owner, ignored in _owners(layout) for name in owner.sent if name not in ignored]
+    tensors = [getattr(owner, name) for owner in _owners(layout) for name in owner.sent]
     return [tensor for tensor in tensors if tensor is not None]
 
 
@@ -42,9 +38,9 @@ def shape_of(layout: StepLayout) -> tuple:
     """Return all fields of the layout, with the shapes of tensors in place of their numbers."""
     values = [
         getattr(owner, field.name)
-        for owner, ignored in _owners(layout)
+        for owner in _owners(layout)
         for field in fields(owner)
-        if field.name not in _NO_SHAPE and field.name not in ignored
+        if field.name not in _NO_SHAPE
     ]
     return tuple(map(_value, values))
 
@@ -61,12 +57,11 @@ def copied(layout: StepLayout) -> StepLayout:
     """Return the layout with tensors of its own, without those that a recording must not read."""
 
     @torch.inference_mode(False)  # inference tensors could not be written to outside inference mode
-    def own_of(owner: Any, ignored: set[str]) -> Any:
+    def own_of(owner: Any) -> Any:
         tensors = {name: getattr(owner, name) for name in owner.sent}
-        own = {name: item.clone() for name, item in tensors.items() if item is not None and name not in ignored}
-        return replace(owner, **dict.fromkeys(tensors) | own)
+        return replace(owner, **{name: None if item is None else item.clone() for name, item in tensors.items()})
 
-    owners = {id(owner): own_of(owner, ignored) for owner, ignored in _owners(layout)}
+    owners = {id(owner): own_of(owner) for owner in _owners(layout)}
     result: StepLayout = owners[id(layout)]
     result.spans = owners.get(id(layout.spans))
     result.parts = [owners[id(part)] for part in layout.parts if id(part) in owners]

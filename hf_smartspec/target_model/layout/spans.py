@@ -13,27 +13,23 @@ class Spans:
     Places of the keys of every row of a step in the memory of a layer, `[lines, heads, head_dim]`.
 
     Args:
-        rows (`torch.Tensor` of shape `[4, rows + 1]`): For each row, the start of its queries in the packed step; the
-            start of its slot; its number of keys, those of this step included; and the number of first keys that all of
-            its queries attend to. The last entries are the ends of the first two, and unused for the others.
-        bases (`torch.Tensor` of shape `[slots]`): The last of these numbers for every slot of every part; 0 where there
-            is no row.
-        most_queries, most_keys, most_common (`int`): The largest of these numbers of a row.
-        extents (list of `int`): For each part, the most keys of a row that only some of its queries attend to.
-        has_trees (`bool`): Whether some draft is more than a chain. Otherwise all rows are causal.
+        rows (`torch.Tensor` of shape `[3, rows + 1]`): For each row, the start of its queries in the packed step; the
+            start of its slot; and its number of keys, those of this step included. The last entries are the ends of the
+            first two, and unused for the third.
+        trees (`torch.Tensor` of shape `[2 + words, N]`, *optional*): For each token the column of its row's first node,
+            its position, and bits of the nodes that it attends to, 64 in each word; for tokens of no tree, the first is
+            `NO_TREE`, and they attend to all columns up to their own. None where all drafts are chains.
+        most_queries, most_keys (`int`): The largest of these numbers of a row.
     """
 
-    sent: ClassVar = ("rows", "bases")
+    sent: ClassVar = ("rows", "trees")
     rows: torch.Tensor
-    bases: torch.Tensor
+    trees: torch.Tensor | None
     most_queries: int
     most_keys: int
-    most_common: int
-    extents: list[int]
-    has_trees: bool
 
     @cached_property
-    def flash_rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`rows` in the form of flash attention's arguments, int32: `[rows + 1]` twice, `[rows]` twice."""
-        queries, keys, used, common = self.rows.to(torch.int32)
-        return queries, keys, used[:-1], common[:-1]
+    def flash_rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`rows` in the form of flash attention's arguments, int32: `[rows + 1]` twice, `[rows]`."""
+        queries, keys, used = self.rows.to(torch.int32)
+        return queries, keys, used[:-1]

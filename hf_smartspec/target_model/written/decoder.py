@@ -8,6 +8,7 @@ import torch
 
 from ...cpu.attention import most_width
 from ...cpu.few_tokens import ANY
+from ...gpu.elementwise import can_rotate, rotate_and_write
 from ...log import get_logger
 from ..attention.tree_attention import packed_attention
 from ..cache.slot_cache import SlotCache
@@ -16,6 +17,7 @@ from ..layout.step_layout import StepLayout
 from ..recurrent.cache import StateCache
 from .compiled import CompiledDecoder, can_compile
 from .delta import run_delta
+from .parts import Halves
 from .plan import DecoderPlan, FeaturePlan, LayerPlan
 from .program import DecoderInput, Features, Tables
 
@@ -222,15 +224,32 @@ def attend(
     rotated, values = states[:, :both], states[:, both:]
     if plan.query_norm is not None and plan.key_norm is not None:
         rotated = _normed(plan, rotated)
-    if plan.rotation is not None:
-        cos_sin = tables[plan.layer_type]
-        dim = cos_sin[0].shape[-1]
-        plan.rotation.rotate(rotated if dim == plan.head_dim else rotated[..., :dim], heads, cos_sin)
-    keys, values = memory.write(rotated[:, heads:], values)
+    keys, values = _rotate_and_write(plan, rotated, values, memory, tables)
     output = packed_attention(rotated[:, :heads], keys, values, layout, plan.window, plan.scaling, plan.softcap)
     if plan.has_gates:
         output = output * gates.contiguous().sigmoid()
     return plan.attention_output(output.reshape(num, heads * plan.head_dim))
+
+
+def _rotate_and_write(
+    plan: LayerPlan,
+    rotated: torch.Tensor,
+    values: torch.Tensor,
+    memory: SlotLayer,
+    tables: Mapping[str | None, Tables],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate queries in place, `[N, heads + kv_heads, head_dim]`; write keys and values, and return the memory."""
+    heads = plan.num_heads
+    if plan.rotation is not None:
+        cos_sin = tables[plan.layer_type]
+        if memory.is_initialized and isinstance(plan.rotation, Halves):
+            memories = memory.keys, memory.values
+            if can_rotate(rotated, values, cos_sin, memories):
+                rotate_and_write(rotated, values, cos_sin, heads, memories, memory.lines)
+                return memories
+        dim = cos_sin[0].shape[-1]
+        plan.rotation.rotate(rotated if dim == plan.head_dim else rotated[..., :dim], heads, cos_sin)
+    return memory.write(rotated[:, heads:], values)
 
 
 def _normed(plan: LayerPlan, states: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from ...cpu.kernels.gates import GELU_TANH, SILU
 from ...cpu.norms import can_norm, few_token_rms_norm
 from ...cpu.quantized import Int8Linear
 from ...cpu.quantized.product import int8_linear
+from ...gpu import elementwise
 from .forwards import rotation_function
 
 Map = Callable[[torch.Tensor], torch.Tensor]  # [N, in] -> [N, out]
@@ -76,6 +77,8 @@ class RMSNorm(Weighted):
         weight = self.weight()
         if can_norm(x, weight):
             return few_token_rms_norm(x, weight, self.eps, self.is_shifted)
+        if elementwise.can_norm(x, weight):
+            return elementwise.rms_norm(x, weight, self.eps, self.is_shifted)
         return self.by_torch(x, weight)
 
     def by_torch(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -302,6 +305,8 @@ class MLP:
         activation = gate_of(self.activation)
         if activation is not None and can_gate(hidden):
             return self.output(gated(hidden, activation))
+        if activation == SILU and elementwise.can_gate(hidden):
+            return self.output(elementwise.silu_gated(hidden))
         gate, up = hidden.chunk(2, dim=-1)
         return self.output(self.activation(gate).mul_(up))
 

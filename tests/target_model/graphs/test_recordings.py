@@ -234,7 +234,7 @@ def test_steps_without_masks(recorders, calls, monkeypatch, is_trusted):  # noqa
             texts[place].append(number + 3)
             for kind, own_rows in ((forward, rows), (plain, others)):
                 kind.commit([own_rows[place]], [[]])
-    assert own.num_replays > 2 * is_trusted and (calls["flash"] > 10) == is_trusted
+    assert own.num_replays > 2 * is_trusted and (calls["compiled"] > 10) == is_trusted
 
 
 def test_modules_that_are_called_are_not_recorded(recorders):

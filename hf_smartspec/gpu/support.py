@@ -1,0 +1,37 @@
+"""Whether there is compiled code for a device, and its results are right."""
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+
+from ..log import get_logger
+
+logger = get_logger(__name__)
+
+
+@cache
+def has_triton(device: torch.device) -> bool:
+    """Return whether Triton compiles for the device."""
+    if device.type != "cuda":
+        return False
+    try:
+        from . import kernels  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def agrees(name: str, found: Callable[[], torch.Tensor], expected: torch.Tensor, tolerance: float) -> bool:
+    """
+    Return whether the result of compiled code is that of torch, up to `tolerance` of its largest value; say so once
+    where it is not.
+    """
+    reason = "gives other results"
+    try:
+        if bool((found() - expected).abs().max() <= tolerance * expected.abs().max()):
+            return True
+    except Exception as error:  # compilers raise errors of many types
+        reason = f"failed: {error!r}"
+    logger.warning_once(f"Compiled code for the GPU is not used for {name}: it {reason}.")
+    return False
