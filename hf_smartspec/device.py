@@ -1,6 +1,7 @@
 """Copies of small arrays between the host and a device, with as few waits as possible."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -17,6 +18,16 @@ def has_float64(device: torch.device) -> bool:
 def waits_are_free(device: torch.device) -> bool:
     """Return whether reading the device's results costs the host no wait: true of CPUs only."""
     return device.type == "cpu"
+
+
+def autocasts(device: torch.device) -> bool:
+    """Return whether this thread is within `torch.autocast` for devices of this type."""
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which operations on the device compute in their arguments' dtypes."""
+    return torch.autocast(device.type, enabled=False) if autocasts(device) else nullcontext()
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:

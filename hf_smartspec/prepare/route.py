@@ -7,6 +7,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from ..device import autocasts
 from ..target_model.compat import CACHE, WINDOWS, cached_length, is_checkpointing, is_stateful, renewal_length
 from ..target_model.encoded import masks_encoder
 from ..target_model.forward.rotary import border, lengthwise_modules
@@ -95,6 +96,8 @@ def _plain_reason(
         return "the model is in training mode with dropout, so that no two forwards agree"
     if model.training and is_checkpointing(model):
         return "gradient checkpointing switches the cache off while the model is in training mode"
+    if autocasts(model.device) and recurrent_layers(model) is not None:
+        return "under autocast, recurrent layers round states otherwise for several tokens at once"
     if config.cache_implementation not in (None, "dynamic", "static", "hybrid"):
         return f"`cache_implementation={config.cache_implementation!r}` asks for another cache"
     if config.cache_implementation == "static" and model.config.model_type == "gpt_neo":

@@ -7,6 +7,7 @@ import torch
 from transformers import GenerationMixin, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..decoding.call import DecodingCall
+from ..device import without_autocast
 from ..prepare.arguments import check_arguments
 from ..prepare.call import PreparedCall, prepare_call
 from ..prepare.config import SmartSpecConfig
@@ -75,7 +76,8 @@ class RequestPreparation:
             options["streamer"] = arguments.get("streamer")  # which transformers drops on the way to a callable
             return self._finished(prepare_call(model, input_ids, **options, **prepared), recorder)
 
-        call: Any = GenerationMixin.generate(self.model, **arguments | {"custom_generate": custom_generate})
+        with without_autocast(self.model.device):  # as in the engine's thread, which runs the request
+            call: Any = GenerationMixin.generate(self.model, **arguments | {"custom_generate": custom_generate})
         return call
 
     def _choice(self, assistant: Any, config: Any) -> Any:

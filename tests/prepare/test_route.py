@@ -12,7 +12,7 @@ from hf_smartspec.prepare.route import _PACKED_KWARGS, Route, route_of
 from hf_smartspec.target_model.compat import CACHE
 
 from ..generate.helpers import Oracle, check_same, prompts, set_special_tokens, tiny_llama
-from ..models import new_model
+from ..models import RECURRENT, new_model
 
 RAGGED = prompts([5, 9, 2])
 
@@ -141,3 +141,27 @@ def test_an_argument_that_a_release_has_renamed_is_said_once(monkeypatch, caplog
             assert torch.equal(model.generate(**RAGGED, max_new_tokens=6, assistant="prompt_lookup"), expected)
     (record,) = [item for item in caplog.records if item.levelname == "WARNING"]
     assert "without speculation: the model arguments ['use_cache'] cannot be packed" in record.getMessage()
+
+
+@pytest.mark.skipif(not RECURRENT, reason="hybrids are packed from transformers 5.24 on")
+def test_hybrids_are_decoded_plainly_under_autocast_and_it_is_said_once(caplog):
+    """What the model was found to be outside of autocast is not in doubt: other calls are packed before and after."""
+    model, ids = set_special_tokens(new_model("qwen3_5_text"), eos=None), RAGGED["input_ids"][:1]
+    assert route(model, ids).way == "packed"
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model.generate(ids, max_new_tokens=12)
+        with hf_smartspec.enabled(model):
+            for _ in range(2):
+                assert torch.equal(model.generate(ids, max_new_tokens=12, assistant="prompt_lookup"), expected)
+    (record,) = [item for item in caplog.records if item.levelname == "WARNING" and item.name.startswith("hf_smart")]
+    assert "Decoding without speculation: under autocast, recurrent layers" in record.getMessage()
+    assert route(model, ids).way == "packed"
+
+
+@pytest.mark.skipif(not RECURRENT, reason="hybrids are packed from transformers 5.24 on")
+def test_an_engine_serves_hybrids_whose_requests_come_from_an_autocasting_thread():
+    model, prompt = set_special_tokens(new_model("qwen3_5_text"), eos=None), [3, 4, 5, 3, 4]
+    expected = model.generate(torch.tensor([prompt]), max_new_tokens=8)[0, len(prompt) :].tolist()
+    with torch.autocast("cpu", torch.bfloat16), Engine(model, "prompt_lookup") as engine:
+        (result,) = engine.generate([prompt], max_new_tokens=8)
+    assert result.generated_tokens == expected

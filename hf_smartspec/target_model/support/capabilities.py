@@ -9,6 +9,7 @@ from threading import Lock
 import torch
 from transformers import PreTrainedModel
 
+from ...device import without_autocast
 from ..compat import (
     TESTED_ENCODED_TYPES,
     TESTED_MODEL_TYPES,
@@ -118,7 +119,8 @@ def _probed(model: PreTrainedModel, way: Way, is_padded: bool) -> str | None:
     with _lock:
         found = state_of(model).obstacles
         if (way, is_padded) not in found:
-            found[way, is_padded] = _probe(model, way, is_padded)
+            with without_autocast(model.device):  # the result is remembered for calls outside it, too
+                found[way, is_padded] = _probe(model, way, is_padded)
         return found[way, is_padded]
 
 

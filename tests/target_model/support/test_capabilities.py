@@ -56,6 +56,12 @@ def test_far_borders_of_models_that_are_packed_are_crossed_in_a_twin(monkeypatch
     assert packing_obstacle(near) is None and subjects[-1] is near
 
 
+def test_a_model_is_tried_out_without_autocast_whose_rounding_would_be_held_against_it():
+    model = new_model("gemma4_text")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert packing_obstacle(model) is None
+
+
 def test_windows_that_only_the_models_own_masks_know_are_found():
     """Granite's window is no argument of its attention."""
     model = small_model("granite_swa")
