@@ -146,6 +146,7 @@ def _whole_part(part: PaddedPart) -> PaddedPart:
         limits=limits,
         query_positions=part.limits - 1,  # of padding: any
         nodes=torch.empty(2, 0, dtype=torch.long),  # every token is in the column of its position
+        on_host=None,
         sees_all=bool((limits == part.num_columns).all()),
         _masks={},
     )

@@ -38,6 +38,7 @@ def _skip_in_part(part: PaddedPart, num: int) -> PaddedPart:
         query_positions=positions,
         nodes=nodes,
         seen_nodes=None,
+        on_host=None,
         _masks={},
     )
 

@@ -61,6 +61,7 @@ class StepLayout:
     encoded: EncodedAttention | None = None
     seen: dict = field(default_factory=dict)  # `SeenLines` of compiled attention, built once per step
     shared: list[SharedPart] = field(default_factory=list)
+    groups: dict = field(default_factory=dict)  # of queries that choose keys, by parts, built once per step
     chosen: list[torch.Tensor] | None = None  # what the layer that runs next adds to scores, by parts
 
     def owners(self) -> list[Any]:
@@ -93,6 +94,8 @@ class PaddedPart:
         seen_nodes (`np.ndarray` of shape `[1 + words, tokens]`, int64, *optional*): The column of each row's first
             node, and bits of the nodes from there on that each token attends to, 64 in each word; for tokens that are
             not tree nodes, `NO_TREE`. None where all drafts are chains.
+        on_host (tuple of `np.ndarray` of shape `[R, S]`, *optional*): `limits` as they were before they were sent, and
+            the numbers of columns that queries attend to, windows aside: below their limits, and their ancestors.
     """
 
     sent: ClassVar = ("limits", "tree_pairs", "query_positions", "nodes", "gather", "scatter")
@@ -110,6 +113,7 @@ class PaddedPart:
     scatter: torch.Tensor | None
     sees_all: bool
     seen_nodes: np.ndarray | None = None
+    on_host: tuple[np.ndarray, np.ndarray] | None = None
     _masks: dict = field(default_factory=dict)
 
     def view(self, memory: torch.Tensor) -> torch.Tensor:
@@ -314,6 +318,7 @@ def _build_part(
         gather=_tensor(_padded(np.arange(len(lines)), lines, num_rows * width)) if is_padded else None,
         scatter=_tensor(lines) if is_padded else None,
         seen_nodes=seen_nodes,
+        on_host=(padded_limits, padded_limits if query_positions is None else query_positions + 1),
         sees_all=tree_pairs is None and int(padded_limits.min()) == num_columns,
     )
 

@@ -2,12 +2,15 @@
 
 import math
 import sys
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
+from ...device import to_device
 from ..cache.slot_cache import SlotCache
-from ..layout.step_layout import PaddedPart
+from ..layout.step_layout import PaddedPart, StepLayout
 
 _MOST = 2**24  # numbers of keys that are gathered at once
 
@@ -35,39 +38,62 @@ def chosen_keys(
     # A block is rotated by the position of its first token: every key is kept with its own rotation.
     rotations = torch.cat([item[0] for item in position_embeddings], dim=1)
     keys = cache.layer(indexer.layer_idx).write_index(raw_keys[:, 0], rotations)
-    visible = [_visible(part) for part in layout.parts]
-    counts = [seen.sum(-1) // indexer.compress_ratio for seen in visible]
-    if all(int(count.max()) <= indexer.block_topk for count in counts):
+    groups = [_groups(layout, part, indexer.compress_ratio, indexer.block_topk) for part in layout.parts]
+    if not any(groups):
         return None
     rotate = _function(indexer, "apply_rotary_pos_emb")
     cos, sin = position_embeddings
     queries = rotate(indexer.q_layernorm(queries)[None], cos=cos, sin=sin, unsqueeze_dim=2)[0]
     found = []
-    for part, seen, count in zip(layout.parts, visible, counts):
+    for part, of_part in zip(layout.parts, groups):
         own = queries[part.tokens]
         own = own if part.gather is None else own.index_select(0, part.gather)
-        chosen = _chosen(indexer, rotate, own, part, part.view(keys)[:, 0], seen, count)
+        chosen = _chosen(indexer, rotate, own, part, part.view(keys)[:, 0], of_part)
         found.append(torch.zeros_like(chosen, dtype=hidden_states.dtype).masked_fill_(~chosen, -torch.inf)[:, None])
     return found
 
 
+class _Group(NamedTuple):
+    """
+    Queries that see equally many complete blocks, of which they choose.
+
+    Args:
+        num (`int`): The number of these blocks.
+        num_common (`int`): Blocks below the limits of all these queries: those of their rows' texts.
+        queries (`torch.Tensor` of shape `[Q]`, int64): Indices into the padded queries `[R * S]`.
+    """
+
+    num: int
+    num_common: int
+    queries: torch.Tensor
+
+
+def _groups(layout: StepLayout, part: PaddedPart, ratio: int, most: int) -> list[_Group]:
+    """Return the queries of more than `most` blocks of `ratio` keys, which are found on the host, once per step."""
+    key = part, ratio, most
+    if key not in layout.groups:
+        assert part.on_host is not None, "hybrids share no prefixes"
+        limits, counts = (item.reshape(-1) // ratio for item in part.on_host)
+        order = np.argsort(counts, kind="stable")
+        order = order[np.searchsorted(counts[order], most, side="right") :]
+        nums, starts = np.unique(counts[order], return_index=True)
+        common = np.minimum.reduceat(limits[order], starts) if len(order) else starts
+        queries = to_device(order, part.limits.device).tensor_split(starts[1:].tolist())
+        layout.groups[key] = list(map(_Group, nums.tolist(), common.tolist(), queries))
+    return layout.groups[key]
+
+
 def _visible(part: PaddedPart) -> torch.Tensor:
-    """Return the columns that the part's queries may attend to, `[R, S, K]`, bool."""
+    """Return the columns that the part's queries may attend to, `[R * S, K]`, bool."""
     mask = part.mask(None, 1, torch.float32)
     if mask is None:
-        shape = part.num_rows, part.width, part.num_columns
+        shape = part.num_rows * part.width, part.num_columns
         return torch.ones(shape, dtype=torch.bool, device=part.limits.device)
-    return mask[:, 0] == 0
+    return (mask == 0).flatten(0, 2)
 
 
 def _chosen(
-    indexer: Any,
-    rotate: Any,
-    queries: torch.Tensor,
-    part: PaddedPart,
-    keys: torch.Tensor,
-    visible: torch.Tensor,
-    counts: torch.Tensor,
+    indexer: Any, rotate: Any, queries: torch.Tensor, part: PaddedPart, keys: torch.Tensor, groups: Sequence[_Group]
 ) -> torch.Tensor:
     """
     Return the columns that queries attend to, `[R, S, K]`, bool.
@@ -75,23 +101,17 @@ def _chosen(
     Args:
         queries (`torch.Tensor` of shape `[R * S, heads, size]`), keys (`torch.Tensor` of shape `[R, K, size + 2 *
             rotary_dim]`): Of the indexer.
-        visible (`torch.Tensor` of shape `[R, S, K]`): The columns that queries may attend to, bool.
-        counts (`torch.Tensor` of shape `[R, S]`): Numbers of complete blocks in these.
+        groups (sequence of `_Group`): The queries that choose; others attend to all columns that they see.
     """
     ratio, num_columns = indexer.compress_ratio, keys.shape[1]
-    seen, rows = visible.flatten(0, 1), torch.arange(part.num_rows, device=keys.device).repeat_interleave(part.width)
+    seen = _visible(part)
     # Below its limit, a query has the blocks of its row. Only later ones, which end in a tree, are the query's own.
     of_rows = _blocks(indexer, rotate, keys[:, : num_columns - num_columns % ratio].unflatten(1, (-1, ratio)))
-    counts, common = counts.flatten(), part.limits.flatten() // ratio
     # Queries of equally many blocks together: `topk` picks others of equal scores if there are more to pick from.
-    for num in counts.unique().tolist():
-        if num <= indexer.block_topk:
-            continue
-        same = (counts == num).nonzero()[:, 0]
-        first = int(common[same].min())
+    for num, first, same in groups:
         text = torch.arange(first * ratio, device=keys.device)
         for some in same.split(max(_MOST // (num * keys.shape[2]), 1)):
-            row = rows[some]
+            row = some // part.width
             hidden = (~seen[some, len(text) :]).to(torch.int8)
             later = hidden.argsort(dim=1, stable=True)[:, : num * ratio - len(text)] + len(text)
             own = _blocks(indexer, rotate, keys[row[:, None], later].unflatten(1, (num - first, ratio)))
@@ -100,7 +120,7 @@ def _chosen(
             columns = torch.cat([text.expand(len(some), -1), later], dim=1)
             kept = columns.unflatten(1, (num, ratio)).gather(1, best[..., None].expand(-1, -1, ratio)).flatten(1)
             seen[some] = seen[some].scatter(1, columns, False).scatter(1, kept, True)
-    return seen.view_as(visible)
+    return seen.view(part.num_rows, part.width, num_columns)
 
 
 def _blocks(indexer: Any, rotate: Any, keys: torch.Tensor) -> torch.Tensor:
