@@ -99,8 +99,9 @@ class TreeCandidateGenerator(AssistedDecodingSource):
         num_likeliest (`int`): Number of the target's likeliest next tokens that it uses, where these are available.
             `observe` then gets a `Committed` in place of tokens.
         observes_every_step (`bool`): Whether `observe` is called after every step. By default, what steps committed in
-            which no source was asked comes at once, before the next `propose` or `stop` at the latest; in every step
-            where scores are needed.
+            which no source was asked comes at once, before the next `propose` or `stop` at the latest; where hidden
+            states are needed, also that of steps which asked this source for other requests only. In every step where
+            scores are needed.
         label (`str`): The kind of source that readers of a trace see, such as "suffix"; by default, the name of the
             class.
         weights_version (`int`): Count it up whenever the weights that it drafts with have changed while requests run,

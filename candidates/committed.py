@@ -50,9 +50,9 @@ class Committed:
 
     Args:
         tokens (`np.ndarray` of shape `[n]`, int64): Tokens committed since the last call: those of the accepted path,
-            and the bonus token after it. Those of steps that asked no source come together.
+            and the bonus token after it. Those of steps that did not ask the source come together.
         path (`np.ndarray` of shape `[n - 1]`, int64): The nodes of `tree` that were accepted; shorter or empty where
-            nothing was verified.
+            nothing was verified, or steps come together.
         hidden_states (mapping of `int` to `torch.Tensor` of shape `[m, hidden_size]`): By layer, see
             `TreeCandidateGenerator.hidden_layers`; in the model's dtype. Empty unless they are needed.
         scores (`torch.Tensor` of shape `[1 + nodes, vocab_size]`, *optional*): The target's logits, float32, before any

@@ -16,7 +16,9 @@ from ..models.draft_growth import DraftState
 from ..models.rows import RowCandidates
 from ..request import SourceRequest
 
-_MOST_PENDING = 256  # hidden states that are kept for a draft, which may never be wanted; more go into the row
+# Hidden states that are kept for a draft, which may never be wanted: more tokens than these, of more bytes, go into the
+# row, which takes a small model as long as some of its steps.
+_MOST_PENDING, _MOST_BYTES = 256, 2**23
 
 
 @dataclass(eq=False)
@@ -165,7 +167,8 @@ class HiddenStateCandidates(RowCandidates):
         # Layers may lie on several devices.
         states = [committed.hidden_states[layer].to(self.heads.device) for layer in self.hidden_layers]
         state.take(torch.cat(states, dim=1), committed.start)  # a copy, also of one layer: it is a part of all rows'
-        if not len(committed.tokens) or state.num_pending > _MOST_PENDING:
+        num, known = state.num_pending, state.pieces
+        if num > _MOST_PENDING and num * known[-1].shape[1] * known[-1].itemsize > _MOST_BYTES:
             self._run_pending([state])  # not to be kept until a long prompt or a pause in drafting ends
 
     def _run_pending(self, states: Sequence[KnownStates]) -> None:

@@ -24,7 +24,8 @@ from .statistics import GenerationStatistics
 from .text import RequestText
 from .trace import RequestTrace
 
-_MOST_UNSHOWN = 64  # tokens whose hidden states wait for the next draft: each keeps those of all rows of its step
+# Hidden states that wait for a row's next draft: of so many tokens, each of which keeps those of all rows of its step.
+_MOST_UNSHOWN, _MOST_HELD = 64, 8192
 DRAFT_ROOM = 16  # tokens after a request's last one that memory is reserved for; see `DecodingCall.cap`
 
 
@@ -72,8 +73,11 @@ class Request(RequestText):
     dropped: set[int] = field(default_factory=set)  # positions of sources that have failed
     is_known_to_source: bool = False
     shares_with: Hashable | None = None  # the request whose keys and values its row began with
-    num_observed: int = 0  # generated tokens that the loop has observed,
-    num_passed: int = 0  # and those of them that were passed to its sources
+    # Generated tokens that the loop has observed, and those of them that were passed to its sources: to those that
+    # observe tokens alone, and to those that need more.
+    num_observed: int = 0
+    num_passed: int = 0
+    num_shown: int = 0
 
     # Logits of the draft under verification, [1 + nodes, vocab_size]; None where tokens are picked by their arg max.
     logits: torch.Tensor | None = None
@@ -103,8 +107,20 @@ class Request(RequestText):
     @property
     def must_observe(self) -> bool:
         """Return whether its sources must observe what was committed before they are next asked for a draft."""
-        is_full = self.fed is not None and self.fed.num_fed > _MOST_UNSHOWN
-        return is_full or bool(self.path) or self.chain.observes_every_step or not self.is_active
+        return bool(self.path) or self.chain.observes_every_step or not self.is_active
+
+    @property
+    def must_be_shown(self) -> bool:
+        """Return whether this holds of sources with needs, which are far behind or use likely tokens of this step."""
+        fed = self.fed
+        is_full = fed is not None and (fed.num_fed > _MOST_UNSHOWN or fed.num_held > _MOST_HELD)
+        return is_full or self.must_observe or (self.chain.shows_likeliest and self.likeliest is not None)
+
+    @property
+    def is_behind(self) -> bool:
+        """Return whether some source has not been passed all that was committed, or states that it needs."""
+        is_unshown = self.fed is not None or self.num_shown < self.num_observed
+        return self.num_passed < self.num_observed or (self.wants_states and is_unshown)
 
     @property
     def cache_row(self) -> CacheRow:

@@ -83,7 +83,8 @@ def _wanted(request: Request, is_verified: bool) -> tuple[FedStates, Sequence[in
 def _step(request: Request, states: Mapping[int, torch.Tensor], tokens: np.ndarray | None) -> Committed:
     start = request.fed.start if request.fed is not None else 0
     own = {layer: states[layer] for layer in request.chain.hidden_layers if layer in states}
-    if tokens is None or request.verified is None:
+    # A row of which other sources alone have drafted may be several steps behind, of which a tree is one.
+    if tokens is None or request.verified is None or len(tokens) > len(request.path) + 1:
         new = np.empty(0, np.int64) if tokens is None else tokens
         return Committed(new, hidden_states=own, start=start, likeliest=request.likeliest)
     return Committed(

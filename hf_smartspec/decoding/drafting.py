@@ -69,6 +69,8 @@ class Drafting:
         self._unlearnt: Callable[[], None] | None = None  # learns from the latest step, if that was put off
         # Whether some source was asked in the latest step; always True in processes that do not draft.
         self.has_asked = True
+        # Rows of the latest step that a source with needs was asked for; None in processes that do not draft.
+        self._asked_with_needs: set[Request] | None = None
         # Seconds to pass a step's outcome on to sources and policy: of the latest step with drafts and without prompts,
         # and of all steps.
         self._seconds_learning = self._seconds_observed = 0.0
@@ -122,8 +124,18 @@ class Drafting:
             if asked:  # without drafts, there is hardly anything to select and to learn
                 self._count_as_drafting(asked[0], self.clock() - before, self._seconds_learning)
             self.has_asked = bool(asked)
+            self._asked_with_needs = {
+                request
+                for stage in asked
+                for request, number in zip(rows, stage.asked.tolist())
+                if number and request.chain.sources[stage.position].needs
+            }
             self._has_learnt = self.has_asked and not step.num_prefill_tokens
         return proposed, selected
+
+    def has_shown(self, request: Request) -> bool:
+        """Return whether a source with needs was asked for the row in the latest step, or may have been."""
+        return self._asked_with_needs is None or request in self._asked_with_needs
 
     def _count_as_drafting(self, stage: Stage, selecting: float, learning: float = 0.0) -> None:
         """
@@ -156,7 +168,7 @@ class Drafting:
         if not asked:
             return trees
         with self._timed("seconds_draft"):
-            self.sources.catch_up(asked)
+            self.sources.catch_up(stage.position, asked)
             before = self.clock()
             padding, asked = _split_padding(asked, stage.position)
             proposals = padding | self.sources.propose(stage.position, asked, price)

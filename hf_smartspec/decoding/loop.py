@@ -327,12 +327,18 @@ class DecodingLoop:
                 self.drafting.observe(step, accepted, tokens, may_wait=self._runs_on)
 
     def _pass_on(self, committed: dict[Request, np.ndarray], is_due: bool) -> None:
-        """Pass the step to the sources, prompts' parts included; if that is not due, mostly leave it for later."""
-        rows = list(committed)
-        if self._shows_more:
-            parts = [item for item in self.running if item.fed is not None and not item.is_verifying]
-            rows += [request for request in parts if request not in committed]
-        self.drafting.sources.observe([request for request in rows if is_due or request.must_observe])
+        """
+        Pass the step to the sources, prompts' parts included; if that is not due, mostly leave it for later, as that of
+        rows that no source with needs has drafted for: hidden states cost time, which one row's draft does not pay.
+        """
+        rows, sources = list(committed), self.drafting.sources
+        if not self._shows_more:
+            sources.observe([request for request in rows if is_due or request.must_observe])
+            return
+        shown = [request for request in rows if self.drafting.has_shown(request) or request.must_be_shown]
+        parts = [item for item in self.running if item.fed is not None and not item.is_verifying]
+        shown += [request for request in parts if request not in committed]
+        sources.observe([request for request in rows if is_due or request.must_observe], shown)
 
     # 7. report
 

@@ -118,20 +118,24 @@ class GuardedSources:
             for position, source in enumerate(request.chain.sources):
                 self._guarded(request, position, source.stop, request.request_id)
 
-    def observe(self, requests: Sequence[Request]) -> None:
+    def observe(self, requests: Sequence[Request], shown: Sequence[Request] | None = None) -> None:
         """
-        Pass what was committed since the latest call to the sources of requests, and to their recorders. Steps that ask
-        no source mostly go without a call: it would cost them time.
+        Pass what was committed since the latest call to the sources of requests: tokens to those that observe nothing
+        else; to the others and to recorders, of all requests or of those in `shown` only, what they need. Steps mostly
+        go without a call for requests of which they ask no source: it would cost them time.
         """
-        passed: dict[Request, np.ndarray] = {}
         for request in requests:
             first, request.num_passed = request.num_passed, request.num_observed
+            if first < request.num_observed and request.chain.watching:
+                self._pass_tokens(request, request.generated(first, request.num_observed).copy())  # may be changed
+        wanting = [request for request in (requests if shown is None else shown) if request.wants_states]
+        tokens: dict[Request, np.ndarray] = {}
+        for request in wanting:
+            first, request.num_shown = request.num_shown, request.num_observed
             if first < request.num_observed:
-                passed[request] = request.generated(first, request.num_observed).copy()  # which sources may change
-                self._pass_tokens(request, passed[request])
-        wanting = [request for request in requests if request.wants_states]
+                tokens[request] = request.generated(first, request.num_observed).copy()
         try:
-            show_steps(wanting, passed, self._show)
+            show_steps(wanting, tokens, self._show)
         except Exception as error:  # mostly for lack of memory
             for request in wanting:
                 self._drop_shown(request, error)
@@ -163,9 +167,10 @@ class GuardedSources:
             if source.needs:
                 self._guarded(request, position, _show_source, request, source, step)
 
-    def catch_up(self, requests: Collection[Request]) -> None:
-        """Pass to the sources what was committed in steps that did not ask them."""
-        self.observe([item for item in requests if item.num_passed < item.num_observed or item.fed is not None])
+    def catch_up(self, position: int, requests: Collection[Request]) -> None:
+        """Pass on what was committed in steps that did not ask the sources at this position."""
+        behind = [request for request in requests if request.is_behind]
+        self.observe(behind, [request for request in behind if request.chain.sources[position].needs])
 
     def propose(self, position: int, asked: dict[Request, int], price: LevelPrice | None) -> dict[Request, DraftTree]:
         """Call `propose` once per source that any row has at this position, with the `price` where it is heeded."""

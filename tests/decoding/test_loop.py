@@ -7,6 +7,7 @@ import torch
 from benchmarks.step.overhead import host
 from benchmarks.step.overhead.host import make_setting
 from hf_smartspec import DraftTree, SmartSpecConfig, SuffixTreeCandidates
+from hf_smartspec.candidates import StagedCandidates
 from hf_smartspec.decoding import source_guard
 from hf_smartspec.decoding.loop import DecodingLoop
 from hf_smartspec.goodput import CostModel, DraftCost, FixedLength, PrefillGate
@@ -170,9 +171,9 @@ def held(monkeypatch):
     return held
 
 
-@pytest.mark.parametrize(("interval", "num_shown"), [(1, 0), (1, 5), (100, 1)])
+@pytest.mark.parametrize(("interval", "num_shown"), [(1, 0), (1, 5), (100, 0)])
 def test_sources_whose_hidden_states_cannot_be_had_are_dropped(interval, num_shown, held, monkeypatch, caplog):
-    """The states of the prompts are lacking, those after some steps, and those at the rows' ends."""
+    """The states of the prompts are lacking, those after some steps, and all of them at the rows' ends."""
     model, left, show = shared_model("llama"), iter(range(num_shown)), source_guard.show_steps
 
     def failing(rows, *arguments):
@@ -205,12 +206,12 @@ def test_rows_that_end_together_are_shown_together(monkeypatch):
     monkeypatch.setattr(source_guard, "show_steps", noting)
     source = Watching(Random(0, is_tree=False), scores=False)
     decoded(shared_model("llama"), SmartSpecConfig(source, policy=Seldom(100)))
-    assert [num for num in shown if num] == [len(PROMPTS)] * 2, "after their prompts, and at their ends"
+    assert [num for num in shown if num] == [len(PROMPTS)], "at their ends"
 
 
 def test_hidden_states_of_steps_that_ask_no_source_come_together():
     model = shared_model("llama")
-    for layers, interval, most in (((-1, 0), 4, 33), ((1,), 100, 2 * len(PROMPTS))):
+    for layers, interval, most in (((-1, 0), 4, 33), ((1,), 100, len(PROMPTS))):
         source = Watching(Random(0, is_tree=False), layers, scores=False)
         decoded(model, SmartSpecConfig(source, policy=Seldom(interval)))
         source.check(model)
@@ -222,3 +223,20 @@ def test_suffix_trees_remember_outputs_of_steps_that_ask_none():
     output = decoded(model, SmartSpecConfig(trees, policy=Seldom(100)))
     kept = {tuple(text[-LENGTH:].tolist()) for _, _, text in trees.outputs()}
     assert kept == {tuple(row[-LENGTH:].tolist()) for row in output}
+
+
+class FirstOnly(Seldom):
+    """Asks the first source in every step, and others in every so many."""
+
+    def max_nodes(self, rows, stage, trees):
+        asks = super() if stage.position else super(Seldom, self)
+        return asks.max_nodes(rows, stage, trees)
+
+
+def test_sources_that_need_states_wait_while_others_draft():
+    model, first = shared_model("llama"), Calls()
+    watching = Watching(Random(1, is_tree=False), scores=False)
+    decoded(model, SmartSpecConfig(StagedCandidates([first, watching]), policy=FirstOnly(4)))
+    watching.check(model)
+    num_first = sum(kind == "observe" for kind, _ in first.calls)
+    assert num_first > 2 * len(watching.steps) >= 2 * len(PROMPTS)

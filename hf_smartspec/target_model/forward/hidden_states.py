@@ -34,10 +34,12 @@ class FedStates:
     start: int  # position of the first token in the text
     pieces: list[Piece] = field(default_factory=list)
     num_fed: int = 0
+    num_held: int = 0  # lines of states that cannot be freed meanwhile: of all rows' tokens
 
     def add(self, piece: Piece) -> None:
         self.pieces.append(piece)
         self.num_fed += piece.num_fed
+        self.num_held += len(next(iter(piece.states.values()), ()))
 
     def continued(self, newer: "FedStates") -> "FedStates":
         """Return these, of feeds without drafts, and then those of a later forward, which may begin within them."""
@@ -67,8 +69,8 @@ class FedStates:
 
 def select(rows: Sequence[tuple[FedStates, Sequence[int], int]]) -> list[dict[int, torch.Tensor]]:
     """
-    Return the hidden states of some rows' committed tokens, as new tensors: one selection for each layer and call of
-    the model, for all rows together.
+    Return the hidden states of some rows' committed tokens, as new tensors: one selection for each layer, for all rows
+    together, also of many calls of the model.
 
     Args:
         rows (sequence): For each row, its fed states, the accepted nodes of its draft, and the number of tokens that
@@ -77,36 +79,41 @@ def select(rows: Sequence[tuple[FedStates, Sequence[int], int]]) -> list[dict[in
     Returns:
         list of `dict` of `int` to `torch.Tensor` of shape `[m, hidden_size]`: States by layer.
     """
-    calls: dict[int, tuple[dict[int, torch.Tensor], list[np.ndarray]]] = {}
-    wanted = [list(zip(fed.pieces, fed.lines(path, most))) for fed, path, most in rows]
-    for row in wanted:
-        for piece, lines in row:
-            calls.setdefault(id(piece.states), (piece.states, []))[1].append(lines)
-    indices = [np.concatenate(lines) for _, lines in calls.values()]
-    devices = {item.device for states, _ in calls.values() for item in states.values()}  # usually one
-    sent = {device: send_together([torch.from_numpy(index) for index in indices], device) for device in devices}
-    parts = {
-        key: _split(states, [len(item) for item in lines], {device: index[number] for device, index in sent.items()})
-        for number, (key, (states, lines)) in enumerate(calls.items())
-    }
-    return [_joined([next(parts[id(piece.states)]) for piece, _ in row]) for row in wanted]
+    groups: dict[frozenset[int], list[int]] = {}
+    for number, (fed, _, _) in enumerate(rows):
+        # Steps also take the layers that other rows need, which come and go.
+        kept = {id(piece.states): piece.states for piece in fed.pieces}.values()
+        groups.setdefault(frozenset.intersection(*map(frozenset, kept)), []).append(number)
+    found: list[dict[int, torch.Tensor]] = [{}] * len(rows)
+    for layers, numbers in groups.items():
+        for number, states in zip(numbers, _selected(layers, [rows[number] for number in numbers])):
+            found[number] = states
+    return found
 
 
-def _split(
-    states: dict[int, torch.Tensor], sizes: list[int], index: dict[torch.device, torch.Tensor]
-) -> Iterator[dict[int, torch.Tensor]]:
-    """Return the states at an index, by row, for rows of these sizes."""
-    chosen = {layer: item[index[item.device]].split(sizes) for layer, item in states.items()}
-    for number in range(len(sizes)):
-        yield {layer: items[number] for layer, items in chosen.items()}
-
-
-def _joined(pieces: Sequence[dict[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
-    if len(pieces) == 1:
-        return pieces[0]
-    # Steps also take the layers that other rows need, which come and go.
-    common = [layer for layer in pieces[0] if all(layer in piece for piece in pieces)]
-    return {layer: torch.cat([piece[layer] for piece in pieces]) for layer in common}
+def _selected(
+    layers: Collection[int], rows: Sequence[tuple[FedStates, Sequence[int], int]]
+) -> list[dict[int, torch.Tensor]]:
+    """Return `select` of rows whose pieces all have these layers."""
+    calls: dict[int, tuple[int, dict[int, torch.Tensor]]] = {}  # first line of each call among those of all, and states
+    lines, num_lines = [], 0
+    for fed, path, most in rows:
+        for piece, committed in zip(fed.pieces, fed.lines(path, most)):
+            if id(piece.states) not in calls:
+                calls[id(piece.states)] = num_lines, piece.states
+                num_lines += len(next(iter(piece.states.values()), ()))
+            lines.append(committed + calls[id(piece.states)][0])
+    ends = np.cumsum([len(fed.pieces) for fed, _, _ in rows]).tolist()
+    own = [np.concatenate(lines[start:end]) for start, end in zip([0, *ends], ends)]
+    index, sent = torch.from_numpy(np.concatenate(own)), {}
+    chosen: dict[int, Sequence[torch.Tensor]] = {}
+    for layer in layers:
+        parts = [states[layer] for _, states in calls.values()]
+        states, device = torch.cat(parts) if len(parts) > 1 else parts[0], parts[0].device
+        if device not in sent:  # usually one
+            (sent[device],) = send_together([index], device)
+        chosen[layer] = states[sent[device]].split([len(item) for item in own])
+    return [{layer: items[number] for layer, items in chosen.items()} for number in range(len(rows))]
 
 
 class HiddenStateTaps:
@@ -224,6 +231,7 @@ class HiddenStateTaps:
         if set(states) != self.layers or any(len(item) < num_lines for item in states.values()):
             return
         lines = np.arange(num_lines) if lines is None else lines
+        states = {layer: item[:num_lines] for layer, item in states.items()}  # without a layout's padding
         for item in items:
             own, lines = lines[: item.num_tokens], lines[item.num_tokens :]
             fed = self._fed.setdefault(item.row, FedStates(item.row.length))

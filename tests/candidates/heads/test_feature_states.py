@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LogitsProcessorList
 
 from hf_smartspec import BlockCandidates, BlockDrafter, Committed
+from hf_smartspec.candidates.heads import hidden_states
 from hf_smartspec.candidates.heads.eagle.heads import EagleHeads
 from hf_smartspec.candidates.heads.feature_source import FeatureCandidates
 from hf_smartspec.candidates.models import growing
@@ -197,8 +198,9 @@ def any_unlike(request, unlike, unlike_blocks):
     return {"eagle": unlike, "blocks": unlike_blocks}[request.param]
 
 
-def test_what_nobody_asks_for_takes_little_memory(any_unlike):
+def test_what_nobody_asks_for_takes_little_memory(any_unlike, monkeypatch):
     """What requests under load are shown, lines of all rows' states, goes into their rows sooner or later."""
+    monkeypatch.setattr(hidden_states, "_MOST_BYTES", 2**16)  # fewer than those of the least number of tokens
     source = source_with(any_unlike, 2)
     text = [3, 4, 5]
     source.start("a", np.array(text[:2]))

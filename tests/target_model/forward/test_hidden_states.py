@@ -121,6 +121,25 @@ def test_one_selection_for_all_rows():
     assert selections.num == 2, "one for each layer"
 
 
+def test_one_selection_for_all_steps_that_rows_have_waited_for():
+    model = _Model()
+    taps, rows, held = HiddenStateTaps(model), [CacheRow(slot) for slot in range(3)], {}
+    for step in range(5):
+        with taps.taking([0, -1]) as fed, taps.installed():
+            model(torch.arange(8.0)[None, :, None] + 10 * step)  # padded by two
+            taps.note([RowInput(row, np.arange(2)) for row in rows])
+        for row in rows:
+            held[row] = held[row].continued(fed[row]) if row in held else fed[row]
+            row.length += 2
+    with Selections() as selections:
+        found = select([(held[row], [], 99) for row in rows[:2]])
+    assert selections.num == 2, "one for each layer"
+    for number, states in enumerate(found):
+        expected = [10 * step + 2 * number + place for step in range(5) for place in (0, 1)]
+        assert states[0].flatten().tolist() == expected
+    assert held[rows[0]].num_held == 30, "lines of all rows are held for one's"
+
+
 def test_states_of_another_shape_are_not_taken():
     model, row = _Model(), CacheRow(0)
     taps = HiddenStateTaps(model)
