@@ -4,7 +4,7 @@ import math
 
 import torch
 
-MOST_QUERIES = 64  # of a row; flash attention is faster for more, unless they are a tree
+MOST_QUERIES = 64  # of a row, on average; for more, flash attention is faster
 _MOST_PIECES, _LEAST_KEYS, _FULL = 64, 256, 512  # pieces of a row's keys; keys of a piece; programs that fill a device
 
 

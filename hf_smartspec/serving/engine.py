@@ -51,8 +51,8 @@ class Engine:
             memory or a quarter of a CPU's, but no more than twice what a full batch of the longest texts takes
             (256 MiB if that is less). A request reserves memory for the length that it may reach, rounded up by at most
             a factor of the square root of two. When the memory grows, it is copied: old and new exist for a while.
-        max_prefill_tokens (`int`): Prompt tokens per step. Longer prompts are spread over several steps, in which the
-            other requests go on decoding.
+        max_prefill_tokens (`int`, *optional*): Prompt tokens per step. Longer prompts are spread over several steps, in
+            which the other requests go on decoding. Default: 512 on a CPU, else 2,048.
         tokenizer (`PreTrainedTokenizerBase`, *optional*): Allows prompts to be text or chats, and serves
             `stop_strings`.
         assistant_tokenizer (`PreTrainedTokenizerBase`, *optional*): The draft model's tokenizer, if it differs.
@@ -82,17 +82,17 @@ class Engine:
         assistant: Any = "auto",
         max_batch_size: int = 32,
         max_kv_bytes: int | Budget | None = None,
-        max_prefill_tokens: int = 512,
+        max_prefill_tokens: int | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         assistant_tokenizer: PreTrainedTokenizerBase | None = None,
         online: Learning | None = None,
         max_requests_per_namespace: int | None = None,
         namespace_weights: Mapping[Hashable, float] | None = None,
     ):
-        for name, value in (("max_batch_size", max_batch_size), ("max_prefill_tokens", max_prefill_tokens)):
-            check_positive(name, value)
+        check_positive("max_batch_size", max_batch_size)
         for name, number in (
             ("max_kv_bytes", max_kv_bytes),
+            ("max_prefill_tokens", max_prefill_tokens),
             ("max_requests_per_namespace", max_requests_per_namespace),
         ):
             if not isinstance(number, Budget | None):
@@ -113,6 +113,8 @@ class Engine:
         drafting = sum(stage.bytes_per_token() for stage in stages)
         states = sum(stage.bytes_per_request() for stage in stages)
         self._memory = self._new_memory(max_batch_size, budget._replace(drafting=drafting, states=states))
+        if max_prefill_tokens is None:
+            max_prefill_tokens = 512 if self.model.device.type == "cpu" else 2048
         scheduler = self._memory.scheduler
         scheduler.weights = dict(namespace_weights or {})
         scheduler.lends_rows = self._memory.shares_forward and self.model.device.type != "cpu"  # where rows cost little

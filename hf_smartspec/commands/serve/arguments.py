@@ -107,7 +107,10 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         "quarter of a CPU's, but no more than twice what a full batch of the longest texts takes)",
     )  # fmt: skip
     parser.add_argument(
-        "--max-prefill-tokens", type=positive, default=512, metavar="N", help="prompt tokens per step (default: 512)"
+        "--max-prefill-tokens",
+        type=positive,
+        metavar="N",
+        help="prompt tokens per step (default: 512 on a CPU, else 2,048)",
     )
     parser.add_argument(
         "--max-model-len", type=positive, metavar="N", help="tokens of prompt and answer (default: the model's)"

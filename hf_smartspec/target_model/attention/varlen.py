@@ -78,7 +78,7 @@ def varlen_attention(
     assert spans is not None, "laid out for masks"
     if window is not None and window >= spans.most_keys:
         window = None
-    if _has_few_queries(spans, query.device):
+    if _has_few_queries(spans, query):
         sizes = spans.most_queries, spans.most_keys
         return few_query_attention(query, key, value, spans.rows, *sizes, spans.trees, window, scaling)
     queries, keys, used = spans.flash_rows
@@ -101,9 +101,13 @@ def varlen_attention(
     return output
 
 
-def _has_few_queries(spans: Spans, device: torch.device) -> bool:
-    """Return whether compiled code attends; flash attention knows no trees."""
-    return spans.trees is not None or (spans.most_queries <= MOST_QUERIES and has_triton(device))
+def _has_few_queries(spans: Spans, query: torch.Tensor) -> bool:
+    """
+    Return whether compiled code attends: rows that decode beside a prompt, too. Flash attention, which computes whole
+    tiles for few queries, knows no trees.
+    """
+    are_few = len(query) <= MOST_QUERIES * (spans.rows.shape[1] - 1)
+    return spans.trees is not None or (are_few and has_triton(query.device))
 
 
 # --- Trust -----------------------------------------------------------------------------------------------------------
@@ -126,7 +130,7 @@ def kind_of(query: torch.Tensor, key: torch.Tensor, layout: StepLayout, window: 
     is_windowed, has_trees = window is not None and window < spans.most_keys, spans.trees is not None
     if is_windowed and spans.trees is not None and _may_exceed(spans.trees, window):
         return None
-    has_few_queries = _has_few_queries(spans, query.device)
+    has_few_queries = _has_few_queries(spans, query)
     return query.device, query.dtype, query.shape[1:], key.shape[1], is_windowed, has_trees, has_few_queries
 
 

@@ -19,7 +19,7 @@ def _needs_no_parts(layout: StepLayout) -> bool:
 
 
 # Fields that the device does not read, or that are handled by themselves.
-_NO_SHAPE = {"firsts", "columns", "parts", "spans", "_masks", "seen", "seen_nodes"}
+_NO_SHAPE = {"firsts", "columns", "parts", "spans", "_masks", "seen", "seen_nodes", "groups", "on_host"}
 
 
 def _owners(layout: StepLayout) -> list[Any]:
@@ -65,7 +65,7 @@ def copied(layout: StepLayout) -> StepLayout:
     result: StepLayout = owners[id(layout)]
     result.spans = owners.get(id(layout.spans))
     result.parts = [owners[id(part)] for part in layout.parts if id(part) in owners]
-    result.seen = {}
+    result.seen, result.groups = {}, {}
     for part in result.parts:
         part._masks = {}
     return result

@@ -120,7 +120,7 @@ def calls(monkeypatch):
     monkeypatch.setattr(varlen, "_is_right", {})
     monkeypatch.setattr(varlen, "_TOLERANCE", 1e-5)  # in float32
     monkeypatch.setattr(varlen, "has_triton", lambda device: True)
-    monkeypatch.setattr(varlen, "MOST_QUERIES", 16)
+    monkeypatch.setattr(varlen, "MOST_QUERIES", 8)
     monkeypatch.setattr(varlen, "few_query_attention", counted("compiled", few_query_attention))
     monkeypatch.setattr(varlen, "_flash_attention_forward", counted("flash", flash_attention))
     monkeypatch.setattr(attention, "_masked_attention", counted("masks", attention._masked_attention))

@@ -28,7 +28,7 @@ def test_rounded_sizes_are_a_quarter_more_at_most(number):
 
 
 def test_few_sizes_are_rounded():
-    assert len({rounded(number) for number in range(1, MOST_TOKENS + 1)}) == 24
+    assert len({rounded(number) for number in range(1, MOST_TOKENS + 1)}) == 28
 
 
 def random_steps(forward, rng, num_steps=12):
