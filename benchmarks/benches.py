@@ -15,6 +15,7 @@ BENCHES = {
     "generate": COMMANDS["bench", "generate"],
     "drafters": _bench("decode.drafters", "compare learned drafters: tokens per step, drafting, speed"),
     "batch": _bench("decode.batch", "measure seconds per token over batch size and draft length"),
+    "published": _bench("decode.published", "compare methods as published with the default, by batch size"),
     "queue": _bench("decode.queue", "serve a queue of prompts, against transformers' batches"),
     "batching": _bench("decode.batching", "measure transformers' continuous batching with speculation"),
     "gpu": _bench("decode.gpu", "measure on a GPU: exactness, bandwidth, transformers' own"),

@@ -4,6 +4,7 @@ puts it there), else the embedded target, cost-matched.
 """
 
 import argparse
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -11,8 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_smartspec.commands.common.arguments import UsageError
 from hf_smartspec.commands.common.models import demo_folder, load_tokenizer
-from hf_smartspec.commands.common.names import SOURCES, WITH_DRAFT_MODEL
-from hf_smartspec.commands.common.real_model import real_model
+from hf_smartspec.commands.common.names import WITH_DRAFT_MODEL, is_model, parts_of
+from hf_smartspec.commands.common.real_model import NAME, real_model
 from hf_smartspec.commands.common.setup import Setup, load_setup, missing_arguments
 
 
@@ -21,15 +22,26 @@ def choose_model(args: argparse.Namespace, sources: Iterable[str] = ()) -> None:
     Fill in `args.model` where the user leaves the choice.
 
     The embedded target stays the default where an argument belongs to it: a number of parameters, a draft model, or
-    sources with one, since only the embedded target has a draft model beside it.
+    sources with one, since only the embedded target has a draft model beside it. Heads belong to the target that their
+    files name.
 
     Args:
         sources (iterable of `str`): Names of the sources that will draft.
     """
-    needs_embedded = any(name in WITH_DRAFT_MODEL or name not in ("none", *SOURCES) for name in sources)
+    needs_embedded = any(name in WITH_DRAFT_MODEL or not _suits_real_model(name) for name in sources)
     others = (getattr(args, name, None) for name in ("model", "draft", "parameters"))
     if not needs_embedded and all(value is None for value in others):
         args.model = real_model()
+
+
+def _suits_real_model(name: str) -> bool:
+    """Return whether all models of a source are heads of the real model, by their configs."""
+    folders = [Path(item) for item in parts_of(name) if is_model(item)]
+    configs = [folder / "config.json" for folder in folders]
+    bases = [
+        json.loads(path.read_text()).get("base_model_name_or_path", "") if path.is_file() else "" for path in configs
+    ]
+    return all(Path(base).name == NAME for base in bases)
 
 
 def new_setup(args: argparse.Namespace, sources: Iterable[str], option: str) -> Setup:

@@ -8,6 +8,7 @@ from rich.markup import escape
 from hf_smartspec.commands.common.arguments import UsageError
 from hf_smartspec.commands.common.console import make_console
 from hf_smartspec.commands.common.models import demo_folder
+from hf_smartspec.commands.common.names import JOINT
 from hf_smartspec.commands.common.outputs import check_output
 from hf_smartspec.commands.common.real_model import real_model
 from hf_smartspec.commands.main import main as smartspec
@@ -90,8 +91,11 @@ def _without_texts(words: list[str]) -> list[str]:
 
 
 def _in_checkout(word: str) -> str:
-    """Return a word; a file of the repository gets its whole path."""
-    return str(demo_folder("--prompts") / word.removeprefix("demos/")) if _is_file(word) else word
+    """Return a word in which files of the repository, also those joined by plus signs, have their whole paths."""
+    parts = word.split(JOINT)
+    return JOINT.join(
+        str(demo_folder("--prompts") / part.removeprefix("demos/")) if _is_file(part) else part for part in parts
+    )
 
 
 def _run(words: list[str]) -> int:

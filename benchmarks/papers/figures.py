@@ -3,8 +3,10 @@
 from typing import NamedTuple
 
 SQL, SWE, EDITS = (f"demos/agentic/{name}.jsonl.gz" for name in ("sql", "swe", "edit"))
+TASKS = f"{SQL} {EDITS} --requests 60 --test 20"  # what the drafters learn
 AGENTIC, PROMPTS = f"{SQL} {SWE} {EDITS}", "demos/prompts.jsonl"
-EMBEDDED = "demos/models/target"
+REAL_PROMPTS = "demos/real_prompts.jsonl"
+EMBEDDED, HEADS = "demos/models/target", "demos/models/smollm2-eagle3"
 REAL = "the real engine and model, on this machine"
 MATCHED = "the real engine on this machine, with the embedded models at the cost of larger ones"
 CONFIGS = "calculated from the configs of models, without running them"
@@ -13,8 +15,11 @@ SIMULATED_8B = "simulated: Llama 3 8 B on the device of SSSD's example, by its d
 BY_DATA_SHEET = "computed: the model's config, on the paper's device by its data sheet"
 REPLAYED = "recorded answers, replayed without a model"
 
+_AS_SERVED = "published --model MODEL --dtype float32 --max-prompt 256 --max-new-tokens"
+_HYBRID = f"--batch-sizes 1 --ways suffix_decoding {HEADS} suffix_decoding+{HEADS} auto auto+{HEADS}"
 _SUFFIX_ROWS = "none pld token_recycling suffix_decoding auto"
 _POLICIES = "none k=1 k=3 k=5 random table step auction"
+_LEARNING = f"online --model MODEL --draft {HEADS} --dtype float32 --prompts {SQL} --requests 64 --test 8"
 _SHARES = "0.2 0.4 0.6 0.8 0.95 1.1"
 
 
@@ -86,7 +91,9 @@ FIGURES: dict[str, dict[str, Figure]] = {
             "Mistral 7 B and Mixtral: SmartSpec is the best at every rate",
             (
                 Play(
-                    REAL, f"load --model MODEL --sources prompt_lookup auto --policies {_POLICIES} --shares {_SHARES}"
+                    REAL,
+                    "load --model MODEL --sources prompt_lookup --policies none k=3 step auction --shares 0.3 0.9 "
+                    "--seconds 50",
                 ),
                 Play(SIMULATED, "simulate --figures 12"),
             ),
@@ -151,8 +158,15 @@ FIGURES: dict[str, dict[str, Figure]] = {
             "latency and throughput over the batch size",
             "1.37 to 1.80 times at batch size 64, 2.05 to 2.61 times at 1",
             (
-                Play(REAL, "queue --model MODEL --assistant none sssd auto"),
-                Play(REAL, "load --model MODEL --sources sssd --policies none roofline auction --shares 0.4 0.8"),
+                Play(
+                    REAL,
+                    f"{_AS_SERVED} 64 --prompts {REAL_PROMPTS} --ways sssd@roofline sssd auto --batch-sizes 1 4 16",
+                ),
+                Play(
+                    f"{REAL}, after answers to 100 other questions",
+                    f"{_AS_SERVED} 48 --prompts {SQL} --remember 100 --ways sssd@roofline sssd auto "
+                    "--batch-sizes 1 4 16",
+                ),
             ),
         ),
         "7": Figure(
@@ -165,37 +179,44 @@ FIGURES: dict[str, dict[str, Figure]] = {
         "table-1": Figure(
             "acceptance after distillation offline, by kind of sampling",
             "up by 0.10 to 0.65; the teacher's own samples are the best",
-            (Play(MATCHED, f"online --parts table --prompts {PROMPTS}:category"),),
+            (Play(MATCHED, f"online --parts table --prompts {TASKS}"),),
         ),
         "3": Figure(
             "acceptance over the requests served, against a static drafter; Figure 7, Table 6: tokens that gain most",
             "above the static drafter, of 10 % of the data, after few requests",
-            (Play(MATCHED, f"online --parts online --prompts {PROMPTS}:category"),),
+            (
+                Play(f"{REAL}, algorithm 1 as published", f"{_LEARNING} --parts online --preset published"),
+                Play(f"{REAL}, the default", f"{_LEARNING} --parts online"),
+                Play(MATCHED, f"online --parts online --prompts {TASKS}"),
+            ),
         ),
         "4": Figure(
             "a sudden shift of the requests, against static drafters",
             "recovers after a drop, and ends near a drafter distilled on 70 % of the data",
-            (Play(MATCHED, f"online --parts shift --prompts {PROMPTS}:category"),),
+            (Play(MATCHED, f"online --parts shift --prompts {TASKS}"),),
         ),
         "6": Figure(
             "a drafter for each topic, against one for all",
             "higher acceptance on every topic",
-            (Play(MATCHED, f"online --parts several --prompts {PROMPTS}:category"),),
+            (Play(MATCHED, f"online --parts several --prompts {TASKS}"),),
         ),
         "9": Figure(
             "requests of two tasks mixed, of which one teaches, then the other",
             "the acceptance of the task that teaches rises, that of the other stays",
-            (Play(MATCHED, f"online --parts mix --prompts {PROMPTS}:category"),),
+            (Play(MATCHED, f"online --parts mix --prompts {TASKS}"),),
         ),
         "table-5": Figure(
             "bytes read without drafts, with them, and with learning; Tables 7 to 9, Eq. 6",
             "1792, 1320 and 573 GB for 128 tokens of Vicuna-7B with LLaMA-160M",
-            (Play(CONFIGS, f"online --parts costs --prompts {PROMPTS}:category"),),
+            (Play(CONFIGS, f"online --parts costs --prompts {TASKS}"),),
         ),
         "table-3": Figure(
             "speed-up with a draft model that has learnt; Table 4: Medusa heads",
             "1.36 to 2.17 times; Medusa 1.34, with learning 2.01",
-            (Play(MATCHED, f"online --parts speed --prompts {PROMPTS}:category"),),
+            (
+                Play(REAL, f"{_LEARNING} --parts speed"),
+                Play(MATCHED, f"online --parts speed --prompts {TASKS}"),
+            ),
         ),
     },
     "suffix": {
@@ -209,6 +230,17 @@ FIGURES: dict[str, dict[str, Figure]] = {
                     f"--assistant {_SUFFIX_ROWS} --remember 400",
                 ),
                 Play(REPLAYED, f"smartspec replay {AGENTIC} --sources pld suffix_decoding suffix"),
+            ),
+        ),
+        "section-4.2": Figure(
+            "hybrid: EAGLE-3 heads draft where the trees' score is low",
+            "2.5 times on Spec-Bench, where EAGLE-3 has 2.4; on AgenticSQL 4.1, EAGLE-3 1.9, the trees alone 5.3",
+            (
+                Play(REAL, f"{_AS_SERVED} 64 --prompts {REAL_PROMPTS} --limit 24 {_HYBRID}"),
+                Play(
+                    f"{REAL}, after answers to 100 other questions",
+                    f"{_AS_SERVED} 48 --prompts {SQL} --remember 100 {_HYBRID}",
+                ),
             ),
         ),
         "7": Figure(
@@ -239,9 +271,25 @@ FIGURES: dict[str, dict[str, Figure]] = {
     },
     "su": {
         "1": Figure(
-            "latency per token over batch size and length; Figure 4: the best length",
-            "2.73 times at batch size 1, 1.31 at 32, 1.94 on average; the best length falls as batches grow",
+            "latency per token over batch size and length",
+            "the best length falls as batches grow",
             (Play(MATCHED, "batch --batch-sizes 1 2 4 8 16 --lengths 0 1 2 3 4 6 8"),),
+        ),
+        "4": Figure(
+            "the best length of every batch size, by a table, on other prompts than those it was measured with",
+            "2.73 times at batch size 1, 1.31 at 32, 1.94 on average",
+            (
+                Play(
+                    f"{REAL}: the table",
+                    f"smartspec profile MODEL --table {PROMPTS} --assistant {HEADS} --max-batch-size 16 --max-length 6 "
+                    "--max-new-tokens 32 --long-draft 16",
+                ),
+                Play(
+                    f"{REAL}: the table against fixed lengths",
+                    f"{_AS_SERVED} 48 --prompts {REAL_PROMPTS} --batch-sizes 1 2 4 8 16 "
+                    f"--ways {HEADS}@k=2 {HEADS}@k=4 {HEADS}@table {HEADS}",
+                ),
+            ),
         ),
         "2": Figure(
             "correct tokens of long drafts over their length; Figure 3: time of a step, over length and batch size",

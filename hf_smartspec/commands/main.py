@@ -63,8 +63,8 @@ COMMANDS = {
 GROUPS = {"bench": "measure speed on your own model", "datastore": "continuations from a large text"}
 # Benches of the repository that are not installed: `python -m benchmarks NAME`.
 IN_A_CHECKOUT = tuple(
-    "batch batching drafters gpu memory online overhead papers peers queue replicas rollouts simulate sources tenants "
-    "timeline".split()
+    "batch batching drafters gpu memory online overhead papers peers published queue replicas rollouts simulate "
+    "sources tenants timeline".split()
 )
 EPILOGS = {"bench": f"In a checkout of the repository, python -m benchmarks NAME has more: {', '.join(IN_A_CHECKOUT)}."}
 # As a newcomer meets them; a verb that is in none of these stands among the last.

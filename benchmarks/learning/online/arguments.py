@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_options(
         parser,
-        ("--draft", str, None, "MODEL", "the drafter that learns (default: the demo's draft model)"),
+        ("--draft", str, None, "MODEL", "what learns, a draft model or heads (default: the demo's draft model)"),
         ("--base", Path, None, "FILE", "begin with random weights instead, which are first distilled on answers to "
          "these prompts, other than the tasks'"),
         ("--requests", positive, 500, "N", "of each task"),

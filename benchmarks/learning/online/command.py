@@ -13,22 +13,24 @@ from transformers import PreTrainedModel
 from benchmarks.kit.plots import check_folder
 from hf_smartspec.candidates import MedusaHeads
 from hf_smartspec.candidates.committed import LAST
-from hf_smartspec.commands.common.arguments import UsageError
+from hf_smartspec.candidates.heads.kinds import load as load_heads
+from hf_smartspec.commands.common.arguments import UsageError, usage_errors
 from hf_smartspec.commands.common.models import demo_folder, load_draft, load_model
 from hf_smartspec.commands.common.outputs import check_output, read_rows
 from hf_smartspec.commands.common.recordings import DataSet, Fields, Texts, read_requests
 from hf_smartspec.commands.common.setup import load_target, max_prompt_len
+from hf_smartspec.online.students import student_of
 
 from ...kit.claims import Claim
 from ...kit.models import described
 from ...kit.session import Case, Section, new_session, print_head
 from ...kit.tables import Row, Rows, as_markdown, print_lines
-from .arguments import COSTS, LIVE, LIVE_PARTS, LOAD, SHIFT, SPEED
+from .arguments import COSTS, LIVE, LIVE_PARTS, LOAD, ONLINE, SHIFT, SPEED, TABLE
 from .costs import Size, costs, paper_pairs
-from .live import live, load, random_drafter, speed
+from .live import LEARNT, PUBLISHED, live, load, random_drafter, speed
 from .parts import Experiments
-from .report import plot, tables
-from .streams import Task, answer, distilled, options_of
+from .report import LATEST, plot, tables
+from .streams import Task, answer, distilled, mean, options_of
 
 _BASE_EPOCHS = 8
 
@@ -48,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     bench = OnlineBench(args, larger, tokenizer, texts)
     exact = session.report["environment"]["dtype"] == "float32"  # else near-ties may be broken in another way
     sections = [
-        Section(part, partial(bench.cases, part), show=_show, claims=claims if exact else lambda rows: ())
+        Section(part, partial(bench.cases, part), show=_show, claims=partial(claims, is_exact=exact))
         for part in args.parts
     ]
     try:
@@ -66,12 +68,31 @@ def _show(console: Console, rows: Rows) -> None:
         print_lines(console, lines)
 
 
-def claims(rows: Rows) -> list[Claim]:
-    """Return whether outputs equal those without speculation, for the parts that compare them."""
+def claims(rows: Rows, is_exact: bool) -> list[Claim]:
+    """
+    Return whether learning raises acceptance, in the parts that measure it, and whether outputs equal those without
+    speculation, in the parts that compare them.
+    """
+    found = list[Claim]()
+    if ONLINE in rows:
+        pairs = {name: [mean(row[key][-LATEST:]) for key in ("static", "online")]
+                 for name, row in rows[ONLINE]["rows"].items()}  # fmt: skip
+        found.append(_raised(f"the last {LATEST} requests: more is accepted than of a drafter of 10 %", pairs))
+    for learnt in (PUBLISHED, LEARNT) if SPEED in rows else ():
+        pairs = {f"{task}, {name}": [row[name]["acceptance"], row[name + learnt]["acceptance"]]
+                 for task, row in rows[SPEED]["rows"].items() for name in row if name + learnt in row}  # fmt: skip
+        found.append(_raised(f"held-out requests: more is accepted than before, drafter{learnt}", pairs))
     compared = [rows[LIVE]["different"]] if LIVE in rows else []
     compared += [row["different"] for task in rows.get(SPEED, {"rows": {}})["rows"].values() for row in task.values()]
-    text = "all outputs are those of plain generate"
-    return [Claim(text, not any(compared), f"{sum(compared)} differ" if any(compared) else "")] if compared else []
+    if compared and is_exact:
+        text = "all outputs are those of plain generate"
+        found.append(Claim(text, not any(compared), f"{sum(compared)} differ" if any(compared) else ""))
+    return found
+
+
+def _raised(text: str, pairs: dict[str, list[float]]) -> Claim:
+    detail = "; ".join(f"{name} {before:.3f} to {after:.3f}" for name, (before, after) in pairs.items())
+    return Claim(text, all(after > before for before, after in pairs.values()), detail)
 
 
 def _texts(args: argparse.Namespace) -> dict[str, list[Texts]]:
@@ -81,7 +102,7 @@ def _texts(args: argparse.Namespace) -> dict[str, list[Texts]]:
         name, _, field = word.partition(":")
         path = Path(name)
         if not field:
-            texts[path.name.partition(".")[0]] = read_requests(path, Fields(turns="none"), None, False)
+            texts[path.name.partition(".")[0]] = read_requests(path, Fields(), None, False)
             continue
         for _, row in read_rows(path):
             if isinstance(row.get("prompt"), str) and row.get(field) is not None:
@@ -118,6 +139,8 @@ class OnlineBench:
 
     def _measured(self, part: str) -> Row:
         args = self.args
+        if part in (TABLE, COSTS) and not isinstance(self._draft, PreTrainedModel):
+            raise UsageError(f"--parts: {part} is for draft models, and --draft holds heads")
         if part == COSTS:
             pairs = paper_pairs() | {"this target and drafter": (self.small.config, self._draft.config)}
             sizes = {name: (Size.of(target), Size.of(draft)) for name, (target, draft) in pairs.items()}
@@ -134,14 +157,18 @@ class OnlineBench:
 
     @cached_property
     def _tasks(self) -> list[Task]:
-        layers = (LAST,) if SPEED in self.args.parts else ()
         args = self.args
+        layers = student_of(self._drafter).hidden_layers
+        layers = (LAST, *layers) if SPEED in args.parts else layers  # for the Medusa heads of part speed
         return [answer(self.small, item, args.test, args, layers) for item in self.data]
 
     @cached_property
-    def _draft(self) -> PreTrainedModel:
-        args = self.args
-        return load_draft(args.draft or str(demo_folder("--draft") / "models" / "draft"), self.small, args.dtype)
+    def _draft(self) -> Any:
+        """The draft model, or heads."""
+        name = self.args.draft or str(demo_folder("--draft") / "models" / "draft")
+        with usage_errors("--draft"):
+            heads = load_heads(name, self.small)
+        return load_draft(name, self.small, self.args.dtype) if heads is None else heads
 
     @cached_property
     def _drafter(self) -> nn.Module:
@@ -149,6 +176,8 @@ class OnlineBench:
         args = self.args
         if args.base is None:
             return self._draft
+        if not isinstance(self._draft, PreTrainedModel):
+            raise UsageError("--base: only draft models begin with random weights, and --draft holds heads")
         requests = read_requests(args.base, Fields(turns="none"), None, False)
         sizes = (args.requests + 1, 0, args.max_prompt, args.max_new_tokens)
         base = answer(self.small, DataSet.of("base", requests, self.tokenizer, *sizes), 1, args)

@@ -69,10 +69,10 @@ def _sampled(asked: Sequence[Recording], target: PreTrainedModel, args: Any) -> 
     return texts
 
 
-def options_of(args: Any, **changes: Any) -> LearningOptions:
-    """Return the options of learning; `args.preset` decides on all that no argument names."""
+def options_of(args: Any, preset: str | None = None, **changes: Any) -> LearningOptions:
+    """Return the options of learning; the preset, by default `args.preset`, decides on all that no argument names."""
     options = LearningOptions.of(
-        args.preset,
+        preset or args.preset,
         every_requests=args.interval,
         learning_rate=args.learning_rate,
         batch_tokens=1024,
@@ -97,11 +97,13 @@ class Shadow(NamedTuple):
             target's own.
         chances (`np.ndarray` of shape `[n]`, float32): Probabilities that its proposals are accepted: of greedy
             samples 0 or 1, of others the sum of min(p, q) over the tokens that are kept of p (appendix A.1).
+        places (`np.ndarray` of shape `[n]`, int64): Their places in the response: heads have no draft of its first.
     """
 
     drafted: np.ndarray
     came: np.ndarray
     chances: np.ndarray
+    places: np.ndarray
 
 
 def shadow(student: Student, samples: Sequence[Sample]) -> list[Shadow]:
@@ -119,11 +121,12 @@ def shadow(student: Student, samples: Sequence[Sample]) -> list[Shadow]:
         if student.own_ids is not None:
             best = student.own_ids[best]
         shares = overlap(item.logits, student.own(batch.top_ids[item.where]), batch.top_probs[item.where])
-        rows = item.where.nonzero()[:, 0].cpu().numpy()
+        rows, columns = item.where.nonzero().cpu().numpy().T
         drafted, came = best.cpu().numpy(), batch.ids[item.where].cpu().numpy()
         for row, sample in enumerate(group):
             chances = (drafted == came).astype(np.float32) if sample.is_greedy else shares.cpu().numpy()
-            found[order[id(sample)]] = Shadow(*(item[rows == row] for item in (drafted, came, chances)))
+            own = (item[rows == row] for item in (drafted, came, chances, columns - len(sample.prompt)))
+            found[order[id(sample)]] = Shadow(*own)
     return [found[index] for index in range(len(samples))]
 
 
@@ -150,7 +153,7 @@ class Served(NamedTuple):
     Args:
         rate (`float`): Mean acceptance over all of its tokens.
         alpha (`float`): The paper's: the mean over the proposals that verification looks at (`proposed`).
-        errors (`np.ndarray` of shape `[n]`, bool): Places of rejected proposals.
+        errors (`np.ndarray` of shape `[n]`, bool): Tokens in the place of rejected proposals.
     """
 
     rate: float
@@ -161,16 +164,23 @@ class Served(NamedTuple):
 def served(student: Student, samples: Sequence[Sample], k: int, generator: np.random.Generator) -> list[Served]:
     """Serve texts in the drafter's shadow; where the target has sampled, proposals are accepted by chance."""
     found = []
-    for _, _, chances in shadow(student, samples):
+    for sample, (_, _, chances, places) in zip(samples, shadow(student, samples)):
         is_accepted = generator.random(len(chances)) < chances
         is_proposed = proposed(is_accepted, k)
-        found.append(Served(mean(chances), mean(chances[is_proposed]), is_proposed & ~is_accepted))
+        errors = np.zeros(len(sample.response), bool)
+        errors[places] = is_proposed & ~is_accepted
+        found.append(Served(_rate(chances), _rate(chances[is_proposed]), errors))
     return found
 
 
 def acceptance(student: Student, samples: Sequence[Sample]) -> list[float]:
     """Return the acceptance rate of each sample: the mean over its tokens, whatever a step proposes."""
-    return [mean(item.chances) if len(item.chances) else 0.0 for item in shadow(student, samples)]
+    return [_rate(item.chances) for item in shadow(student, samples)]
+
+
+def _rate(chances: np.ndarray) -> float:
+    """Return the mean; 0 for texts without a token that could be drafted."""
+    return mean(chances) if len(chances) else 0.0
 
 
 def mean(values: Sequence[float] | np.ndarray) -> float:

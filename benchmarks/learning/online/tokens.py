@@ -35,7 +35,7 @@ def _rates(module: nn.Module, samples: Sequence[Sample], tokens: Sequence[int]) 
     Return each token's precision, the times that it is accepted over the times that it is proposed, and its recall,
     over the times that it comes; None where these are 0.
     """
-    drafted, came, _ = (np.concatenate(parts) for parts in zip(*shadow(student_of(module), samples)))
+    drafted, came, *_ = (np.concatenate(parts) for parts in zip(*shadow(student_of(module), samples)))
     right = drafted == came
     of = {"precision": drafted, "recall": came}
     return {name: [_mean(right[values == token]) for token in tokens] for name, values in of.items()}

@@ -34,6 +34,8 @@ def test_the_real_model_is_the_default_where_nothing_belongs_to_another(cached, 
     for given in ({"draft": "folder"}, {"parameters": 0}, {"parameters": 2e8}):
         assert chosen("auto", **given) is None
     assert chosen("suffix", "draft") is chosen("hybrid") is chosen("folder/medusa") is None
+    assert chosen("auto", "suffix+demos/models/medusa") is None, "heads of the embedded target"
+    assert chosen("suffix_decoding+demos/models/smollm2-eagle3") == "/cache/SmolLM2"
     monkeypatch.setattr(models, "real_model", lambda: None)
     assert chosen() is None
 

@@ -8,10 +8,12 @@ from huggingface_hub.errors import StrictDataclassError
 from tests.covering import exhaustive
 from tests.folders import save_tiny_models
 
+from ....commands.helpers import EMBEDDED, save_fitted_heads
 from ... import helpers
 
 SHORT = ["--device", "cpu", "--threads", "1", "--dtype", "float32", "--max-new-tokens", "8"]
 SHORT += ["--requests", "12", "--test", "3", "--interval", "4"]
+NOT_FAILED = (0, 1)  # tiny models hardly learn, so that claims may fail
 
 
 @pytest.fixture(scope="module")
@@ -29,15 +31,17 @@ def call(folder, *arguments, files=("first.jsonl", "second.jsonl")):
 
 
 def parts_of(text):
-    """Rows by part."""
-    return {part: rows[part] for part, rows in json.loads(text)["results"].items()}
+    """Rows by part, of which none has failed."""
+    report = json.loads(text)
+    assert not report["failures"]
+    return {part: rows[part] for part, rows in report["results"].items()}
 
 
 @pytest.mark.end_to_end
 def test_replayed_parts(folder, tmp_path, capsys, monkeypatch):
     out, page, plots = tmp_path / "results.json", tmp_path / "page.md", tmp_path / "plots"
     outputs = ["--json", out, "--markdown", page, "--plots", plots]
-    assert call(folder, "--base", folder / "base.jsonl", *outputs) == 0
+    assert call(folder, "--base", folder / "base.jsonl", *outputs) in NOT_FAILED
     parts = parts_of(out.read_text())
     for task in ("first", "second"):
         assert set(parts["table"]["rows"][task]) == {"original", "FT", "TF", "SF", "MixF", "TF, reverse KL", "TF, JSD"}
@@ -80,14 +84,14 @@ def test_replayed_parts(folder, tmp_path, capsys, monkeypatch):
     assert "Acceptance rate" in capsys.readouterr().out
     # What is there is not measured again.
     before = out.read_text()
-    assert call(folder, "--base", folder / "base.jsonl", "--json", out, "--resume") == 0
+    assert call(folder, "--base", folder / "base.jsonl", "--json", out, "--resume") in NOT_FAILED
     assert parts_of(out.read_text()) == parts_of(before)
 
 
 def test_algorithm_1_as_published_on_sampled_answers(folder, tmp_path):
     out = tmp_path / "results.json"
     arguments = ["--parts", "online", "--preset", "published", "--sampled", "--requests", "8", "--json", out]
-    assert call(folder, *arguments, files=["first.jsonl"]) == 0
+    assert call(folder, *arguments, files=["first.jsonl"]) in NOT_FAILED
     (row,) = parts_of(out.read_text())["online"]["rows"].values()
     assert row["learning"]["updates"] == 2 and row["learning"]["rollbacks"] == 0
     assert all(0 < rate < 1 for rate in row["online"])  # sums of min(p, q), not shares of equal tokens
@@ -103,13 +107,27 @@ def test_a_file_of_several_languages_is_several_tasks(folder, tmp_path):
 def test_live_parts(folder, tmp_path, kind):
     out = tmp_path / "results.json"
     arguments = ["--parts", "speed", "live", "--random", kind, "--parameters", "0", "--json", out]
-    assert call(folder, *arguments) == 0
+    assert call(folder, *arguments) in NOT_FAILED
     parts = parts_of(out.read_text())
     rows = parts["speed"]["rows"]["first"]
-    assert {"draft", "draft + online"} <= set(rows)
+    assert {"none", "draft", "draft + algorithm 1", "draft + online"} <= set(rows)
     assert all(row["different"] == 0 and row["speed-up"] > 0 for row in rows.values())
     assert len(parts["live"]["requests"]) == 24 and parts["live"]["different"] == 0
     assert parts["live"]["requests"][-1]["learning"] > 0
+
+
+def test_heads_learn_too(folder, tmp_path, capsys):
+    heads = save_fitted_heads(folder, ["0 first 0", "1 first 1"])
+    out, arguments = tmp_path / "results.json", ["--draft", heads, "--parameters", "0"]
+    assert call(folder, *arguments, "--parts", "online", "speed", "--json", out, files=["first.jsonl"]) in NOT_FAILED
+    parts = parts_of(out.read_text())
+    assert parts["online"]["rows"]["first"]["learning"]["updates"] == 3
+    rows = parts["speed"]["rows"]["first"]
+    assert rows["none"]["acceptance"] is None and rows["none"]["tokens per step"] == 1
+    assert "draft + online, auction" in rows and not any(row["different"] for row in rows.values())
+    assert "more is accepted than before, drafter + algorithm 1: first, draft" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 @pytest.mark.end_to_end
@@ -127,6 +145,7 @@ def test_latency_beside_learning(folder, tmp_path, capsys):
         (["--resume"], "--resume goes with --json"),
         (["--requests", "1", "--test", "500"], "are for judging"),
         (["--base", "nowhere.jsonl"], "cannot read"),
+        (["--draft", EMBEDDED.parent / "medusa", "--parts", "online"], "--draft: "),
     ],
 )
 def test_what_is_refused(folder, arguments, message, capsys):
