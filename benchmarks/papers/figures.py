@@ -19,7 +19,9 @@ _AS_SERVED = "published --model MODEL --dtype float32 --max-prompt 256 --max-new
 _HYBRID = f"--batch-sizes 1 --ways suffix_decoding {HEADS} suffix_decoding+{HEADS} auto auto+{HEADS}"
 _SUFFIX_ROWS = "none pld token_recycling suffix_decoding auto"
 _POLICIES = "none k=1 k=3 k=5 random table step auction"
-_LEARNING = f"online --model MODEL --draft {HEADS} --dtype float32 --prompts {SQL} --requests 64 --test 8"
+_LEARNING = (
+    f"online --model MODEL --draft {HEADS} --dtype float32 --prompts {SQL} --requests 80 --test 8 --learning-rate 3e-4"
+)
 _SHARES = "0.2 0.4 0.6 0.8 0.95 1.1"
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from benchmarks.learning.online.parts import blended
 from benchmarks.learning.online.streams import Task, proposed, served
 from benchmarks.learning.online.tokens import most_improved
+from hf_smartspec.candidates.committed import LAST
 from hf_smartspec.online.students import student_of
 from tests.online.helpers import new_drafter, new_target, samples_of
 
@@ -47,6 +48,21 @@ def test_alpha_is_the_mean_over_proposals(is_greedy):
     assert found.rate == pytest.approx(chances.mean(), abs=1e-5)
     assert found.alpha == pytest.approx(chances[wanted].mean(), abs=1e-5)
     assert found.errors.tolist() == (wanted & ~is_accepted).tolist()
+
+
+def test_errors_of_heads_stand_at_their_tokens():
+    """Heads have no draft in the place of a response's first token."""
+    target = new_target()
+    heads = new_drafter("medusa", target)
+    samples = samples_of(target, 3, layers=student_of(heads).hidden_layers)
+    for sample, found in zip(samples, served(student_of(heads), samples, 5, np.random.default_rng(0))):
+        assert found.errors.shape == sample.errors.shape and not found.errors[0]
+        text = torch.from_numpy(np.concatenate([sample.prompt, sample.response]).astype(np.int64))
+        first, num = len(sample.prompt) - 1, len(sample.response) - 1
+        with torch.no_grad():
+            drafted = heads.best(sample.hidden[LAST][first : first + num], 1)[0][:, 0, 0]
+        is_right = np.array([False, *(drafted == text[first + 2 :]).tolist()])
+        assert found.errors.any() and not (found.errors & is_right).any()
 
 
 def test_tasks_give_way_to_one_another_linearly():
