@@ -16,7 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(needs_files=True)
     parser.add_argument(
         "files", nargs="*", metavar="FILE[:FIELD]",
-        help="prompts, .jsonl or .jsonl.gz; one is one task. With a FIELD, such as language, each of its values is one",
+        help="prompts or conversations, .jsonl or .jsonl.gz; one is one task. With a FIELD, such as language, each of "
+        "its values is one",
     )  # fmt: skip
     add_target_arguments(parser)
     parser.add_argument(

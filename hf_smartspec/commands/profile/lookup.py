@@ -15,6 +15,7 @@ from ...serving.engine import Engine
 from ..common.console import table, track
 
 Prompts = Sequence[Sequence[int] | np.ndarray]
+_LEAST_PROMPTS = 8  # by which each batch size is measured: drafts of a single text say little about others
 
 
 class Times(NamedTuple):
@@ -93,8 +94,9 @@ def measure_table(
     max_new_tokens: int, long_draft: int,
 ) -> Profile:  # fmt: skip
     """
-    Measure every power of two up to `most_rows` with every length up to `most_tokens`, as section 4 does, and l(s) by
-    one draft of `long_draft` tokens for each prompt, as section 3.3.1 does.
+    Measure every power of two up to `most_rows` with every length up to `most_tokens`, as section 4 does, small batches
+    several times with other prompts, and l(s) by one draft of `long_draft` tokens for each prompt, as section 3.3.1
+    does.
     """
     correct = correct_lengths(long_drafts(model, config, prompts, most_rows, long_draft), long_draft)
     grid: dict[int, dict[int, Times]] = {}
@@ -102,7 +104,12 @@ def measure_table(
     with track(total=most_rows.bit_length() * (most_tokens + 1), desc="measuring batches") as progress:
 
         def seconds_per_token(size: int, length: int) -> float:
-            times = decode_batch(model, config, prompts, size, length, max_new_tokens)
+            firsts = range(0, min(len(prompts), _LEAST_PROMPTS), size)
+            parts = [
+                decode_batch(model, config, [*prompts[first:], *prompts[:first]], size, length, max_new_tokens)
+                for first in firsts
+            ]
+            times = Times(*np.mean(parts, axis=0).tolist())
             grid.setdefault(size, {})[length] = times
             progress.update()
             return times.per_token

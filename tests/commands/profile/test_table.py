@@ -13,6 +13,7 @@ from hf_smartspec import Engine, SmartSpecConfig
 from hf_smartspec.candidates.base import saved_name
 from hf_smartspec.commands.common.models import load_model
 from hf_smartspec.commands.main import main
+from hf_smartspec.commands.profile import lookup
 from hf_smartspec.commands.profile.lookup import Profile, Times, long_drafts
 from hf_smartspec.goodput import BatchLookupTable, DraftCost, PowerLaw, Stage, StepRows
 from hf_smartspec.prepare.sources import resolve
@@ -69,6 +70,22 @@ def test_the_command_measures_and_keeps_a_table_that_calls_load(folder, tmp_path
         assert report["lengths"][size] == min(per_token, key=per_token.__getitem__)
     kept = json.loads(Path(report["file"]).read_text())
     assert kept == {name: report["lengths"]}
+
+
+def test_small_batches_are_measured_with_several_prompts(monkeypatch):
+    served = []
+
+    def decoded(model, config, prompts, size, length, new):
+        served.append((size, length, prompts[:size]))
+        return Times(0.1 * len(prompts[0]), 0.1)
+
+    monkeypatch.setattr(lookup, "decode_batch", decoded)
+    monkeypatch.setattr(lookup, "long_drafts", lambda *_: [1, 2])
+    texts = [[5] * num for num in (1, 2, 3)]
+    found = lookup.measure_table(None, None, texts, 2, 1, 8, 4)
+    assert served[1:4] == [(1, 0, texts[:1]), (1, 0, texts[1:2]), (1, 0, texts[2:])], "the first one warms up"
+    assert found.grid[1][0].per_token == pytest.approx(0.2)
+    assert [rows for size, length, rows in served if (size, length) == (2, 1)] == [texts[:2], [texts[2], texts[0]]]
 
 
 def test_a_policy_by_name_is_the_table_of_model_machine_and_source(caplog):
