@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from ..candidates.heads.blocks.config import DFLASH, DSPARK, JETSPEC, default_layers, read_config
 from ..candidates.heads.blocks.drafter import BlockDrafter
 from ..candidates.heads.blocks.scores import RNN, VANILLA
+from ..device import without_autocast
 from .accuracy import accuracy, likeliest
 from .target import (
     CALM,
@@ -244,7 +245,8 @@ class BlockTraining(nn.Module):
                 before = drafter.markov_head.markov_w1(slots.before)[:, None, None]
         if drafter.confidence_head is None:
             return logits, None
-        return logits, drafter.confidence_head(slots.hidden[:, None], before).flatten()
+        with without_autocast(slots.hidden.device):  # a probability that is rounded to 1 has an infinite loss
+            return logits, drafter.confidence_head(slots.hidden[:, None], before).flatten()
 
     def _autocast(self) -> torch.autocast:
         """Return the context in which drafters run in a half-precision target's dtype: several times as fast."""

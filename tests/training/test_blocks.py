@@ -143,6 +143,19 @@ def test_few_logits_are_kept_at_a_time(target, kind, monkeypatch):
         torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-6)
 
 
+def test_confidence_that_is_too_sure_is_unlearnt_beside_a_target_in_half_precision():
+    """In bfloat16, 0.999 is 1."""
+    target = new_model("llama", dtype=torch.bfloat16)
+    module = BlockTraining(target, shaken(target, "dspark"), num_blocks=5)
+    bias = module.drafter.confidence_head.proj.bias
+    with torch.no_grad():
+        module.drafter.confidence_head.proj.weight.zero_()
+        bias.fill_(7.0)
+    loss = module(**collate([item.example(MAX_LENGTH) for item in texts_of(3)]))["loss"]
+    loss.backward()
+    assert loss.isfinite() and bias.grad > 0.1
+
+
 def test_anchors_are_drawn_anew_in_each_update(target):
     module = BlockTraining(target, shaken(target), num_blocks=6)
     labels = collate([item.example(MAX_LENGTH) for item in texts_of(40)])["labels"]
