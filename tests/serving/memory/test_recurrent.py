@@ -17,7 +17,7 @@ from ...generate.helpers import EOS, set_special_tokens
 from ...models import RECURRENT, UNPADDED, new_model
 from ..helpers import TIMEOUT, Asked, change_weights_while_running, check_all, random_requests, suffix
 from ..test_giving_way import check_turns, of, short_turns  # noqa: F401 (a fixture)
-from .test_shared_prefixes import all_at_once
+from .sharing import all_at_once
 
 pytestmark = pytest.mark.skipif(not RECURRENT, reason="this release's layers with states are not known")
 LONG = {"max_new_tokens": 30, "eos_token_id": None}
