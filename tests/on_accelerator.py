@@ -10,10 +10,7 @@ import pytest
 import torch
 
 import hf_smartspec
-from hf_smartspec import BlockDrafter, PromptLookupCandidates, SmartSpecConfig, device
-from hf_smartspec.candidates.heads.eagle.heads import EagleHeads
-from hf_smartspec.candidates.heads.eagle.parallel import ParallelCandidates
-from hf_smartspec.candidates.heads.feature_source import FeatureCandidates
+from hf_smartspec import SmartSpecConfig, device
 from hf_smartspec.decoding import loop, verify
 from hf_smartspec.decoding.loop import DecodingLoop
 from hf_smartspec.sampling import noise
@@ -25,24 +22,18 @@ from hf_smartspec.target_model.written.plan import make_plan
 from hf_smartspec.target_model.written.trial import check
 
 from .accelerator import DEVICE, Accelerator, Recorder
-from .accelerator import counts as counted
 from .accelerator_cases import (
     CHAIN,
     LENGTHS,
     LEVELS,
     NUM_TOKENS,
     OPTIONS,
-    SOURCES,
     TREE,
     WIDTH,
-    Priced,
     check_counts,
     generate,
     tokens_of,
 )
-from .candidates.heads.blocks.published import random_drafter, z_lab
-from .candidates.heads.by_heart import texts_of, trained_eagle
-from .candidates.heads.fitted import fitted_parallel
 from .candidates.models.translated.pairs import character_tokenizer, with_tokens_of
 from .covering import IS_EXHAUSTIVE, covering, exhaustive
 from .generate.helpers import noisy_copy, prompts, tiny_llama, tiny_tokenizer
@@ -279,157 +270,6 @@ def test_rows_that_move_draft_the_same(on_cpu, on_device, accelerator):
     outputs = [generate(models, "chain", {}, lengths=(300, 5, 252, 90)) for models in (on_cpu, on_device)]
     assert tokens_of(outputs[0]) == tokens_of(outputs[1])
     assert outputs[0].statistics.accepted_tokens == outputs[1].statistics.accepted_tokens > 0
-
-
-@pytest.fixture(scope="module")
-def eagle(on_cpu, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("eagle")
-    trained_eagle(on_cpu[0], texts_of(on_cpu[0], prompts(LENGTHS), NUM_TOKENS), steps=40).save_pretrained(folder)
-    return folder
-
-
-@pytest.mark.parametrize(("name", "width"), [("sampled", 1), ("greedy", 3), *exhaustive(("greedy", 1), ("sampled", 3))])
-def test_heads_draft_all_levels_at_once(on_cpu, on_device, expected, steps, eagle, name, width):
-    """EAGLE's, whose levels take what those above have left: the same trees, and one wait for all of a draft."""
-    inputs = prompts(LENGTHS)
-    found = []
-    for target in (on_cpu[0], on_device[0]):
-        heads = EagleHeads.from_pretrained(eagle, target)
-        assert heads.device == target.device
-        config = SmartSpecConfig(FeatureCandidates(heads, width=width), num_nodes=CHAIN * width)
-        steps.clear()
-        with hf_smartspec.enabled(target):
-            ids = {key: item.to(target.device) for key, item in inputs.items()}
-            settings = {"max_new_tokens": NUM_TOKENS, "return_dict_in_generate": True} | OPTIONS[name]
-            found.append(target.generate(**ids, assistant=config, **settings))
-    assert tokens_of(found[0]) == tokens_of(found[1]) == tokens_of(expected[name])
-    statistics = [(item.statistics.drafted_tokens, item.statistics.accepted_tokens) for item in found]
-    assert statistics[0] == statistics[1] and statistics[0][1] > 0
-    assert max(counts["waits"] for counts in steps) == 2, "for the draft, and for the picks"
-
-
-@pytest.mark.parametrize("name", ["sampled", *exhaustive(["greedy"])])
-def test_blocks_are_drafted_with_one_wait(on_cpu, on_device, expected, steps, tmp_path, name):
-    vocab = on_cpu[0].config.vocab_size
-    drafter = random_drafter(on_cpu[0].config.hidden_size, vocab, windows=(6, None), causal=(True, False), own_vocab=30)
-    z_lab(drafter, vocab, tmp_path)
-    inputs, found = prompts(LENGTHS), []
-    for target in (on_cpu[0], on_device[0]):
-        heads = BlockDrafter.from_pretrained(tmp_path, target)
-        assert heads.device == target.device
-        steps.clear()
-        with hf_smartspec.enabled(target):
-            ids = {key: item.to(target.device) for key, item in inputs.items()}
-            settings = {"max_new_tokens": NUM_TOKENS, "return_dict_in_generate": True} | OPTIONS[name]
-            found.append(target.generate(**ids, assistant=SmartSpecConfig(heads, num_nodes=9), **settings))
-    assert tokens_of(found[0]) == tokens_of(found[1]) == tokens_of(expected[name])
-    statistics = [(item.statistics.drafted_tokens, item.statistics.accepted_tokens) for item in found]
-    assert statistics[0] == statistics[1] and statistics[0][0] > NUM_TOKENS
-    assert max(counts["waits"] for counts in steps) == 2, "for the draft, and for the picks"
-
-
-@pytest.mark.parametrize("name", ["sampled", *exhaustive(["greedy"])])
-def test_parallel_heads_draft_with_one_wait(on_cpu, on_device, expected, steps, tmp_path, name):
-    texts = on_cpu[0].generate(**prompts(LENGTHS[:1]), max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None)
-    fitted_parallel(on_cpu[0], texts).save_pretrained(tmp_path)
-    inputs, found = prompts(LENGTHS), []
-    for target in (on_cpu[0], on_device[0]):
-        heads = EagleHeads.from_pretrained(tmp_path, target)
-        steps.clear()
-        with hf_smartspec.enabled(target):
-            ids = {key: item.to(target.device) for key, item in inputs.items()}
-            settings = {"max_new_tokens": NUM_TOKENS, "return_dict_in_generate": True} | OPTIONS[name]
-            config = SmartSpecConfig(ParallelCandidates(heads), num_nodes=9)
-            found.append(target.generate(**ids, assistant=config, **settings))
-    assert tokens_of(found[0]) == tokens_of(found[1]) == tokens_of(expected[name])
-    statistics = [(item.statistics.drafted_tokens, item.statistics.accepted_tokens) for item in found]
-    assert statistics[0] == statistics[1] and statistics[0][0] > NUM_TOKENS
-    assert max(counts["waits"] for counts in steps) == 2, "for the draft, and for the picks"
-
-
-class Learning(Priced):
-    """Notes what it learns, how many forwards had been launched by then, and whether the latest had been waited for."""
-
-    def __init__(self, learns_late, launched):
-        super().__init__(CHAIN)
-        self.learns_late, self._launched, self.learnt, self.moments = learns_late, launched, [], []
-
-    def observe(self, outcome):
-        self.learnt.append((outcome.sizes, list(outcome.accepted), [line.tolist() for line in outcome.tokens]))
-        self.moments.append((len(self._launched), counted["waits"] > self._launched[-1]))
-
-
-@pytest.mark.parametrize(
-    ("source", "name"),
-    [
-        *[("lookup", "warped"), ("chain", "greedy")],
-        *exhaustive(("lookup", "greedy"), ("chain", "warped"), ("lookup", "penalty"), ("chain", "penalty")),
-    ],
-)
-def test_policies_learn_while_the_device_computes(on_device, expected, accelerator, monkeypatch, source, name):
-    """Of each step behind the launch of the next forward, and before its picks are waited for; the same, in order."""
-    generate(on_device, source, OPTIONS[name])  # whatever there is to try out has been
-    launched, run = [], PackedForward.run
-
-    def noting(forward, planned):
-        logits = run(forward, planned)
-        if forward.model is on_device[0]:
-            launched.append(counted["waits"])
-        return logits
-
-    monkeypatch.setattr(PackedForward, "run", noting)
-    policies = []
-    for learns_late in (False, True):
-        launched.clear()
-        policies.append(Learning(learns_late, launched))
-        drafter = "prompt_lookup" if source == "lookup" else on_device[1]
-        config = SmartSpecConfig(drafter, policy=policies[-1])
-        monkeypatch.setitem(SOURCES, "learning", lambda draft, config=config: config)
-        output = generate(on_device, "learning", OPTIONS[name])
-        assert tokens_of(output) == tokens_of(expected[name])
-        # What was looked up is what the penalty is on.
-        assert output.statistics.accepted_tokens > 0 or (source, name) == ("lookup", "penalty")
-        moments = policies[-1].moments
-        at_once = [moment == (number, True) for number, moment in enumerate(moments, start=1)]
-        late = [moment == (number + 1, False) for number, moment in enumerate(moments, start=1)]
-        assert len(moments) == len(launched) and all(map(max, at_once, late))
-        assert at_once[-1] and sum(late) >= 3 * learns_late and learns_late >= any(late)
-    assert policies[0].learnt == policies[1].learnt
-
-
-class Looking(PromptLookupCandidates):
-    """Is shown hidden states, and leaves them where they are."""
-
-    needs = frozenset({"hidden_states"})
-
-    def __init__(self, layers):
-        super().__init__()
-        self.hidden_layers, self.num_shown = layers, Counter()
-
-    def begin(self, request):
-        super().begin(request)
-        return request.num_cached
-
-    def observe(self, request_id, committed):
-        for layer, states in committed.hidden_states.items():
-            assert states.device.type == DEVICE
-            self.num_shown[layer] += len(states)
-        if len(committed.tokens):
-            super().observe(request_id, committed.tokens)
-
-
-def test_hidden_states_are_sent_for_once_whatever_the_number_of_layers(on_device, expected, steps, monkeypatch):
-    counted = []
-    for layers in ((-1,), (-1, 0, 1)):
-        steps.clear()
-        source = Looking(layers)
-        monkeypatch.setitem(SOURCES, "looking", lambda draft, source=source: SmartSpecConfig(source, num_nodes=CHAIN))
-        output = generate(on_device, "looking", OPTIONS["greedy"])
-        assert tokens_of(output) == tokens_of(expected["greedy"]) and output.statistics.accepted_tokens > 0
-        assert source.num_shown.keys() == set(layers) and min(source.num_shown.values()) > sum(LENGTHS)
-        assert max(counts["waits"] for counts in steps) == 1 and max(counts["uploads"] for counts in steps) == 2
-        counted.append([(counts["uploads"], counts["waits"]) for counts in steps])
-    assert counted[0] == counted[1]
 
 
 @pytest.mark.parametrize("source", ["chain", "rejection", *exhaustive(["none"])])
