@@ -9,8 +9,6 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from ..validate import check_positive
-
 _BLOCK = 16  # tokens that are recognised together
 
 
@@ -77,32 +75,20 @@ class Affinity:
     without such a replica, the home of the namespace, which holds its suffix trees; without a namespace, the replica
     with the fewest requests. Overloaded replicas are left out, so that a prefix or a namespace in demand spreads.
 
-    Args:
+    Attributes:
         min_share (`float`): Share of the prompt that a replica must have served to be chosen for it.
         max_imbalance (`float`), max_extra (`int`): A replica is overloaded if it has more than `max_imbalance` times
             the mean number of requests of all replicas, and more than `max_extra` above it.
         max_blocks (`int`): Bound on the blocks of 16 tokens that are kept of all replicas' prompts; the least recently
             used are dropped first.
-
-    Raises:
-        ValueError: for arguments out of range.
     """
 
-    def __init__(
-        self,
-        min_share: float = 0.3,
-        max_imbalance: float = 1.5,
-        max_extra: int = 16,
-        max_blocks: int = 1_000_000,
-    ):
-        if not 0 < min_share <= 1:
-            raise ValueError(f"`min_share` must lie in (0, 1], got {min_share!r}.")
-        if not max_imbalance >= 1:
-            raise ValueError(f"`max_imbalance` must be at least 1, got {max_imbalance!r}.")
-        check_positive("max_extra", max_extra)
-        check_positive("max_blocks", max_blocks)
-        self.min_share, self.max_imbalance, self.max_extra = min_share, max_imbalance, max_extra
-        self.max_blocks = max_blocks
+    min_share = 0.3
+    max_imbalance = 1.5
+    max_extra = 16
+    max_blocks = 1_000_000
+
+    def __init__(self) -> None:
         self._served: OrderedDict[bytes, set[Hashable]] = OrderedDict()  # by block: the replicas that have served it
         self._lock = Lock()  # of these
 

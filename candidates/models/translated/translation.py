@@ -92,10 +92,6 @@ class Translation:
         """Return shared tokens of the draft's as the target's; others, which are never drawn, as arbitrary ones."""
         return self._target_ids[tokens]
 
-    def to_draft(self, tokens: np.ndarray) -> np.ndarray:
-        """Return tokens of the target's as the draft's; -1 where it has none."""
-        return self._draft_ids[tokens]
-
     def shared_id(self, token: int) -> int | None:
         """Return a token of the draft's as the target's, if it has that."""
         return int(self._target_ids[token]) if self._is_known[token] else None

@@ -76,7 +76,7 @@ def test_tokens_that_the_draft_does_not_have_are_reached():
     target, draft = (make() for make in JOINING)
     translation = between(target, draft)
     whole = ids_of(target, TEXTS[0])
-    missing = translation.to_draft(whole) < 0
+    missing = translation._draft_ids[whole] < 0
     assert missing[4:].sum() > 5
     text = text_of(translation, whole[:4])
     found = written(translation, text, DraftTree.chain(behind(translation, text, TEXTS[0])))
@@ -331,7 +331,7 @@ def test_drafts_are_not_encoded_anew_where_nobody_knows_where_tokens_lie(monkeyp
     source = TranslatedDraftCandidates(model, translation, width=3)
     source.start("a", ids_of(target, TEXTS[0])[:9])
     (tree,) = source.propose(["a"], [12])
-    assert len(tree) == 12 and (translation.to_draft(tree.tokens) >= 0).all()
+    assert len(tree) == 12 and (translation._draft_ids[tree.tokens] >= 0).all()
 
 
 def test_what_the_target_cannot_write_ends_a_branch():

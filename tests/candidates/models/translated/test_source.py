@@ -41,7 +41,7 @@ class Reference:
     def scores(self, text: list[int], path: list[int], processors=(), seed=None, position=0) -> torch.Tensor:
         """In the target's vocabulary, behind a draft of the target's tokens."""
         own = self.draft(self.target.decode(text)).input_ids
-        nodes = self.translation.to_draft(np.array(path, np.int64)).tolist()
+        nodes = self.translation._draft_ids[np.array(path, np.int64)].tolist()
         assert min(nodes, default=0) >= 0, "a token that the draft does not have"
         scores = self.translation.scores(next_scores(self.model, own + nodes)[None])
         scores = LogitsProcessorList(processors)(None, scores)

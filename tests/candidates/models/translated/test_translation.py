@@ -129,11 +129,11 @@ def test_scores_are_those_of_tokens_of_one_text(one, other):
         match = names.get(as_in_bytes(name))
         if match is not None:
             expected[:, number], known[match] = logits[:, match], True
-            assert translation.to_draft(np.array([number])).tolist() == [match]
+            assert translation._draft_ids[np.array([number])].tolist() == [match]
             assert translation.draft_ids(torch.tensor([[number]])).tolist() == [[match]]
             assert translation.to_target(np.array([match])).tolist() == [number]
         else:
-            assert translation.to_draft(np.array([number])).tolist() == [-1]
+            assert translation._draft_ids[np.array([number])].tolist() == [-1]
     assert torch.equal(scores, expected) and translation.num_shared == int(known.sum()) > 50
     assert torch.equal(restricted, torch.where(known, logits, -torch.inf))
 
