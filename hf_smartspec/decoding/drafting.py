@@ -168,8 +168,8 @@ class Drafting:
         if not asked:
             return trees
         with self._timed("seconds_draft"):
-            self.sources.catch_up(stage.position, asked)
             before = self.clock()
+            self.sources.catch_up(stage.position, asked)
             padding, asked = _split_padding(asked, stage.position)
             proposals = padding | self.sources.propose(stage.position, asked, price)
             stage.seconds = self.clock() - before

@@ -70,7 +70,7 @@ class GoodputAuction(LengthPolicy):
     threshold is then where drafting breaks even). A first source that drafts all levels in one call is asked for as
     many nodes as it may propose, or for none if its calls cost more than they bring; if it heeds prices, for those
     nodes whose paths are worth verifying. `select` cuts its draft. Rows and sources that do not pay are tried again
-    within 1 % of the time.
+    within 1 % of the time, and where trials go on failing, within 0.3 % (`Trials`).
 
     Args:
         cost (`CostModel`): Cost of the target's forward, corrected by measured steps.
@@ -159,6 +159,7 @@ class GoodputAuction(LengthPolicy):
             best = self._best_levels(rows, stage, caps, before)
             record.pays = bool(best.any())
             if record.pays:
+                record.trials.reset()
                 return best
             hoped = self._best_levels(rows, stage, caps, before, in_doubt=True) if hoped is None else hoped
         if not hoped.any() and not before.num_nodes and caps.all():  # rows in prefill may draft in the next step
@@ -201,8 +202,13 @@ class GoodputAuction(LengthPolicy):
     def _with_probes(self, rows: StepRows, stage: Stage, levels: np.ndarray, may: np.ndarray) -> np.ndarray:
         """Add one level now and then to rows without a draft: acceptance is learnt from it, verified or not."""
         record = self.records[stage.cost]
-        least = 0.0 if levels.any() else record.timer.seconds(stage.cost)[0]
+        per_call = record.timer.seconds(stage.cost)[0]
+        least = 0.0 if levels.any() else per_call
         if self._probe_seconds < least:  # mostly, there is not even time for one call
+            return levels
+        size, price = size_class(len(rows)), self._relative_price(rows, per_call)
+        factor = record.trials.next_factor(size, price)
+        if self._probe_seconds < factor * least:
             return levels
         idle = (levels == 0) & may
         if not idle.any():
@@ -210,17 +216,34 @@ class GoodputAuction(LengthPolicy):
         if stage.cost.is_autoregressive:
             idle = record.for_trial(rows, idle)
         probed = np.where(idle, 1, levels)
-        if not self._affords(record.seconds(stage.cost, probed) - record.seconds(stage.cost, levels)):
+        if not self._affords(factor * (record.seconds(stage.cost, probed) - record.seconds(stage.cost, levels))):
             return levels
-        record.num_trials += 1
+        record.trials.begin(size, price)
         self._plan.probing = None if levels.any() else stage  # drafts that pay read prompts at their own cost
         return probed
 
     def _pays(self, rows: StepRows, stage: Stage, caps: np.ndarray) -> bool:
         """Return whether to ask a source that drafts all levels in one call."""
-        record = self.records[stage.cost]
-        price, benefit = record.seconds(stage.cost, caps > 0), record.benefits[size_class(len(rows))]
-        return benefit.num < _TRIAL_STEPS or benefit.mean > price or self._affords(price)
+        record, size = self.records[stage.cost], size_class(len(rows))
+        seconds, benefit = record.seconds(stage.cost, caps > 0), record.benefits[size]
+        if benefit.num < _TRIAL_STEPS or benefit.mean > seconds:
+            record.trials.reset()
+            return True
+        if self._probe_seconds < seconds:
+            return False
+        if seconds < _PROBE_SHARE * self._plan.plain_seconds:  # it costs next to nothing to go on learning
+            return self._affords(seconds)
+        price = self._relative_price(rows, seconds)
+        if not self._affords(record.trials.next_factor(size, price) * seconds):
+            return False
+        record.trials.begin(size, price)
+        return True
+
+    def _relative_price(self, rows: StepRows, seconds: float) -> float:
+        """Return the price of drafting for so many seconds and verifying a node per row, in steps without drafts."""
+        plan = self._plan
+        forward = float(self.cost.seconds(*rows.forward_size(len(rows), 2)))
+        return (seconds + forward - plan.prefill_seconds) / plan.plain_seconds - 1
 
     def most_nodes(self, usual: int, most: int) -> int:
         return most
@@ -369,9 +392,10 @@ class GoodputAuction(LengthPolicy):
             self._paces.learn(rows, outcome.accepted)
         for stage in rows.stages:
             if stage.asked.any():
-                reading = self.records[stage.cost].learn_time(stage, rows.request_ids)
+                record = self.records[stage.cost]
+                reading = record.learn_time(stage, rows)
                 if stage is plan.probing:
-                    self._probe_seconds -= reading
+                    self._probe_seconds -= record.trials.factor * reading
         if plan.probing is not None:
             self._probe_seconds = max(self._probe_seconds, -_MOST_DEBT * plan.plain_seconds)
         if tokens is None:

@@ -12,6 +12,7 @@ from .estimates.acceptance import CERTAIN, AcceptanceEstimator
 from .estimates.decayed import DecayedMean, DecayedRate, shrunk
 from .policy import StepRows
 from .stage import Stage
+from .trials import Trials
 
 _EDGES = np.array([0.0, 0.05, 0.15, 0.3, 0.5, 0.75, 1.0, 1.5, 2.2, 3.2, 5.0])  # bins of earlier drafts' promise, tokens
 _PRIOR = np.append(1.0, np.exp(-1.5 * _EDGES))  # prior of the novelty share, which falls with the promise
@@ -20,6 +21,7 @@ _STRENGTH = 4.0  # weight of the prior, in levels
 _NEWEST = 0.1  # least weight of the newest step in the running benefit of drafting
 _RESTS = 15  # steps in which levels that did not pay are not weighed again
 _MOST_LEFT_OUT = 8  # measurements in a row that are skipped since they include prompts
+_MOST_BEHIND = 16  # tokens of a row since its latest draft that may count as part of the next one's time
 
 
 def size_class(num_rows: int) -> int:
@@ -44,7 +46,7 @@ class StageRecord:
         # Seconds that a step with drafts takes besides levels and the forward, by the same classes; from 0 on, since
         # the first steps compile.
         self._overheads: defaultdict[int, DecayedMean] = defaultdict(partial(DecayedMean, _NEWEST, num=1 / _NEWEST))
-        self.num_trials = 0
+        self.trials = Trials()
         self.pays = False  # whether levels paid in the latest step, for sources that are asked by level
         self._resting: Sequence[Hashable] = ()  # rows whose levels did not pay, for
         self._num_rests = 0  # so many further steps
@@ -58,6 +60,7 @@ class StageRecord:
             self.acceptance.decay_counts()
             self.benefits = _no_benefits()
             self._num_rests = 0
+            self.trials.reset()
 
     def seconds(self, cost: DraftCost, levels: np.ndarray) -> float:
         """Return the seconds to draft so many levels (`[rows]` int), and to learn from these drafts."""
@@ -102,16 +105,16 @@ class StageRecord:
         """
         known = np.array([name in self._newcomers.known for name in rows.request_ids]) & idle
         others = idle & ~known
-        if not others.any() or (known.any() and self.num_trials % 2):
+        if not others.any() or (known.any() and self.trials.num % 2):
             return known
         return np.arange(len(idle)) == np.where(others, rows.context_lens, np.inf).argmin()
 
-    def learn_time(self, stage: Stage, request_ids: Sequence[Hashable]) -> float:
-        """Learn the time of a stage that was asked; return the seconds in which it read prompts."""
+    def learn_time(self, stage: Stage, rows: StepRows) -> float:
+        """Learn the time of a stage that was asked; return the seconds in which it read what it had not drafted for."""
         expected = self._seconds_of_levels(stage.cost, stage.levels)
         if stage.overhead:  # more than the drafts take is a pause of the process
-            self._overheads[size_class(len(request_ids))].add(min(stage.overhead, expected))
-        has_read = self._newcomers.time(self.timer, stage.cost, request_ids, stage.levels, stage.seconds)
+            self._overheads[size_class(len(rows))].add(min(stage.overhead, expected))
+        has_read = self._newcomers.time(self.timer, stage.cost, rows, stage.levels, stage.seconds)
         return max(stage.seconds - expected, 0.0) if has_read and expected else 0.0
 
     def learn_levels(
@@ -169,31 +172,34 @@ class Novelty:
 
 class Newcomers:
     """
-    Filter of timings: an autoregressive drafter prefills a request's prompt before its first draft, which is not the
-    cost of a draft. Such steps are skipped, unless there are hardly any others.
+    Filter of timings: an autoregressive drafter reads a request's prompt before its first draft, and before a later one
+    what was decoded without drafts. That is not the cost of a draft. Such steps are skipped; those with prompts are not
+    where there are hardly any others.
     """
 
     def __init__(self) -> None:
-        self.known: set[Hashable] = set()
+        self.known: dict[Hashable, int] = {}  # length of each request's text at its latest draft
         self._num_left_out = 0
 
-    def time(
-        self, timer: DraftTimer, draft: DraftCost, request_ids: Sequence[Hashable], levels: np.ndarray, seconds: float
-    ) -> bool:
+    def time(self, timer: DraftTimer, draft: DraftCost, rows: StepRows, levels: np.ndarray, seconds: float) -> bool:
         """
         Pass the time of drafts with so many levels (`[rows]` int; 0: not asked for) to the timer, or skip it. Return
-        whether prompts were read.
+        whether texts were read.
         """
-        asked = [name for name, level in zip(request_ids, levels.tolist()) if level and draft.is_autoregressive]
-        are_known = self.known.issuperset(asked)
-        self.known.update(asked)
-        if are_known or self._num_left_out == _MOST_LEFT_OUT:
+        asked: dict[Hashable, int] = {}
+        if draft.is_autoregressive:
+            named = zip(rows.request_ids, rows.context_lens.tolist(), levels.tolist())
+            asked = {name: length for name, length, level in named if level}
+        are_known = self.known.keys() >= asked.keys()
+        is_behind = any([length - self.known.get(name, length) > _MOST_BEHIND for name, length in asked.items()])
+        self.known |= asked
+        if not is_behind and (are_known or self._num_left_out == _MOST_LEFT_OUT):
             self._num_left_out = 0
             timer.observe(*draft.calls(levels), seconds)
         else:
-            self._num_left_out += 1
-        return not are_known
+            self._num_left_out += not are_known
+        return is_behind or not are_known
 
     def forget(self, request_id: Hashable) -> None:
         """Delete a request that has ended. Unknown ids are ignored."""
-        self.known.discard(request_id)
+        self.known.pop(request_id, None)
