@@ -152,8 +152,11 @@ class Drafting:
         """Count drafted nodes for the gates of draft models, except for rows whose sources wait for the prefill."""
         if not any([request.chain.drafter for request in rows]):
             return
-        waiting = (step.caps > 0) & ~np.any([stage.caps > 0 for stage in step.stages], axis=0)
-        self.sources.count({request: tree for request, tree, waits in zip(rows, trees, waiting.tolist()) if not waits})
+        drafted = dict(zip(rows, trees))
+        if not any([stage.caps is step.caps for stage in step.stages]):  # else no row waits
+            waiting = (step.caps > 0) & ~np.any([stage.caps > 0 for stage in step.stages], axis=0)
+            drafted = {request: tree for request, tree, waits in zip(rows, trees, waiting.tolist()) if not waits}
+        self.sources.count(drafted)
 
     def _with_stage(self, step: StepRows, stage: Stage, rows: list[Request], trees: list[DraftTree]) -> list[DraftTree]:
         """Return the trees with the drafts of one more stage."""
@@ -362,7 +365,7 @@ def _own_caps(
     cost: DraftCost, rows: Sequence[Request], caps: np.ndarray, feeds: dict[Request, np.ndarray]
 ) -> np.ndarray:
     """Return a stage's caps, `[rows]`; 0 during prefill for sources that need the target's hidden states or cache."""
-    if not cost.follows_target:
+    if not cost.follows_target or all([request.tokens for request in rows]):
         return caps
     return np.where([_is_prefilling(request, feeds[request]) for request in rows], 0, caps)
 

@@ -141,6 +141,8 @@ class GoodputAuction(LengthPolicy):
         """Return `max_nodes` of a source that is asked by level: as many levels as pay, and probes."""
         best = self._weighed(rows, stage, caps, before)
         levels = self._with_probes(rows, stage, best, (caps > 0) & (before.promises < _UNPROMISING))
+        if not levels.any():
+            return levels
         if not stage.cost.is_autoregressive:
             return np.where(levels > 0, caps, 0)
         # A source that heeds prices ends each draft by its own probabilities, which are better than averages.
@@ -300,7 +302,7 @@ class GoodputAuction(LengthPolicy):
             self._begin(rows)
         plan, plain = self._plan, self._plan.plain_seconds
         forest = plan.forest_of(trees)
-        if (forest.sizes > rows.caps).any():
+        if forest.num_nodes and (forest.sizes > rows.caps).any():
             forest = plan.forest_of([tree.most_likely(int(cap)) for tree, cap in zip(trees, rows.caps)])
         mask = np.zeros(forest.num_nodes, bool)
         best = won = Won(0, float(len(rows)), plain)
@@ -380,7 +382,7 @@ class GoodputAuction(LengthPolicy):
             self._probe_seconds -= max(spent - plan.break_even, 0.0)
         if len(rows) and not plan.is_baseline:
             worth = plan.worth if plan.rows is rows else 1.0
-            accepted = float(np.sum(worth * np.asarray(outcome.accepted)))
+            accepted = float(np.sum(worth * np.asarray(outcome.accepted))) if any(outcome.accepted) else 0.0
             size = size_class(len(rows))
             speedup = self._speedups[size]
             saved = accepted * plan.plain_seconds / (max(speedup.rate, 1.0) * len(rows)) - plan.added_seconds

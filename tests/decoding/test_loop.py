@@ -240,3 +240,18 @@ def test_sources_that_need_states_wait_while_others_draft():
     watching.check(model)
     num_first = sum(kind == "observe" for kind, _ in first.calls)
     assert num_first > 2 * len(watching.steps) >= 2 * len(PROMPTS)
+
+
+def test_steps_after_the_prompts_have_one_array_of_caps():
+    """It tells that no row waits, without a look at each."""
+    are_own = []
+
+    class Noting(Seldom):
+        def max_nodes(self, rows, stage, trees):
+            are_own.append(stage.caps is rows.caps)
+            return super().max_nodes(rows, stage, trees)
+
+    source = Watching(Random(0, is_tree=False), scores=False)
+    source.follows_target = True
+    decoded(shared_model("llama"), SmartSpecConfig(source, policy=Noting(100)))
+    assert not are_own[0] and all(are_own[1:]) and len(are_own) >= LENGTH

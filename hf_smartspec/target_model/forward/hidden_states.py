@@ -25,6 +25,7 @@ class Piece(NamedTuple):
     states: dict[int, torch.Tensor]  # of all tokens of the call, [N, hidden_size] by layer
     lines: np.ndarray  # lines of the row's tokens, fed ones before nodes
     num_fed: int
+    num_held: int = 0  # lines of the call's states, which are held for the row's
 
 
 @dataclass(eq=False)
@@ -34,12 +35,12 @@ class FedStates:
     start: int  # position of the first token in the text
     pieces: list[Piece] = field(default_factory=list)
     num_fed: int = 0
-    num_held: int = 0  # lines of states that cannot be freed meanwhile: of all rows' tokens
+    num_held: int = 0  # of all pieces
 
     def add(self, piece: Piece) -> None:
         self.pieces.append(piece)
         self.num_fed += piece.num_fed
-        self.num_held += len(next(iter(piece.states.values()), ()))
+        self.num_held += piece.num_held
 
     def continued(self, newer: "FedStates") -> "FedStates":
         """Return these, of feeds without drafts, and then those of a later forward, which may begin within them."""
@@ -50,7 +51,7 @@ class FedStates:
             for piece in self.pieces:
                 # A piece without tokens would hold its states, and drop layers that it lacks from those of the others.
                 if num := min(piece.num_fed, newer.start - kept.start - kept.num_fed):
-                    kept.add(Piece(piece.states, piece.lines[:num], num))
+                    kept.add(Piece(piece.states, piece.lines[:num], num, piece.num_held))
             return kept.continued(newer)
         for piece in newer.pieces:
             self.add(piece)
@@ -235,7 +236,7 @@ class HiddenStateTaps:
         for item in items:
             own, lines = lines[: item.num_tokens], lines[item.num_tokens :]
             fed = self._fed.setdefault(item.row, FedStates(item.row.length))
-            fed.add(Piece(states, own, len(item.feed)))
+            fed.add(Piece(states, own, len(item.feed), num_lines))
 
 
 def _first(output: Any) -> Any:
