@@ -51,18 +51,19 @@ def few_query_attention(
         pieces = query.new_empty(num_pieces, num_tokens, num_heads, dim, dtype=torch.float32)
         maxima, sums = query.new_empty(2, num_pieces, num_tokens, num_heads, dtype=torch.float32)
     scale = (dim**-0.5 if scaling is None else scaling) * math.log2(math.e)
-    kernels.attend[(num_rows - 1) * blocks, kv_heads, num_pieces](
-        query, key, value, pieces, maxima, sums, rows, rows if trees is None else trees, scale,
-        query.stride(0), query.stride(1), key.stride(0), key.stride(1),
-        blocks, 0 if trees is None else 64 * (len(trees) - 2), window or 0, num_rows, num_tokens, num_heads,
-        GROUPS=groups, DIM=dim, QUERIES=queries, KEYS=64 if dims <= 128 else 32, DIMS=dims,
-        HAS_TREES=trees is not None, HAS_WORDS=trees is not None and len(trees) > 3,
-        HAS_WINDOW=window is not None, IS_SPLIT=num_pieces > 1,
-    )  # fmt: skip
-    if num_pieces > 1:
-        sizes = {"DIM": dim, "DIMS": dims, "PIECES": _power(num_pieces)}
-        num_lines = num_tokens * num_heads
-        kernels.merge[(num_lines,)](pieces, maxima, sums, output, num_pieces, num_lines, **sizes)
+    with torch.cuda.device_of(query):  # Triton launches on the current device
+        kernels.attend[(num_rows - 1) * blocks, kv_heads, num_pieces](
+            query, key, value, pieces, maxima, sums, rows, rows if trees is None else trees, scale,
+            query.stride(0), query.stride(1), key.stride(0), key.stride(1),
+            blocks, 0 if trees is None else 64 * (len(trees) - 2), window or 0, num_rows, num_tokens, num_heads,
+            GROUPS=groups, DIM=dim, QUERIES=queries, KEYS=64 if dims <= 128 else 32, DIMS=dims,
+            HAS_TREES=trees is not None, HAS_WORDS=trees is not None and len(trees) > 3,
+            HAS_WINDOW=window is not None, IS_SPLIT=num_pieces > 1,
+        )  # fmt: skip
+        if num_pieces > 1:
+            sizes = {"DIM": dim, "DIMS": dims, "PIECES": _power(num_pieces)}
+            num_lines = num_tokens * num_heads
+            kernels.merge[(num_lines,)](pieces, maxima, sums, output, num_pieces, num_lines, **sizes)
     return output
 
 

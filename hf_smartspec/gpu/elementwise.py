@@ -28,15 +28,17 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, is_shifted: bool
 
     x, size = x.contiguous(), x.shape[-1]
     output = torch.empty_like(x)
-    kernels.norm[(x.numel() // size,)](
-        x, weight, output, size, size, eps, IS_SHIFTED=is_shifted, SIZE=_power(size), **_ROUNDS
-    )
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        kernels.norm[(x.numel() // size,)](
+            x, weight, output, size, eps, IS_SHIFTED=is_shifted, SIZE=_power(size), **_ROUNDS
+        )
     return output
 
 
 def can_norm(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Return whether `rms_norm` computes this."""
     is_known = serves(x) and weight.dtype is x.dtype and weight.is_contiguous()
+    is_known = is_known and not (torch.is_grad_enabled() and weight.requires_grad)
     return is_known and 0 < x.shape[-1] <= _MOST and x.numel() > 0
 
 
@@ -51,7 +53,8 @@ def silu_gated(hidden: torch.Tensor) -> torch.Tensor:
 
     num_tokens, size, block = len(hidden), hidden.shape[1] // 2, 1024
     output = hidden.new_empty(num_tokens, size)
-    kernels.gate[(num_tokens, -(-size // block))](hidden, output, size, SIZE=block, **_ROUNDS)
+    with torch.cuda.device_of(hidden):
+        kernels.gate[(num_tokens, -(-size // block))](hidden, output, size, SIZE=block, **_ROUNDS)
     return output
 
 
@@ -95,13 +98,14 @@ def rotate_and_write(
     num_tokens, kv_heads, dim = values.shape
     half = cosines.shape[-1] // 2
     grid = num_tokens, -(-(num_heads + 2 * kv_heads) // block)
-    kernels.rotate_and_write[grid](
-        rotated, values, cosines, sines, lines, keys, values_memory,
-        rotated.stride(0), rotated.stride(1), values.stride(0), values.stride(1), cosines.stride(0),
-        keys.stride(0), keys.stride(1), half,
-        QUERY_HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, HALVES=_power(half), DIMS=_power(dim), HEADS=block,
-        HAS_REST=dim > 2 * half, **_ROUNDS,
-    )  # fmt: skip
+    with torch.cuda.device_of(rotated):
+        kernels.rotate_and_write[grid](
+            rotated, values, cosines, sines, lines, keys, values_memory,
+            rotated.stride(0), rotated.stride(1), values.stride(0), values.stride(1), cosines.stride(0),
+            keys.stride(0), keys.stride(1), half,
+            QUERY_HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, HALVES=_power(half), DIMS=_power(dim), HEADS=block,
+            HAS_REST=dim > 2 * half, **_ROUNDS,
+        )  # fmt: skip
 
 
 @cache

@@ -112,13 +112,13 @@ def merge(
 
 
 @triton.jit
-def norm(x, weight, output, line, size, eps, IS_SHIFTED: tl.constexpr, SIZE: tl.constexpr):
+def norm(x, weight, output, size, eps, IS_SHIFTED: tl.constexpr, SIZE: tl.constexpr):
     """RMS norm of one line."""
     row = tl.program_id(0).to(tl.int64)
     places = tl.arange(0, SIZE)
     is_inside = places < size
     kind = output.dtype.element_ty
-    numbers = tl.load(x + row * line + places, mask=is_inside, other=0.0).to(tl.float32)
+    numbers = tl.load(x + row * size + places, mask=is_inside, other=0.0).to(tl.float32)
     factors = tl.load(weight + places, mask=is_inside, other=0.0).to(tl.float32)
     normed = numbers * tl.rsqrt(tl.sum(numbers * numbers, 0) / size + eps)
     found = normed * (factors + 1.0) if IS_SHIFTED else normed.to(kind).to(tl.float32) * factors

@@ -112,7 +112,7 @@ def packed_attention(
         assert window is None and softcap is None and bias is None, "such models share no prefixes (`shares_prefixes`)"
         return shared_attention(packed, key, value, layout, scaling, dropout)
     is_plain = softcap is None and bias is None and not dropout
-    kind = kind_of(packed, key, layout, window) if is_plain else None
+    kind = kind_of(packed, key, value, layout, window) if is_plain else None
     if kind is None:
         return _masked_attention(packed, key, value, layout, window, scaling, softcap, dropout, bias)
     trusted = is_trusted(kind)

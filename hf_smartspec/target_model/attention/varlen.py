@@ -122,10 +122,16 @@ def serves(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     return device.type in _DEVICE_TYPES and dtype.itemsize == 2 and head_dim <= _LARGEST_HEAD and not head_dim % 8
 
 
-def kind_of(query: torch.Tensor, key: torch.Tensor, layout: StepLayout, window: int | None) -> tuple | None:
+def kind_of(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: StepLayout, window: int | None
+) -> tuple | None:
     """Return the kind of a call, by which its results are trusted; None if the call needs masks."""
     spans = layout.spans
     if spans is None or not serves(query.device, query.dtype, query.shape[2]):  # layers are tried out in float32, too
+        return None
+    if key.stride() != value.stride() or key.shape != value.shape or query.stride(2) != 1:  # heads of MLA differ
+        return None
+    if torch.is_grad_enabled() and query.requires_grad:  # compiled code has no gradients
         return None
     is_windowed, has_trees = window is not None and window < spans.most_keys, spans.trees is not None
     if is_windowed and spans.trees is not None and _may_exceed(spans.trees, window):

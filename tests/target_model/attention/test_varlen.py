@@ -3,6 +3,8 @@ Attention without masks, with flash attention written out as its documentation h
 has it: both take a GPU otherwise.
 """
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -10,10 +12,12 @@ import torch
 import hf_smartspec
 from hf_smartspec import SmartSpecConfig
 from hf_smartspec.candidates.models.draft_model import DraftModelCandidates
+from hf_smartspec.gpu import elementwise
 from hf_smartspec.target_model.attention import tree_attention as attention
 from hf_smartspec.target_model.attention import varlen
 from hf_smartspec.target_model.forward import packed, ragged
 from hf_smartspec.target_model.graphs.padding import rounded, rounded_columns
+from hf_smartspec.target_model.layout.spans import Spans
 from tests.generate.helpers import prompts
 from tests.models import new_model, noisy_model
 
@@ -222,3 +226,24 @@ def test_only_half_precision_on_gpus_is_served():
     assert not varlen.serves(cuda, torch.float32, 128)
     assert not varlen.serves(cuda, torch.float16, 512)
     assert not varlen.serves(torch.device("cpu"), torch.bfloat16, 128)
+
+
+def test_calls_that_compiled_code_cannot_read_get_masks(calls):
+    rows = torch.tensor([[0, 2], [0, 5], [2, 0]])
+    layout = SimpleNamespace(spans=Spans(rows, None, most_queries=2, most_keys=2))
+    query, key = torch.zeros(2, 4, 24), torch.zeros(5, 4, 24)
+    assert varlen.kind_of(query, key, torch.zeros_like(key), layout, None) is not None
+    assert varlen.kind_of(query, key, key[..., :16].contiguous(), layout, None) is None, "values of fewer dimensions"
+    assert varlen.kind_of(query.mT.contiguous().mT, key, key, layout, None) is None
+    query.requires_grad_()
+    assert varlen.kind_of(query, key, key, layout, None) is None
+    with torch.no_grad():
+        assert varlen.kind_of(query, key, key, layout, None) is not None
+
+
+def test_norms_whose_weights_learn_are_not_compiled(monkeypatch):
+    monkeypatch.setattr(elementwise, "serves", lambda x: True)
+    x, weight = torch.zeros(2, 8), torch.ones(8, requires_grad=True)
+    assert not elementwise.can_norm(x, weight)
+    with torch.no_grad():
+        assert elementwise.can_norm(x, weight)
