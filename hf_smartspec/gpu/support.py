@@ -12,12 +12,16 @@ logger = get_logger(__name__)
 
 @cache
 def has_triton(device: torch.device) -> bool:
-    """Return whether Triton compiles for the device."""
+    """Return whether Triton is there, and compiles for the device: it needs a C compiler."""
     if device.type != "cuda":
         return False
     try:
-        from . import kernels  # noqa: F401
-    except ImportError:
+        from . import kernels
+
+        hidden = torch.ones(1, 2, dtype=torch.float16, device=device)
+        with torch.cuda.device_of(hidden):
+            kernels.gate[(1, 1)](hidden, torch.empty_like(hidden), 1, SIZE=16)
+    except Exception:  # compilers raise errors of many types
         return False
     return True
 

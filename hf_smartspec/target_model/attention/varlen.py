@@ -112,6 +112,7 @@ def _has_few_queries(spans: Spans, query: torch.Tensor) -> bool:
 
 # --- Trust -----------------------------------------------------------------------------------------------------------
 
+_MASKED = "calls that need masks"
 _WITH_MASKS = "Attention over rows of different lengths is computed with masks"
 _DEVICE_TYPES = {"cuda"}
 _is_right: dict[tuple, bool] = {}  # by kind of call, after its first result was compared with that of masks
@@ -129,15 +130,18 @@ def kind_of(
     spans = layout.spans
     if spans is None or not serves(query.device, query.dtype, query.shape[2]):  # layers are tried out in float32, too
         return None
-    if key.stride() != value.stride() or key.shape != value.shape or query.stride(2) != 1:  # heads of MLA differ
-        return None
     if torch.is_grad_enabled() and query.requires_grad:  # compiled code has no gradients
         return None
-    is_windowed, has_trees = window is not None and window < spans.most_keys, spans.trees is not None
-    if is_windowed and spans.trees is not None and _may_exceed(spans.trees, window):
+    is_windowed, num_words = window is not None and window < spans.most_keys, 0
+    needs_masks = key.stride() != value.stride() or key.shape != value.shape or query.stride(2) != 1  # as in MLA
+    if spans.trees is not None:
+        num_words = len(spans.trees) - 2
+        needs_masks |= is_windowed and _may_exceed(spans.trees, window)
+    if needs_masks:
+        _is_right[query.device, _MASKED] = False  # recordings keep what masks are made from
         return None
     has_few_queries = _has_few_queries(spans, query)
-    return query.device, query.dtype, query.shape[1:], key.shape[1], is_windowed, has_trees, has_few_queries
+    return query.device, query.dtype, query.shape[1:], key.shape[1], is_windowed, min(num_words, 2), has_few_queries
 
 
 def is_trusted(kind: tuple) -> bool | None:
