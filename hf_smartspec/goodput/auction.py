@@ -99,7 +99,8 @@ class GoodputAuction(LengthPolicy):
             partial(DecayedRate, tries=_SPEEDUP_STRENGTH, hits=_SPEEDUP_STRENGTH)
         )
         self._paces = Paces(cost)
-        self._probe_seconds = 0.0  # time saved for the next probe
+        self._probe_seconds = 0.0  # time saved for the next probe of drafts
+        self._trial_seconds = 0.0  # time saved for the next trial of a size
         self._num_since_baseline = 0
         self._size = 1  # tokens of the latest step, drafts included
 
@@ -325,8 +326,8 @@ class GoodputAuction(LengthPolicy):
     def _winners(self, rows: StepRows, forest: Forest, mask: np.ndarray) -> tuple[Won, Won]:
         """
         Mark the nodes that maximise the profit, B + sum of a_n - lambda * T(S), in tokens, or none if no set of nodes
-        exceeds plain decoding by the margin. If more nodes do so by the lowest likely costs, mark these where the time
-        saved for probes is not spent: sizes that are too expensive only by a wrong profile are run, and thus measured.
+        exceeds plain decoding by the margin. If another size is better by the lowest likely costs, mark its nodes where
+        the time saved for trials is not spent: sizes that a wrong profile makes too expensive are run, and measured.
         Return the result by the expected costs, and that of the marked nodes.
         """
         gains = forest.along_paths(forest.probs)
@@ -345,15 +346,19 @@ class GoodputAuction(LengthPolicy):
         best = Won(*best_prefix(*scanned, *cost.by_tokens(rows.num_batched, len(order) + 1), counts, mask))
         if not best.num_nodes:
             best = Won(0, float(len(rows)), plan.plain_seconds)
-        size = rows.num_batched + best.num_nodes
-        most = min(2 * best.num_nodes + len(rows), len(order))  # at most twice the tokens, the size most in doubt
-        if most == best.num_nodes or self._probe_seconds <= 0 or cost.doubt(rows.num_batched + most, size) <= _UNKNOWN:
+        if self._trial_seconds <= 0:
             return best, best
-        more, lowest = np.zeros_like(mask), cost.by_tokens(rows.num_batched, most + 1, _OPTIMISM)
+        sizes = rows.num_batched + np.arange(len(order) + 1)
+        doubts = cost.doubt(sizes, sizes[best.num_nodes])
+        # At most twice the tokens, or as many as have a known cost, which fewer do not exceed.
+        most = min(max(2 * best.num_nodes + len(rows), np.flatnonzero(doubts <= _UNKNOWN)[-1]), len(order))
+        if doubts[: most + 1].max() <= _UNKNOWN:
+            return best, best
+        more, lowest = np.zeros_like(mask), cost.by_tokens(sizes[0], most + 1, _OPTIMISM * doubts[: most + 1])
         tried = Won(*best_prefix(order[:most], *scanned[1:], *lowest, counts, more))
-        if tried.num_nodes <= best.num_nodes or cost.doubt(rows.num_batched + tried.num_nodes, size) <= _UNKNOWN:
+        if not tried.num_nodes or doubts[tried.num_nodes] <= _UNKNOWN:
             return best, best
-        self._probe_seconds = 0.0
+        self._trial_seconds = 0.0
         mask[:] = more
         widest = int(np.bincount(forest.row[mask]).max())
         expected = float(cost.seconds(*rows.forward_size(tried.num_nodes, 1 + widest)))
@@ -377,9 +382,10 @@ class GoodputAuction(LengthPolicy):
         plan = self._earlier_plan if self._earlier_plan.rows is rows else self._plan
         if len(rows):
             self._probe_seconds += _PROBE_SHARE * plan.plain_seconds
+            self._trial_seconds += _PROBE_SHARE * plan.plain_seconds
         if plan.break_even is not None:
             spent = seconds.forward + seconds.other - plan.prefill_seconds
-            self._probe_seconds -= max(spent - plan.break_even, 0.0)
+            self._trial_seconds -= max(spent - plan.break_even, 0.0)
         if len(rows) and not plan.is_baseline:
             worth = plan.worth if plan.rows is rows else 1.0
             accepted = float(np.sum(worth * np.asarray(outcome.accepted))) if any(outcome.accepted) else 0.0

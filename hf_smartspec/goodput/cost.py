@@ -12,7 +12,8 @@ import numpy as np
 from .cost_fit import Measurements, fit_coefficients
 from .kernels.forwards import by_tokens, correct
 
-_NUM_BINS = 21  # bins of the running correction, at 1, 2, 4, ... tokens per forward
+_NUM_BINS = 21  # bins of the running correction,
+_BINS = 2.0 ** np.arange(_NUM_BINS)  # at 1, 2, 4, ... tokens per forward
 _WRONG = 1.5  # ratio of two sizes' corrections from which a profile counts as wrong
 _PROOF = 24.0  # observations that a size needs for that
 _LONGEST = 2048.0  # tokens up to which a mended line gets a curve
@@ -21,10 +22,12 @@ _MEMORY = 0.05  # weight of the newest error in that mean
 
 # Standard deviations of the logarithm of measured / predicted seconds of a step:
 _STEP = 0.1  # of single steps
-_SCALE, _SHAPE = 1.5, 0.35  # of a profile: of a factor common to all sizes, and of each size's own factor
+_SCALE, _SHAPE = 2.0, 0.45  # of a profile: of a factor common to all sizes, and of each size's own factor
 _SCALE_DRIFT, _SHAPE_DRIFT = 0.01, 0.004  # of the change of these factors between two steps
 _REACH = 2.0  # bins over which the correlation of two sizes' own factors falls to 1/e
+_UNKNOWN = 0.16  # of a size's factor relative to that of another: from here on, the size is in doubt
 _SURPRISE = 2.0  # standard deviations beyond which a step counts less, as a disturbance of the machine
+_LIMITS = np.array([_STEP, _SURPRISE, _UNKNOWN])
 
 
 def _covariance(scale: float, shape: float) -> np.ndarray:
@@ -72,7 +75,8 @@ class CostModel:
     it matters on CPUs. `host` is the time to launch a forward's kernels: a GPU works meanwhile, so that shorter work on
     the device adds no time.
 
-    `observe` corrects predictions while serving, by a factor per size of the forward, learnt from measured steps.
+    `observe` corrects predictions while serving, by a factor per size of the forward, learnt from measured steps. No
+    size of which little is known costs more than a larger one, or less than a smaller one, whose cost steps have shown.
 
     Args:
         alpha, beta, gamma (`float`): Seconds per context token, per query and column, per batched token.
@@ -139,10 +143,12 @@ class CostModel:
             return
         low, share = self._bin(batched)
         self._is_corrected = True
-        error = math.log(seconds / predicted)
-        self._mean_error += _MEMORY * (min(abs(error), 1.0) - self._mean_error)
+        self._mean_error += _MEMORY * (min(abs(math.log(seconds / predicted)), 1.0) - self._mean_error)
+        sizes = self.profiled(context, _BINS, width)
         doubt = np.empty_like(self._doubt)  # a new one: calls in other threads may observe at the same time
-        correct(low, share, error, _STEP, _SURPRISE, 1 - _FADING, _DRIFT, self._doubt, self._log_factors, doubt)
+        correct(
+            low, share, predicted, seconds, sizes, _LIMITS, 1 - _FADING, _DRIFT, self._doubt, self._log_factors, doubt
+        )
         self._doubt = doubt
         self._num_observed[low] += 1 - share
         self._num_observed[low + 1] += share
@@ -193,31 +199,28 @@ class CostModel:
         beyond = np.maximum(batched - x1, 0.0) * ((y1 - y0) / (x1 - x0))
         return np.interp(batched, self.knots, self.curve) + beyond
 
-    def by_tokens(self, first: int, num: int, optimism: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
+    def by_tokens(self, first: int, num: int, lowered: Any = None) -> tuple[np.ndarray, np.ndarray]:
         """
         Return f(N) in seconds by the profile for N = `first`, `first` + 1, ... tokens, and the correction factors of
-        such forwards, `[num]` float64 each. With `optimism`, factors are lowered by so many standard deviations of each
-        size's cost relative to the first size's, but no size costs less than a smaller one.
+        such forwards, `[num]` float64 each. With `lowered` (`[num]`), their logarithms are lowered by so much, but no
+        size costs less than a smaller one.
         """
         seconds, factors = np.empty((2, num))
-        logs = self._log_factors - optimism * self._doubts(first) if optimism else self._log_factors
-        by_tokens(first, *self._curve, self.gamma, self.delta, logs, seconds, factors)
-        if optimism:
-            np.divide(np.maximum.accumulate(seconds * factors), seconds, out=factors, where=seconds > 0)
+        by_tokens(first, *self._curve, self.gamma, self.delta, self._log_factors, seconds, factors)
+        if lowered is not None:
+            costs = np.maximum.accumulate(seconds * factors * np.exp(-lowered))
+            np.divide(costs, seconds, out=factors, where=seconds > 0)
         return seconds, factors
 
-    def doubt(self, batched: float, other: float) -> float:
-        """Return the log standard deviation of the cost of one size relative to that of another."""
-        low, share = self._bin(batched)
-        doubts = self._doubts(other)
-        return float((1 - share) * doubts[low] + share * doubts[low + 1])
+    def doubt(self, batched: Any, other: float) -> Any:
+        """Return the log standard deviation of the cost of sizes (numbers or `[n]`) relative to that of another."""
+        difference = self._weights(batched) - self._weights(other)
+        return np.sqrt(np.maximum(((difference @ self._doubt) * difference).sum(-1), 0.0))
 
-    def _doubts(self, than: float) -> np.ndarray:
-        """Return the log standard deviations of all bins' costs relative to that of a size, `[bins]` float64."""
-        low, share = self._bin(than)
-        shared = (1 - share) * self._doubt[low] + share * self._doubt[low + 1]
-        own = (1 - share) * shared[low] + share * shared[low + 1]
-        return np.sqrt(np.maximum(self._doubt.diagonal() + own - 2 * shared, 0.0))
+    def _weights(self, batched: Any) -> np.ndarray:
+        """Return the weights of all bins in the log factors of sizes, `[..., bins]` float64."""
+        place = np.add(*self._bin(batched))[..., None]
+        return np.maximum(1 - np.abs(np.arange(_NUM_BINS) - place), 0.0)
 
     @cached_property
     def _curve(self) -> tuple[np.ndarray, np.ndarray]:

@@ -41,6 +41,7 @@ class Totals:
     drafted: int = 0
     verified: int = 0
     expected: float = 0.0  # what the policy predicted of `tokens`
+    mean_tokens: float = 0.0  # `tokens` without their chance: the mean of steps that verify as many nodes
 
     @property
     def goodput(self) -> float:
@@ -72,6 +73,8 @@ def simulate(
         seconds = StepSeconds(drafting, forward, 0.0)
         policy.observe(StepOutcome(rows, proposed, verified, accepted, seconds, tokens))
         totals.tokens += sum(map(len, tokens))
+        for item, size in zip(drafters, sizes):
+            totals.mean_tokens += sum(item.accuracy**depth for depth in range(size + 1))
         totals.seconds += drafting + forward
         totals.steps += 1
         totals.drafted += sum(map(len, proposed))

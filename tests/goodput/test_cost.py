@@ -134,13 +134,38 @@ def test_sizes_that_are_never_seen_are_not_less_known_than_at_the_beginning():
     assert 0.5 * before < cost.doubt(64, 1) <= before
 
 
-def test_optimism_is_about_sizes_that_are_unknown_beside_the_first():
+def test_lowered_costs_do_not_fall_with_the_size():
     cost = line()
     observe(cost, line(), [1, 8], 100)
     seconds, factors = cost.by_tokens(1, 200)
-    same, hopeful = cost.by_tokens(1, 200, optimism=2.0)
-    assert (same == seconds).all() and hopeful[0] == pytest.approx(factors[0])
-    assert (hopeful[1:] < factors[1:]).all() and hopeful[199] / factors[199] < hopeful[7] / factors[7]
+    lowered = 2.0 * cost.doubt(np.arange(1, 201), 8)
+    same, hopeful = cost.by_tokens(1, 200, lowered)
+    assert (same == seconds).all() and hopeful[7] == pytest.approx(factors[7])
+    assert (np.diff(same * hopeful) > -1e-9).all()
+    assert hopeful[199] / factors[199] < hopeful[15] / factors[15] < 1.0
+
+
+def test_a_size_in_doubt_costs_no_more_than_a_larger_one_and_no_less_than_a_smaller_one():
+    """A profile takes 4 and 8 tokens to be dear, and 64 to be cheap."""
+    knots = (1, 2, 4, 8, 16, 32, 64)
+    cost = CostModel(0, 0, 0, knots=knots, curve=(0.01, 0.01, 0.03, 0.06, 0.06, 0.06, 0.06))
+    for _ in range(2):
+        cost.observe(200, 16, 0.02)
+    four, eight, sixteen, many = cost.seconds(200, np.array([4, 8, 16, 64]))
+    assert four <= eight == pytest.approx(sixteen) and many >= sixteen
+    for _ in range(40):
+        cost.observe(200, 8, 0.03)
+        cost.observe(200, 16, 0.02)
+    assert cost.seconds(200, 8) > 1.2 * cost.seconds(200, 16), "what was measured counts"
+
+
+def test_steps_are_faster_than_predicted_for_no_reason_but_the_prediction():
+    """Those that are much slower may have been disturbed."""
+    faster, slower = line(), line()
+    for cost, factor in ((faster, 0.3), (slower, 1 / 0.3)):
+        observe(cost, line(), [1, 8], 40)
+        cost.observe(200, 8, factor * float(line().seconds(200, 8)))
+    assert -np.log(faster.correction(8)) > 2 * np.log(slower.correction(8)) > 0
 
 
 def test_a_slower_machine_shows_at_all_sizes_in_the_end():

@@ -16,6 +16,7 @@ from hf_smartspec.goodput import (
     StepSeconds,
 )
 
+from ..covering import part_of
 from .simulation import Drafter, line, simulate
 from .test_auction import rows_of
 
@@ -100,46 +101,63 @@ def test_a_trial_has_twice_the_tokens_at_most():
 
 SIZES = np.array([1, 2, 4, 8, 16, 32, 64])
 TRUE = {"real": REAL, "steep": line(gamma=4e-3, delta=8e-3)}
+
+
+def dear(*sizes):
+    """Return a profile's curve that takes these sizes to be three times as dear, and larger ones to be no cheaper."""
+    return lambda curve: np.maximum.accumulate(np.where(np.isin(SIZES, sizes), 3, 1) * curve)
+
+
+def cheap(*sizes):
+    """Return a curve that takes these sizes to be three times as cheap, and smaller ones to be no dearer."""
+    return lambda curve: np.minimum.accumulate((curve / np.where(np.isin(SIZES, sizes), 3, 1))[::-1])[::-1]
+
+
 WRONG = {
     "all x 15": lambda curve: 15 * curve,
     "all / 15": lambda curve: curve / 15,
     "drafts x 3": lambda curve: 3 * curve - 2 * curve[0],
     "drafts free": lambda curve: np.full(len(curve), curve[0]),
     "2 and more x 3": lambda curve: np.where(SIZES > 1, 3, 1) * curve,
-    "2 / 3": lambda curve: np.where(SIZES <= 2, np.minimum(curve, curve[1] / 3), curve),
-} | {
-    f"{sizes} x 3": lambda curve, sizes=sizes: np.maximum.accumulate(np.where(np.isin(SIZES, sizes), 3, 1) * curve)
-    for sizes in ((1,), (2,), (4,), (8,), (2, 8), (1, 4))
-}  # fmt: skip
+    "2 / 3": cheap(2),
+} | {f"{sizes} x 3": dear(*sizes) for sizes in ((1,), (2,), (4,), (8,), (2, 8), (1, 4))}
+FURTHER = (
+    {"all x 3": lambda curve: 3 * curve, "all / 3": lambda curve: curve / 3}
+    | {f"{sizes} x 3": dear(*sizes) for sizes in ((16,), (4, 16))}
+    | {f"{sizes} / 3": cheap(*sizes) for sizes in ((4,), (8,), (16,), (2, 8), (1, 4), (4, 16))}
+)
 
-SLOW = {("all / 15", "steep", 0.9, 8), ("2 and more x 3", "steep", 0.6, 1), ("(4,) x 3", "steep", 0.9, 1)}
+
+# 8 nodes are best, 7 are verified: a profile has no knot between 8 and 16 tokens, so that it takes 9 to cost a quarter
+# more than 8. Both lie in one bin of the correction, whose factors hardly differ: 9 tokens are in too little doubt to
+# be tried. That costs 5.3 %.
+BETWEEN_KNOTS = {(name, "real", 0.9, 1) for name in ("(16,) x 3", "(8,) / 3", "(2, 8) / 3")}
 
 
 @cache
 def after_first_tokens(true, wrong, accuracy, num_rows):
-    """Return seconds per expected token, after the first 100 tokens of answers that began with the profile."""
+    """Return seconds per mean token, after the first 100 tokens per row of answers that began with the profile."""
     true = TRUE[true]
     curve = np.asarray(true.seconds(0, SIZES))
-    profile = CostModel(true.alpha, 0, 0, true.beta, SIZES, WRONG[wrong](curve) if wrong else curve)
+    profile = CostModel(true.alpha, 0, 0, true.beta, SIZES, (WRONG | FURTHER)[wrong](curve) if wrong else curve)
     tokens = seconds = 0.0
-    for seed in range(2):
+    for seed in range(max(8 // num_rows, 2)):
         policy = GoodputAuction(CostModel.from_dict(profile.as_dict()))
         drafters, num, step = [Drafter(accuracy, accuracy, DraftCost(3e-4))] * num_rows, 0, 0
         while num < 250 * num_rows:
             totals = simulate(policy, drafters, true, steps=1, seed=1000 * seed + step)
             num, step = num + totals.tokens, step + 1
             if num > 100 * num_rows:
-                tokens += num_rows * sum(accuracy**depth for depth in range(totals.verified // num_rows + 1))
-                seconds += totals.seconds
+                tokens, seconds = tokens + totals.mean_tokens, seconds + totals.seconds
     return seconds / tokens
 
 
-@pytest.mark.parametrize("num_rows", [1, 8])
+@pytest.mark.parametrize("num_rows", [1, 2, 4, 8])
 @pytest.mark.parametrize("accuracy", [0.3, 0.6, 0.9])
 @pytest.mark.parametrize("true", TRUE)
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("wrong", part_of([*WRONG, *FURTHER], *WRONG))
 def test_a_wrong_profile_costs_little_after_100_tokens(request, wrong, true, accuracy, num_rows):
-    if (wrong, true, accuracy, num_rows) in SLOW:
-        request.applymarker(pytest.mark.xfail(strict=True, reason="up to 10 %: trials end before prices are right"))
+    if (wrong, true, accuracy, num_rows) in BETWEEN_KNOTS:
+        request.applymarker(pytest.mark.xfail(strict=True, reason="5.3 %: sizes between two knots are not in doubt"))
     right = after_first_tokens(true, None, accuracy, num_rows)
     assert after_first_tokens(true, wrong, accuracy, num_rows) < 1.05 * right

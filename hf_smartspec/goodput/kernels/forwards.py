@@ -36,17 +36,22 @@ def by_tokens(first, knots, curve, gamma, delta, log_factors, seconds, factors):
 
 
 @compiled
-def correct(low, share, error, step, surprise, kept, drift, doubt, log_factors, new_doubt):
+def correct(low, share, predicted, measured, sizes, limits, kept, drift, doubt, log_factors, new_doubt):
     """
-    Do a step of a Kalman filter: correct the `log_factors` of all bins by the `error` of one measured step, the
-    logarithm of measured by predicted seconds.
+    Do a step of a Kalman filter: correct the `log_factors` of all bins by the error of one measured step, the logarithm
+    of measured by predicted seconds. Then bound the costs of sizes that are in doubt by that of this step's size: no
+    forward costs less than a smaller one.
 
     Args:
         low, share: Bin below the step's size, and the size's distance from it.
-        step, surprise: Standard deviation of single steps, and the number of deviations beyond which one counts less.
+        predicted, measured: Seconds of the step.
+        sizes: Profiled seconds of forwards like this step of the bins' sizes, float64 `[bins]`.
+        limits (float64 `[3]`): Standard deviation of single steps; the number of deviations beyond which one counts
+            less; and that of a size's factor relative to this size's beyond which the size is in doubt.
         kept, drift, doubt: The covariance of the factors before the step, `[bins, bins]`, is `kept * doubt + drift`.
         new_doubt: Buffer for the covariance after the step.
     """
+    step, surprise, unknown = limits
     num = len(log_factors)
     shared = np.empty(num)  # covariance of this size and each bin
     for place in range(num):
@@ -54,9 +59,16 @@ def correct(low, share, error, step, surprise, kept, drift, doubt, log_factors, 
             new_doubt[place, other] = kept * doubt[place, other] + drift[place, other]
     for place in range(num):
         shared[place] = (1 - share) * new_doubt[low, place] + share * new_doubt[low + 1, place]
-    variance = (1 - share) * shared[low] + share * shared[low + 1] + step**2
-    weight = 1 / (variance * max(abs(error) / (surprise * math.sqrt(variance)), 1.0))
+    own = (1 - share) * shared[low] + share * shared[low + 1]
+    error, variance = math.log(measured / predicted), own + step**2
+    weight = 1 / (variance * max(error / (surprise * math.sqrt(variance)), 1.0))
     for place in range(num):
         log_factors[place] += weight * shared[place] * error
         for other in range(num):
             new_doubt[place, other] -= weight * shared[place] * shared[other]
+    seconds, rest = math.log(predicted) + weight * own * error, 1 - weight * own
+    for place in range(num):
+        excess = math.log(sizes[place]) + log_factors[place] - seconds
+        is_in_doubt = new_doubt[place, place] + rest * (own - 2 * shared[place]) > unknown**2
+        if is_in_doubt and (excess > 0.0) == (place <= low):
+            log_factors[place] -= excess
