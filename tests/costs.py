@@ -1,5 +1,7 @@
 """Costs of forwards that are not measured."""
 
+import numpy as np
+
 from hf_smartspec.goodput import CostModel
 
 
@@ -9,5 +11,5 @@ class UnmovedCost(CostModel):
     def observe(self, *args, **kwargs):
         pass
 
-    def doubt(self, *args, **kwargs):
-        return 0.0
+    def doubt(self, batched, other):
+        return np.zeros(np.shape(batched))

@@ -70,7 +70,7 @@ class GoodputAuction(LengthPolicy):
     threshold is then where drafting breaks even). A first source that drafts all levels in one call is asked for as
     many nodes as it may propose, or for none if its calls cost more than they bring; if it heeds prices, for those
     nodes whose paths are worth verifying. `select` cuts its draft. Rows and sources that do not pay are tried again
-    within 1 % of the time, and where trials go on failing, within 0.3 % (`Trials`).
+    within 1 % of the time, and where trials go on failing, within 0.5 % (`Trials`).
 
     Args:
         cost (`CostModel`): Cost of the target's forward, corrected by measured steps.

@@ -1,7 +1,7 @@
 """How often a source is tried that does not pay."""
 
 _GROWTH = 1.5  # factor by which a trial that has failed makes the next one rarer,
-_MOST = 10 / 3  # up to this one: of the time for trials, 1 % of all, it leaves 0.3 %
+_MOST = 2.0  # up to this one: of the time for trials, 1 % of all, it leaves half
 _CHEAPER = 0.8  # ratio of prices below which drafts may pay now
 
 

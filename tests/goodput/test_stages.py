@@ -140,7 +140,7 @@ def test_a_trial_reads_at_most_one_prompt_and_later_trials_wait_until_that_is_pa
     policy._probe_seconds = 2.0
     assert np.flatnonzero(step_of_nothing(policy, alone(cost, names))).tolist() == [0, 1]
     # A level takes half a second. Further trials that fail are paid for more than once.
-    for seconds, debt in ((0.7, 10 / 3 * 0.2), (99.0, 50 * 0.02)):
+    for seconds, debt in ((0.7, 2 * 0.2), (99.0, 50 * 0.02)):
         names = [name + 16 for name in names]  # of others, whose prompts have to be read
         policy._probe_seconds, rows = 2.0, alone(cost, names)
         rows.stages[0].asked = np.asarray(policy.max_nodes(rows, rows.stages[0], [DraftTree.empty()] * 16))

@@ -113,7 +113,6 @@ def _has_few_queries(spans: Spans, query: torch.Tensor) -> bool:
 # --- Trust -----------------------------------------------------------------------------------------------------------
 
 _MASKED = "calls that need masks"
-_WITH_MASKS = "Attention over rows of different lengths is computed with masks"
 _DEVICE_TYPES = {"cuda"}
 _is_right: dict[tuple, bool] = {}  # by kind of call, after its first result was compared with that of masks
 
@@ -160,7 +159,11 @@ def judge(kind: tuple, attend: Callable[[], torch.Tensor], expected: torch.Tenso
         output = attend()
         _is_right[kind] = bool((output - expected).abs().max() <= _TOLERANCE * expected.abs().max())
         if not _is_right[kind]:
-            logger.warning_once(f"{_WITH_MASKS}: compiled code gives other results.")
+            logger.warning_once(
+                "Attention over rows of different lengths is computed with masks: compiled code gives other results."
+            )
     except Exception as error:  # compilers raise errors of many types
         _is_right[kind] = False
-        logger.warning_once(f"{_WITH_MASKS}: compiled code failed ({error!r}).")
+        logger.warning_once(
+            f"Attention over rows of different lengths is computed with masks: compiled code failed ({error!r})."
+        )
