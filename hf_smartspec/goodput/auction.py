@@ -26,7 +26,8 @@ from .worth import Paces
 _SPEEDUP_DECAY = 0.98  # decay per step of the tokens that the speed-up is the ratio of
 _SPEEDUP_STRENGTH = 10.0  # weight of the prior that there is no speed-up, in tokens
 _PROBE_SHARE = 0.01  # share of the time for drafts that are not expected to pay
-_MOST_DEBT = 50  # steps without drafts: debt of such drafts, at most, where they read whole prompts first
+# Steps without drafts: debt of such drafts, which may read whole prompts first, and of trials of sizes, at most.
+_MOST_DEBT = 50
 _BASELINE_INTERVAL = 200  # steps with speculation in a row before one without: the cost of plain steps stays known
 _UNKNOWN = 0.16  # doubt (log standard deviation of cost ratios) above which a size is tried
 _OPTIMISM = 3.0  # standard deviations by which sizes may be cheaper than expected, where they are tried
@@ -209,12 +210,12 @@ class GoodputAuction(LengthPolicy):
         least = 0.0 if levels.any() else per_call
         if self._probe_seconds < least:  # mostly, there is not even time for one call
             return levels
+        idle = (levels == 0) & may
+        if not idle.any():
+            return levels
         size, price = size_class(len(rows)), self._relative_price(rows, per_call)
         factor = record.trials.next_factor(size, price)
         if self._probe_seconds < factor * least:
-            return levels
-        idle = (levels == 0) & may
-        if not idle.any():
             return levels
         if stage.cost.is_autoregressive:
             idle = record.for_trial(rows, idle)
@@ -386,6 +387,7 @@ class GoodputAuction(LengthPolicy):
         if plan.break_even is not None:
             spent = seconds.forward + seconds.other - plan.prefill_seconds
             self._trial_seconds -= max(spent - plan.break_even, 0.0)
+            self._trial_seconds = max(self._trial_seconds, -_MOST_DEBT * plan.plain_seconds)
         if len(rows) and not plan.is_baseline:
             worth = plan.worth if plan.rows is rows else 1.0
             accepted = float(np.sum(worth * np.asarray(outcome.accepted))) if any(outcome.accepted) else 0.0

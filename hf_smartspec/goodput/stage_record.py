@@ -21,7 +21,9 @@ _STRENGTH = 4.0  # weight of the prior, in levels
 _NEWEST = 0.1  # least weight of the newest step in the running benefit of drafting
 _RESTS = 15  # steps in which levels that did not pay are not weighed again
 _MOST_LEFT_OUT = 8  # measurements in a row that are skipped since they include prompts
-_MOST_BEHIND = 16  # tokens of a row since its latest draft that may count as part of the next one's time
+_MOST_BEHIND = (
+    33  # tokens of a row since its latest draft, of the deepest one and one more, whose time is the next one's
+)
 
 
 def size_class(num_rows: int) -> int:
@@ -173,8 +175,8 @@ class Novelty:
 class Newcomers:
     """
     Filter of timings: an autoregressive drafter reads a request's prompt before its first draft, and before a later one
-    what was decoded without drafts. That is not the cost of a draft. Such steps are skipped; those with prompts are not
-    where there are hardly any others.
+    what was decoded without drafts. That is not the cost of a draft. Such steps are skipped, unless they took less than
+    a draft is taken to cost; those with prompts are not where there are hardly any others.
     """
 
     def __init__(self) -> None:
@@ -193,9 +195,11 @@ class Newcomers:
         are_known = self.known.keys() >= asked.keys()
         is_behind = any([length - self.known.get(name, length) > _MOST_BEHIND for name, length in asked.items()])
         self.known |= asked
-        if not is_behind and (are_known or self._num_left_out == _MOST_LEFT_OUT):
+        (per_call, per_row), (calls, in_calls) = timer.seconds(draft), draft.calls(levels)
+        is_cheaper = seconds < per_call * calls + per_row * in_calls  # than a draft was taken to be, though it has read
+        if is_cheaper or (not is_behind and (are_known or self._num_left_out == _MOST_LEFT_OUT)):
             self._num_left_out = 0
-            timer.observe(*draft.calls(levels), seconds)
+            timer.observe(calls, in_calls, seconds)
         else:
             self._num_left_out += not are_known
         return is_behind or not are_known

@@ -27,7 +27,7 @@ class Trials:
             size (`int`): `size_class` of the step's rows.
             price (`float`): Seconds that a draft costs by those of a step without drafts.
         """
-        if size < self._size or price < _CHEAPER * self._price:
+        if size < self._size or price < _CHEAPER * max(self._price, 0.0):
             self.reset()
         return min(_GROWTH**self._num_failed, _MOST)
 

@@ -62,3 +62,11 @@ def test_what_was_decoded_without_drafts_is_read_before_the_next_one():
         rows = rows_of([Drafter(0.0, cost=LEVELS)], context=length)
         assert newcomers.time(timer, LEVELS, rows, np.ones(1, np.int64), seconds) == has_read
     assert sum(timer.seconds(LEVELS)) == pytest.approx(3e-3, rel=0.1)
+
+
+def test_a_draft_that_was_taken_to_be_dear_is_found_cheap_though_it_reads():
+    newcomers, timer = Newcomers(), DraftTimer()
+    for step in range(60):
+        rows = rows_of([Drafter(0.0, cost=LEVELS)], context=50 + (2 if step < 20 else 200) * step)
+        newcomers.time(timer, LEVELS, rows, np.ones(1, np.int64), 1.0 if step < 20 else 3e-3)
+    assert sum(timer.seconds(LEVELS)) < 0.1

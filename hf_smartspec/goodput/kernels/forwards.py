@@ -39,8 +39,8 @@ def by_tokens(first, knots, curve, gamma, delta, log_factors, seconds, factors):
 def correct(low, share, predicted, measured, sizes, limits, kept, drift, doubt, log_factors, new_doubt):
     """
     Do a step of a Kalman filter: correct the `log_factors` of all bins by the error of one measured step, the logarithm
-    of measured by predicted seconds. Then bound the costs of sizes that are in doubt by that of this step's size: no
-    forward costs less than a smaller one.
+    of measured by predicted seconds. Then bound the costs of sizes that are in doubt by that of this step's size, where
+    earlier steps have measured it: no forward costs less than a smaller one.
 
     Args:
         low, share: Bin below the step's size, and the size's distance from it.
@@ -60,12 +60,16 @@ def correct(low, share, predicted, measured, sizes, limits, kept, drift, doubt, 
     for place in range(num):
         shared[place] = (1 - share) * new_doubt[low, place] + share * new_doubt[low + 1, place]
     own = (1 - share) * shared[low] + share * shared[low + 1]
+    # Disturbances make steps slower: quicker ones count in full.
     error, variance = math.log(measured / predicted), own + step**2
-    weight = 1 / (variance * max(error / (surprise * math.sqrt(variance)), 1.0))
+    most = surprise * math.sqrt(variance)
+    weight = 1 / (variance * max(error / most, 1.0))
     for place in range(num):
         log_factors[place] += weight * shared[place] * error
         for other in range(num):
             new_doubt[place, other] -= weight * shared[place] * shared[other]
+    if own > unknown**2 or abs(error) > most:
+        return  # the first step of this size, or a disturbance: no measure for others
     seconds, rest = math.log(predicted) + weight * own * error, 1 - weight * own
     for place in range(num):
         excess = math.log(sizes[place]) + log_factors[place] - seconds
