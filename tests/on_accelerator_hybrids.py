@@ -21,7 +21,7 @@ from .on_accelerator import accelerator
 @torch.no_grad()
 @pytest.mark.skipif("qwen4_exp_text" not in RECURRENT, reason="this release has no such model")
 def test_keys_are_chosen_without_a_wait(accelerator):
-    """Of rows of different lengths, of which one has too few blocks to choose from, and a tree each."""
+    """Rows have different lengths and a tree each; one has too few blocks to choose from."""
     model = new_model("qwen4_exp_text")
     model.set_experts_implementation("batched_mm")  # others wait for the counts of the experts' tokens
     rng = np.random.default_rng(0)

@@ -173,6 +173,7 @@ def test_engines_serve_many(on_cpu, dtype):
     answers = []
     for source in ("none", "suffix"):
         engine = Engine(target, SmartSpecConfig(source), max_batch_size=3)
+        assert engine._runner.loop.max_prefill_tokens == 2048
         outputs = engine.generate(rows, max_new_tokens=NUM_TOKENS, do_sample=True, seed=7)
         assert all(output.error is None for output in outputs)
         answers.append([output.generated_tokens for output in outputs])

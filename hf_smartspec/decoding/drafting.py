@@ -133,7 +133,7 @@ class Drafting:
             self._has_learnt = self.has_asked and not step.num_prefill_tokens
         return proposed, selected
 
-    def has_shown(self, request: Request) -> bool:
+    def has_asked_with_needs(self, request: Request) -> bool:
         """Return whether a source with needs was asked for the row in the latest step, or may have been."""
         return self._asked_with_needs is None or request in self._asked_with_needs
 

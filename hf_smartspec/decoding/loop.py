@@ -335,7 +335,7 @@ class DecodingLoop:
         if not self._shows_more:
             sources.observe([request for request in rows if is_due or request.must_observe])
             return
-        shown = [request for request in rows if self.drafting.has_shown(request) or request.must_be_shown]
+        shown = [request for request in rows if self.drafting.has_asked_with_needs(request) or request.must_be_shown]
         parts = [item for item in self.running if item.fed is not None and not item.is_verifying]
         shown += [request for request in parts if request not in committed]
         sources.observe([request for request in rows if is_due or request.must_observe], shown)

@@ -11,7 +11,7 @@ import numpy as np
 from ..drafts.forest import Forest
 from ..drafts.price import LevelPrice
 from ..drafts.tree import DraftTree
-from .cost import CostModel
+from .cost import UNKNOWN, CostModel
 from .draft_cost import DraftCost
 from .estimates.decayed import DecayedRate
 from .estimates.trust import Trust
@@ -29,7 +29,6 @@ _PROBE_SHARE = 0.01  # share of the time for drafts that are not expected to pay
 # Steps without drafts: debt of such drafts, which may read whole prompts first, and of trials of sizes, at most.
 _MOST_DEBT = 50
 _BASELINE_INTERVAL = 200  # steps with speculation in a row before one without: the cost of plain steps stays known
-_UNKNOWN = 0.16  # doubt (log standard deviation of cost ratios) above which a size is tried
 _OPTIMISM = 3.0  # standard deviations by which sizes may be cheaper than expected, where they are tried
 _TRIAL_STEPS = 8  # drafts before the first judgement on whether drafting pays
 _WIDTHS = np.array([1, 2, 3, 4, 6, 8, 16, 32, 64, 128])  # bounds on the nodes of one row
@@ -129,7 +128,7 @@ class GoodputAuction(LengthPolicy):
         """Return whether this step must run without speculation, since the cost of such steps is not known well."""
         if not self._num_since_baseline or not np.any(rows.caps > 0):
             return False
-        is_unknown = self.cost.doubt(rows.num_batched, self._size) > _UNKNOWN
+        is_unknown = self.cost.doubt(rows.num_batched, self._size) > UNKNOWN
         return is_unknown or self._num_since_baseline >= _BASELINE_INTERVAL
 
     def _before(self, rows: StepRows, trees: Sequence[DraftTree]) -> Before:
@@ -352,12 +351,12 @@ class GoodputAuction(LengthPolicy):
         sizes = rows.num_batched + np.arange(len(order) + 1)
         doubts = cost.doubt(sizes, sizes[best.num_nodes])
         # At most twice the tokens, or as many as have a known cost, which fewer do not exceed.
-        most = min(max(2 * best.num_nodes + len(rows), np.flatnonzero(doubts <= _UNKNOWN)[-1]), len(order))
-        if doubts[: most + 1].max() <= _UNKNOWN:
+        most = min(max(2 * best.num_nodes + len(rows), np.flatnonzero(doubts <= UNKNOWN)[-1]), len(order))
+        if doubts[: most + 1].max() <= UNKNOWN:
             return best, best
         more, lowest = np.zeros_like(mask), cost.by_tokens(sizes[0], most + 1, _OPTIMISM * doubts[: most + 1])
         tried = Won(*best_prefix(order[:most], *scanned[1:], *lowest, counts, more))
-        if not tried.num_nodes or doubts[tried.num_nodes] <= _UNKNOWN:
+        if not tried.num_nodes or doubts[tried.num_nodes] <= UNKNOWN:
             return best, best
         self._trial_seconds = 0.0
         mask[:] = more

@@ -25,9 +25,9 @@ _STEP = 0.1  # of single steps
 _SCALE, _SHAPE = 2.0, 0.45  # of a profile: of a factor common to all sizes, and of each size's own factor
 _SCALE_DRIFT, _SHAPE_DRIFT = 0.01, 0.004  # of the change of these factors between two steps
 _REACH = 2.0  # bins over which the correlation of two sizes' own factors falls to 1/e
-_UNKNOWN = 0.16  # of a size's factor relative to that of another: from here on, the size is in doubt
+UNKNOWN = 0.16  # of a size's factor relative to that of another: from here on, the size is in doubt
 _SURPRISE = 2.0  # standard deviations beyond which a step counts less, as a disturbance of the machine
-_LIMITS = np.array([_STEP, _SURPRISE, _UNKNOWN])
+_LIMITS = np.array([_STEP, _SURPRISE, UNKNOWN])
 
 
 def _covariance(scale: float, shape: float) -> np.ndarray:

@@ -21,9 +21,8 @@ _STRENGTH = 4.0  # weight of the prior, in levels
 _NEWEST = 0.1  # least weight of the newest step in the running benefit of drafting
 _RESTS = 15  # steps in which levels that did not pay are not weighed again
 _MOST_LEFT_OUT = 8  # measurements in a row that are skipped since they include prompts
-_MOST_BEHIND = (
-    33  # tokens of a row since its latest draft, of the deepest one and one more, whose time is the next one's
-)
+# Tokens of a row since its latest draft that are read in a draft's own time: those of the deepest draft, and one.
+_MOST_BEHIND = 33
 
 
 def size_class(num_rows: int) -> int:

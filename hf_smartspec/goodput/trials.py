@@ -1,4 +1,4 @@
-"""How often a source is tried that does not pay."""
+"""Trials of a source that does not pay, and how often they come."""
 
 _GROWTH = 1.5  # factor by which a trial that has failed makes the next one rarer,
 _MOST = 2.0  # up to this one: of the time for trials, 1 % of all, it leaves half

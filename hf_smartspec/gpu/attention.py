@@ -4,6 +4,8 @@ import math
 
 import torch
 
+from .support import next_power
+
 MOST_QUERIES = 64  # of a row, on average; for more, flash attention is faster
 _MOST_PIECES, _LEAST_KEYS, _FULL = 64, 256, 512  # pieces of a row's keys; keys of a piece; programs that fill a device
 
@@ -40,8 +42,8 @@ def few_query_attention(
     from . import kernels  # needs Triton
 
     (num_tokens, num_heads, dim), kv_heads, num_rows = query.shape, key.shape[1], rows.shape[1]
-    groups, dims = num_heads // kv_heads, max(_power(dim), 16)
-    queries = min(max(_power(most_queries * groups), 16), 64)
+    groups, dims = num_heads // kv_heads, max(next_power(dim), 16)
+    queries = min(max(next_power(most_queries * groups), 16), 64)
     blocks = -(-most_queries * groups // queries)
     programs = (num_rows - 1) * blocks * kv_heads
     num_pieces = max(min(most_keys // _LEAST_KEYS, _FULL // programs, _MOST_PIECES), 1)
@@ -61,12 +63,7 @@ def few_query_attention(
             HAS_WINDOW=window is not None, IS_SPLIT=num_pieces > 1,
         )  # fmt: skip
         if num_pieces > 1:
-            sizes = {"DIM": dim, "DIMS": dims, "PIECES": _power(num_pieces)}
+            sizes = {"DIM": dim, "DIMS": dims, "PIECES": next_power(num_pieces)}
             num_lines = num_tokens * num_heads
             kernels.merge[(num_lines,)](pieces, maxima, sums, output, num_pieces, num_lines, **sizes)
     return output
-
-
-def _power(number: int) -> int:
-    """Return the number, or the next power of two."""
-    return 1 << (number - 1).bit_length()

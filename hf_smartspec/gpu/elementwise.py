@@ -5,8 +5,7 @@ from functools import cache
 import torch
 from torch.nn.functional import silu
 
-from .attention import _power
-from .support import agrees, has_triton
+from .support import agrees, has_triton, next_power
 
 _TOLERANCE = 1e-2  # relative to the largest value: one bit of bfloat16
 _ROUNDS = {"enable_fp_fusion": False}  # products are rounded before they are added
@@ -30,7 +29,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, is_shifted: bool
     output = torch.empty_like(x)
     with torch.cuda.device_of(x):  # Triton launches on the current device
         kernels.norm[(x.numel() // size,)](
-            x, weight, output, size, eps, IS_SHIFTED=is_shifted, SIZE=_power(size), **_ROUNDS
+            x, weight, output, size, eps, IS_SHIFTED=is_shifted, SIZE=next_power(size), **_ROUNDS
         )
     return output
 
@@ -103,8 +102,8 @@ def rotate_and_write(
             rotated, values, cosines, sines, lines, keys, values_memory,
             rotated.stride(0), rotated.stride(1), values.stride(0), values.stride(1), cosines.stride(0),
             keys.stride(0), keys.stride(1), half,
-            QUERY_HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, HALVES=_power(half), DIMS=_power(dim), HEADS=block,
-            HAS_REST=dim > 2 * half, **_ROUNDS,
+            QUERY_HEADS=num_heads, KV_HEADS=kv_heads, DIM=dim, HALVES=next_power(half), DIMS=next_power(dim),
+            HEADS=block, HAS_REST=dim > 2 * half, **_ROUNDS,
         )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Whether there is compiled code for a device, and its results are right."""
+"""Checks of compiled code: whether there is some for a device, and whether its results are right."""
 
 from collections.abc import Callable
 from functools import cache
@@ -24,6 +24,11 @@ def has_triton(device: torch.device) -> bool:
     except Exception:  # compilers raise errors of many types
         return False
     return True
+
+
+def next_power(number: int) -> int:
+    """Return the number, if it is a power of two, or the next one."""
+    return 1 << (number - 1).bit_length()
 
 
 def agrees(name: str, found: Callable[[], torch.Tensor], expected: torch.Tensor, tolerance: float) -> bool:

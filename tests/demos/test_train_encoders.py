@@ -55,7 +55,9 @@ def test_draft_models_behind_encoders_are_measured_offline_and_online(folder, tm
     arguments += ["--requests", "8", "--test", "2", "--interval", "4", "--max-new-tokens", "6", "--dtype", "float32"]
     asked = [folder / "asked.jsonl", *arguments, "--json", out]
     assert bench("online", *asked, "--parts", "table", "online") in (0, 1), "learning may bring nothing"
-    parts = {part: rows[part] for part, rows in json.loads(out.read_text())["results"].items()}
+    report = json.loads(out.read_text())
+    assert not report["failures"]
+    parts = {part: rows[part] for part, rows in report["results"].items()}
     assert all(0 <= rate <= 1 for rate in parts["table"]["rows"]["asked"].values())
     assert parts["online"]["rows"]["asked"]["learning"]["updates"] == 2
     assert bench("online", *asked, "--parts", "speed") == 2

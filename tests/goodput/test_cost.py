@@ -340,9 +340,9 @@ def test_single_sizes_cost_what_they_cost_among_others():
 
 @pytest.mark.parametrize("factor", [3, 10, 30])
 def test_a_slow_first_step_leaves_a_right_profile_as_it_is(factor):
-    """Where all sizes cost the same, too, as on a GPU that reads its weights."""
+    """All sizes cost the same here, as on a GPU that reads its weights."""
     cost = CostModel(0, 0, 0.01, 0)
     cost.observe(100, 8, factor * 0.01)
     for _ in range(50):
         cost.observe(100, 8, 0.01)
-    assert all(cost.seconds(100, size) == pytest.approx(0.01, rel=0.06) for size in (1, 8, 16, 64, 1024))
+    assert all(cost.seconds(100, size) == pytest.approx(0.01, rel=0.035) for size in (1, 8, 16, 64, 1024))

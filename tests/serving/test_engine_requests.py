@@ -243,6 +243,13 @@ def test_bad_engines_are_refused(model):
         Engine(new_model("whisper"))
 
 
+def test_prompt_tokens_per_step_are_few_on_a_cpu(model):
+    """tests/test_cuda.py has the number on a GPU."""
+    for options, expected in (({}, 512), ({"max_prefill_tokens": 7}, 7)):
+        with Engine(model, **options) as engine:
+            assert engine._runner.loop.max_prefill_tokens == expected
+
+
 def test_report_says_where_the_time_went(model):
     with Engine(model, suffix(), max_batch_size=4) as engine:
         check_all(engine, model, random_requests(12))

@@ -39,6 +39,8 @@ def spans_of(layout: StepLayout, device: torch.device, window: int | None) -> Sp
         trees=trees,
         most_queries=int(counts.max()),
         most_keys=int(used.max()),
+        # Rows that decode beside a prompt, too: flash attention computes whole tiles for few queries, and no trees.
+        has_few_queries=trees is not None or (len(layout.firsts) <= MOST_QUERIES * len(starts) and has_triton(device)),
     )
 
 
@@ -78,7 +80,7 @@ def varlen_attention(
     assert spans is not None, "laid out for masks"
     if window is not None and window >= spans.most_keys:
         window = None
-    if _has_few_queries(spans, query):
+    if spans.has_few_queries:
         sizes = spans.most_queries, spans.most_keys
         return few_query_attention(query, key, value, spans.rows, *sizes, spans.trees, window, scaling)
     queries, keys, used = spans.flash_rows
@@ -99,15 +101,6 @@ def varlen_attention(
         seqused_k=used,
     )
     return output
-
-
-def _has_few_queries(spans: Spans, query: torch.Tensor) -> bool:
-    """
-    Return whether compiled code attends: rows that decode beside a prompt, too. Flash attention, which computes whole
-    tiles for few queries, knows no trees.
-    """
-    are_few = len(query) <= MOST_QUERIES * (spans.rows.shape[1] - 1)
-    return spans.trees is not None or (are_few and has_triton(query.device))
 
 
 # --- Trust -----------------------------------------------------------------------------------------------------------
@@ -139,8 +132,8 @@ def kind_of(
     if needs_masks:
         _is_right[query.device, _MASKED] = False  # recordings keep what masks are made from
         return None
-    has_few_queries = _has_few_queries(spans, query)
-    return query.device, query.dtype, query.shape[1:], key.shape[1], is_windowed, min(num_words, 2), has_few_queries
+    kind = query.device, query.dtype, query.shape[1:], key.shape[1], is_windowed
+    return *kind, min(num_words, 2), spans.has_few_queries
 
 
 def is_trusted(kind: tuple) -> bool | None:

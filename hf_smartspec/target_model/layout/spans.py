@@ -20,6 +20,7 @@ class Spans:
             its position, and bits of the nodes that it attends to, 64 in each word; for tokens of no tree, the first is
             `NO_TREE`, and they attend to all columns up to their own. None where all drafts are chains.
         most_queries, most_keys (`int`): The largest of these numbers of a row.
+        has_few_queries (`bool`): Whether compiled code attends, not flash attention.
     """
 
     sent: ClassVar = ("rows", "trees")
@@ -27,6 +28,7 @@ class Spans:
     trees: torch.Tensor | None
     most_queries: int
     most_keys: int
+    has_few_queries: bool
 
     @cached_property
     def flash_rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

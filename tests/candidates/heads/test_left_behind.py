@@ -88,7 +88,7 @@ def test_drafts_are_those_of_rows_that_are_shown_every_step(kind, tmp_path, monk
         heads = KINDS[kind](model, tmp_path)
     drafts, shown = drafts_of(model, heads)
     assert sum(len(tokens) for call in drafts for tokens, _ in call) > 20, "there are drafts"
-    monkeypatch.setattr(Drafting, "has_shown", lambda self, request: True)
+    monkeypatch.setattr(Drafting, "has_asked_with_needs", lambda self, request: True)
     monkeypatch.setattr(Request, "must_be_shown", True)
     always, shown_always = drafts_of(model, heads)
     assert drafts == always

@@ -193,15 +193,16 @@ def test_context_is_not_padded(monkeypatch):
     assert contexts[0] == 5 + 40 + 12 < contexts[1]
 
 
-def test_prompts_in_pieces(calls):
+@pytest.mark.parametrize(("chunk", "way"), [(7, "compiled"), (11, "flash")])
+def test_prompts_in_pieces(calls, chunk, way):
     model = new_model("llama")
-    forward = packed.PackedForward(model, prefill_chunk=7)
+    forward = packed.PackedForward(model, prefill_chunk=chunk)
     ids = OPTIONS["input_ids"][-1]
     with torch.no_grad():
         logits, _ = forward.forward([packed.RowInput(forward.add(), ids.numpy())])
         expected = model(ids[None]).logits[0, -1:]
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
-    assert calls["compiled"] > 4
+    assert calls[way] > 4
 
 
 @pytest.mark.parametrize("fault", ["raises", "wrong"])
@@ -230,10 +231,11 @@ def test_only_half_precision_on_gpus_is_served():
 
 def test_calls_that_compiled_code_cannot_read_get_masks(calls):
     rows = torch.tensor([[0, 2], [0, 5], [2, 0]])
-    layout = SimpleNamespace(spans=Spans(rows, None, most_queries=2, most_keys=2))
+    layout = SimpleNamespace(spans=Spans(rows, None, most_queries=2, most_keys=2, has_few_queries=True))
     query, key = torch.zeros(2, 4, 24), torch.zeros(5, 4, 24)
     assert varlen.kind_of(query, key, torch.zeros_like(key), layout, None) is not None
     assert varlen.kind_of(query, key, key[..., :16].contiguous(), layout, None) is None, "values of fewer dimensions"
+    assert not varlen.all_are_right(query.device), "recordings keep what masks are made from"
     assert varlen.kind_of(query.mT.contiguous().mT, key, key, layout, None) is None
     query.requires_grad_()
     assert varlen.kind_of(query, key, key, layout, None) is None

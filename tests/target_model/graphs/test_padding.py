@@ -103,6 +103,17 @@ def test_one_token_of_many_rows_needs_no_masks(recorders, calls):  # noqa: F811
     assert calls["compiled"] > 8 and all(varlen._is_right.values())
 
 
+def test_padding_makes_no_prompt_a_step_of_few_queries(recorders, calls):  # noqa: F811
+    """Every token of padding is a row of its own."""
+    forward = packed_forward(shared_model("llama"))
+    rows = [forward.add() for _ in range(9)]
+    prompt, token = np.zeros(41, np.int64), np.zeros(1, np.int64)
+    alone = forward.plan([RowInput(rows[0], prompt)]).layout
+    beside = forward.plan([RowInput(rows[0], prompt), *[RowInput(row, token) for row in rows[1:]]]).layout
+    assert alone.is_padded and beside.is_padded and alone.spans.rows.shape[1] > 2
+    assert not alone.spans.has_few_queries and beside.spans.has_few_queries
+
+
 def test_large_steps_stay_as_they_are(recorders):
     forward = packed_forward(shared_model("llama"))
     planned = forward.plan([RowInput(forward.add(), np.zeros(MOST_TOKENS + 1, np.int64))])
