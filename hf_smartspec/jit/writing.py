@@ -77,9 +77,12 @@ def call(builder: ir.IRBuilder, name: str, result: ir.Type, *arguments: ir.Value
 
 
 def prefetch(builder: ir.IRBuilder, pointer: ir.Value) -> None:
-    """Prefetch the cache line of this address for reading, into all levels of the cache. Any address is allowed."""
+    """
+    Prefetch the cache line of this address for reading, into the level 2 cache. A core can wait for many more lines of
+    it at a time than of level 1, so that memory is read faster. Any address is allowed.
+    """
     byte = builder.bitcast(pointer, I8.as_pointer())
-    call(builder, "llvm.prefetch.p0", ir.VoidType(), byte, I32(0), I32(3), I32(1))
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), byte, I32(0), I32(2), I32(1))
 
 
 def hold_order(builder: ir.IRBuilder) -> None:
