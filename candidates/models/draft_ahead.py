@@ -72,17 +72,23 @@ class DraftLevel:
         return run(self.planned)
 
     def _set_ancestors(self, ancestors: torch.Tensor) -> None:
-        """
-        Replace the layout's placeholder ancestors, the first node of every level, with the real ones in the tree mask.
-        """
+        """Replace the layout's placeholder ancestors, the first node of every level, with the real ones."""
+        layout, (num_rows, width, num_levels) = self.planned.layout, ancestors.shape
+        if not num_levels:
+            return
         offsets = ancestors.flatten(0, 1).T  # [levels between, nodes]
-        for part in self.planned.layout.parts:
-            if part.tree_pairs is not None and len(offsets):
+        for part in layout.parts:
+            if part.tree_pairs is not None:
                 offset = offsets[:, part.tokens]
                 own, others, padding = part.tree_pairs.split(
                     [offset.shape[1], offset.numel(), len(part.tree_pairs) - offset.shape[1] - offset.numel()]
                 )
                 part.tree_pairs, part.seen_nodes = torch.cat([own, others + offset.flatten(), padding]), None
+        if layout.spans is not None:
+            own = torch.arange(width, device=ancestors.device).expand(num_rows, -1)[:, :, None]
+            levels = torch.arange(num_levels, -1, -1, device=ancestors.device)
+            nodes = torch.cat([own, ancestors], dim=2) + levels * width
+            layout.spans.set_seen_nodes(extended(nodes.flatten(0, 1).T, layout.positions.shape[1]))
 
     def take_frontier(self, chosen: np.ndarray) -> None:
         """Set which of the trees' newest nodes have children here (`[rows, width]`; none: the text)."""

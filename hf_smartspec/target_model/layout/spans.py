@@ -35,3 +35,16 @@ class Spans:
         """`rows` in the form of flash attention's arguments, int32: `[rows + 1]` twice, `[rows]`."""
         queries, keys, used = self.rows.to(torch.int32)
         return queries, keys, used[:-1]
+
+    def set_seen_nodes(self, nodes: torch.Tensor) -> None:
+        """
+        Let tree nodes attend to other nodes than those that they were laid out with.
+
+        Args:
+            nodes (`torch.Tensor` of shape `[most, N]`, int64): For each token, the numbers of these nodes in its tree,
+                its own included.
+        """
+        assert self.trees is not None, "chains see all that comes before"
+        bits = torch.ones_like(nodes) << nodes % 64
+        words = [torch.where(nodes // 64 == word, bits, 0).sum(dim=0) for word in range(len(self.trees) - 2)]
+        self.trees = torch.cat([self.trees[:2], torch.stack(words)])

@@ -12,6 +12,7 @@ from hf_smartspec.target_model.graphs import recorder, recording_cache
 from hf_smartspec.target_model.layout.rows import RowInput
 from hf_smartspec.target_model.written import packed_forward
 
+from ...candidates.models import checks
 from ...generate.helpers import noisy_copy, prompts, tiny_llama
 from ...models import new_model, shared_model
 from ...recorder import OperationRecorder
@@ -235,6 +236,23 @@ def test_steps_without_masks(recorders, calls, monkeypatch, is_trusted):  # noqa
             for kind, own_rows in ((forward, rows), (plain, others)):
                 kind.commit([own_rows[place]], [[]])
     assert own.num_replays > 2 * is_trusted and (calls["compiled"] > 10) == is_trusted
+
+
+def test_trees_that_grow_at_once_see_their_ancestors_without_masks(recorders, calls, monkeypatch):  # noqa: F811
+    """The layout has not known which these are; 72 nodes have bits in two words."""
+    model, names = checks.sharp_model(), list(checks.PROMPTS)
+    by_level, at_once = (DraftModelCandidates(model, width=4) for _ in range(2))
+    for source in (by_level, at_once):
+        checks.start(source)
+    expected = by_level.propose(names, [72] * len(names))
+    checks.look_at_the_end(monkeypatch)
+    for _ in range(6):
+        found = at_once.propose(names, [72] * len(names))
+        for tree, other in zip(found, expected):
+            assert tree.tokens.tolist() == other.tokens.tolist() and tree.parents.tolist() == other.parents.tolist()
+            np.testing.assert_allclose(tree.probs, other.probs, rtol=1e-4)
+    assert all(varlen._is_right.values()) and calls["compiled"] > 50
+    assert recorders[-1].num_replays > 1
 
 
 def test_modules_that_are_called_are_not_recorded(recorders):
