@@ -143,7 +143,8 @@ def is_trusted(kind: tuple) -> bool | None:
 
 def all_are_right(device: torch.device) -> bool:
     """Return whether all kinds of calls that were compared on a device were right."""
-    return all([is_right for kind, is_right in _is_right.items() if kind[0] == device])
+    kinds = list(_is_right.items())  # at once, since other threads may add some
+    return all([is_right for kind, is_right in kinds if kind[0] == device])
 
 
 def judge(kind: tuple, attend: Callable[[], torch.Tensor], expected: torch.Tensor) -> None:

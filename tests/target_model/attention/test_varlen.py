@@ -243,6 +243,27 @@ def test_calls_that_compiled_code_cannot_read_get_masks(calls):
         assert varlen.kind_of(query, key, key, layout, None) is not None
 
 
+def test_trees_of_several_words_are_compared_by_themselves(calls):
+    rows, key, kinds = torch.tensor([[0, 2], [0, 5], [2, 0]]), torch.zeros(5, 4, 24), []
+    for num_words in range(4):
+        trees = torch.zeros(2 + num_words, 2, dtype=torch.long) if num_words else None
+        layout = SimpleNamespace(spans=Spans(rows, trees, most_queries=2, most_keys=2, has_few_queries=True))
+        kinds.append(varlen.kind_of(key[:2], key, key, layout, None))
+    assert len(set(kinds[:3])) == 3 and kinds[2] == kinds[3]
+
+
+def test_other_threads_may_find_kinds_meanwhile(monkeypatch):
+    class Device:
+        __hash__ = object.__hash__
+
+        def __eq__(self, other):
+            varlen._is_right[self, len(varlen._is_right)] = False
+            return False
+
+    monkeypatch.setattr(varlen, "_is_right", {(Device(),): True})
+    assert varlen.all_are_right(torch.device("cpu"))
+
+
 def test_norms_whose_weights_learn_are_not_compiled(monkeypatch):
     monkeypatch.setattr(elementwise, "serves", lambda x: True)
     x, weight = torch.zeros(2, 8), torch.ones(8, requires_grad=True)
