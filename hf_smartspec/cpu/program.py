@@ -17,6 +17,7 @@ from .kernels.norms import ADD_FIELDS, NORM_FIELDS
 from .kernels.program import HEADER, SIZE, run_bfloat16, run_float32, run_widened
 from .kernels.recur import CONVOLVE_FIELDS, RECUR_FIELDS
 from .kernels.rotate import ROTATE_FIELDS
+from .kernels.screen import SCREEN_FIELDS
 from .kernels.tiles import num_lanes
 from .threads import barrier, run
 
@@ -31,6 +32,9 @@ _FIELDS = {
     codes.INT8: INT8_FIELDS,
     codes.CONVOLVE: CONVOLVE_FIELDS,
     codes.RECUR: RECUR_FIELDS,
+    codes.SCORE: INT8_FIELDS,
+    codes.BOUND: SCREEN_FIELDS,
+    codes.PICK: SCREEN_FIELDS,
 }
 _FLOATS = ("eps", "factor", "scale")  # float64, in every operator; all other fields are int64
 assert all(fields[:2] == ("next", "threads") for fields in _FIELDS.values()), "counters, which `Program.run` clears"

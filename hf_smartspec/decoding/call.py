@@ -11,6 +11,7 @@ import torch
 from ..candidates.base import TreeCandidateGenerator
 from ..candidates.committed import Likeliest
 from ..candidates.request import EncoderInputs, SourceRequest
+from ..cpu.screening import Picks
 from ..drafts.tree import DraftTree
 from ..sampling.processors import TokenPicker
 from ..sampling.top import Top
@@ -38,9 +39,9 @@ class ModelForward(Protocol):
     def taps(self) -> HiddenStateTaps | None: ...  # None where hidden states and scores cannot be recorded
 
     def add(self) -> CacheRow: ...
-    def forward(self, inputs: Sequence[RowInput]) -> tuple[torch.Tensor, list[int]]: ...
-    def argmax(self, logits: torch.Tensor) -> list[int]: ...
-    def top(self, logits: torch.Tensor, count: int, num_lines: int, with_argmax: bool) -> Top | None: ...  # if known
+    def forward(self, inputs: Sequence[RowInput]) -> tuple[Any, list[int]]: ...
+    def argmax(self, logits: Any) -> list[int]: ...
+    def top(self, logits: Any, count: int, num_lines: int, with_argmax: bool) -> Top | None: ...  # None: unknown
     def commit(self, rows: Sequence[CacheRow], paths: Sequence[Sequence[int]]) -> None: ...
     def remove(self, row: CacheRow) -> None: ...
     def compact(self, rows: Sequence[CacheRow]) -> None: ...
@@ -49,15 +50,16 @@ class ModelForward(Protocol):
 
 
 class Verified(NamedTuple):
-    """A verified draft. Its logits begin at line `first` of `logits`."""
+    """A verified draft. Its logits begin at line `first` of `logits`, which are logits where any source needs them."""
 
     tree: DraftTree
-    logits: torch.Tensor
+    logits: torch.Tensor | Picks
     first: int
 
     @property
     def scores(self) -> torch.Tensor:
         """The logits of the draft, `[1 + nodes, vocab_size]`."""
+        assert isinstance(self.logits, torch.Tensor), "no source needs logits"
         return self.logits[self.first : self.first + len(self.tree) + 1]
 
 
@@ -105,6 +107,11 @@ class Request(RequestText):
         return self.chain.needs_more and (self.is_drafting or bool(self.chain.recorders))
 
     @property
+    def best_only(self) -> bool:
+        """Return whether the target's best tokens are enough: nothing picks otherwise, or learns from scores."""
+        return self.call.picks_greedily and not (self.chain.needs_logits and self.wants_states)
+
+    @property
     def must_observe(self) -> bool:
         """Return whether its sources must observe what was committed before they are next asked for a draft."""
         return bool(self.path) or self.chain.observes_every_step or not self.is_active
@@ -134,7 +141,7 @@ class Request(RequestText):
         assert self.logits is not None, "the request has no draft under verification"
         return self.logits
 
-    def begin_verifying(self, tree: DraftTree, first: int, logits: torch.Tensor, picks: list[int]) -> None:
+    def begin_verifying(self, tree: DraftTree, first: int, logits: torch.Tensor | Picks, picks: list[int]) -> None:
         """Begin to verify a draft, by its lines of a forward's logits, from `first` on, or by their arg max."""
         lines, call = slice(first, first + len(tree.tokens) + 1), self.call
         self.tree, self.cursor, self.path, self.picks = tree, -1, [], []
@@ -143,6 +150,7 @@ class Request(RequestText):
         if call.picks_greedily:
             self.picks = picks[lines]
         else:
+            assert isinstance(logits, torch.Tensor), "tokens are not picked by their arg max"
             self.logits = logits[lines]
 
     def uncached(self) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Steps for sources and recorders that need more than tokens: the target's hidden states and scores."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,9 +29,7 @@ def check_source(source: TreeCandidateGenerator, forward: ModelForward) -> None:
             ) from error
 
 
-def run_forward(
-    forward: ModelForward, rows: Sequence[Request], inputs: Sequence[RowInput]
-) -> tuple[torch.Tensor, list[int]]:
+def run_forward(forward: ModelForward, rows: Sequence[Request], inputs: Sequence[RowInput]) -> tuple[Any, list[int]]:
     """
     Run a forward of the rows' inputs, and add hidden states to the rows whose sources need them, until these get them.
     """

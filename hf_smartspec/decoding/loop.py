@@ -242,7 +242,10 @@ class DecodingLoop:
         self, rows: list[Request], feeds: dict[Request, np.ndarray], drafts: dict[Request, DraftTree]
     ) -> None:
         with self._timed("seconds_forward"):
-            inputs = [RowInput(request.cache_row, feeds[request], drafts.get(request, _EMPTY)) for request in rows]
+            inputs = [
+                RowInput(request.cache_row, feeds[request], drafts.get(request, _EMPTY), best_only=request.best_only)
+                for request in rows
+            ]
             logits, offsets = run_forward(rows[0].call.forward, rows, inputs)
         self._runs_on = isinstance(logits, torch.Tensor) and not waits_are_free(logits.device)
         if self._runs_on:

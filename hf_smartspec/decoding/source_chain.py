@@ -20,7 +20,8 @@ class SourceChain:
     Attributes:
         costs (tuple of `DraftCost`): Costs of the sources.
         watching (tuple of pairs): Position and source of those that observe nothing but tokens.
-        hidden_layers (frozenset of `int`), needs_scores, needs_more (`bool`): What the others, and recorders, need.
+        hidden_layers (frozenset of `int`), needs_scores, needs_logits, needs_more (`bool`): What the others, and
+            recorders, need.
         num_likeliest (`int`): See `TreeCandidateGenerator`.
         shows_likeliest (`bool`): Whether some of those that need more than tokens use likely tokens.
         observes_every_step (`bool`): Whether some of them cannot wait until a source is asked.
@@ -34,12 +35,11 @@ class SourceChain:
         layers += [recorder.hidden_layers for recorder in recorders]
         self.hidden_layers = frozenset[int]().union(*layers)
         self.needs_scores = any(SCORES in source.needs for source in sources)
+        self.needs_logits = self.needs_scores or bool(recorders)
         self.needs_more = any(source.needs for source in sources) or bool(recorders)
         self.num_likeliest = max(source.num_likeliest for source in sources)
         self.shows_likeliest = any(source.needs and source.num_likeliest for source in sources)
-        self.observes_every_step = (
-            self.needs_scores or bool(recorders) or any(source.observes_every_step for source in sources)
-        )
+        self.observes_every_step = self.needs_logits or any(source.observes_every_step for source in sources)
 
     @cached_property
     def drafter(self) -> str | None:

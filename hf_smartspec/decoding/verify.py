@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from ..candidates.committed import Likeliest
+from ..cpu.screening import Picks
 from ..device import fetch_together, has_float64, to_device
 from ..drafts.kernels.trees import walk
 from ..drafts.tree import DraftTree
@@ -28,7 +29,11 @@ _MOST_AHEAD = 2**24
 
 
 def greedy_picks(
-    rows: list[Request], drafts: dict[Request, DraftTree], offsets: list[int], logits: torch.Tensor, has_asked: bool
+    rows: list[Request],
+    drafts: dict[Request, DraftTree],
+    offsets: list[int],
+    logits: torch.Tensor | Picks,
+    has_asked: bool,
 ) -> list[int]:
     """
     Return the arg max of every line if some row needs it, and keep likely tokens for sources that want them, where some

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -87,20 +88,20 @@ class RecordedForward(PackedForward):
         """Set the text of a row's request, from its prompt on, int64 `[length]`."""
         self._texts[row] = np.append(text, self._end_id)
 
-    def forward(self, inputs: Sequence[RowInput]) -> tuple[torch.Tensor, list[int]]:
+    def forward(self, inputs: Sequence[RowInput]) -> tuple[Any, list[int]]:
         logits, offsets = super().forward(inputs)
-        self._picks = [self._end_id] * len(logits)
-        for item, first in zip(inputs, offsets):
+        lines = [item.row.length + np.append(0, item.tree.depths) for item in inputs]
+        self._picks = [self._end_id] * sum(map(len, lines))
+        for item, first, positions in zip(inputs, offsets, lines):
             text = self._texts[item.row]
-            positions = item.row.length + np.append(0, item.tree.depths)
             self._picks[first : first + len(positions)] = text[np.minimum(positions, len(text) - 1)].tolist()
         return logits, offsets
 
-    def argmax(self, logits: torch.Tensor) -> list[int]:
+    def argmax(self, logits: Any) -> list[int]:
         super().argmax(logits)
         return self._picks
 
-    def top(self, logits: torch.Tensor, count: int, num_lines: int, with_argmax: bool) -> None:
+    def top(self, logits: Any, count: int, num_lines: int, with_argmax: bool) -> None:
         """Do nothing: the picks are not those of the logits."""
 
 

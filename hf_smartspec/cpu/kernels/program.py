@@ -9,12 +9,13 @@ from .multiply import multiply
 from .norms import add, norm
 from .recur import convolve, recur
 from .rotate import rotate
+from .screen import bound, pick
 
 # Compiled code is called with the address of int64: the number of operators, 0 or the address of the function that
 # waits for the other threads, and then for each operator its code and its fields, `SIZE` numbers in all.
 SIZE = 32
 HEADER = 2
-MULTIPLY, NORM, ADD, GATE, ROTATE, ATTEND, LEVELS, INT8, CONVOLVE, RECUR = range(10)
+MULTIPLY, NORM, ADD, GATE, ROTATE, ATTEND, LEVELS, INT8, CONVOLVE, RECUR, SCORE, BOUND, PICK = range(13)
 
 
 @callback
@@ -59,5 +60,11 @@ def _run(address, kind, wide_kind):
             convolve(a)
         elif code == RECUR:
             recur(a, fields)
+        elif code == SCORE:  # in float32, whatever the kind
+            multiply_int8(a, float32_at(0))
+        elif code == BOUND:
+            bound(a, kind)
+        elif code == PICK:
+            pick(a, fields, kind)
         if tape[1]:
             call_at(tape[1])

@@ -252,7 +252,7 @@ class _Bench:
         for row in rows:
             forward.cut(row, item.context)
         chain = DraftTree.chain(self._tokens[1 : item.width])
-        inputs = [RowInput(row, self._tokens[:1], chain) for row in rows]
+        inputs = [RowInput(row, self._tokens[:1], chain, best_only=True) for row in rows]
         _synchronize(self.model.device)
         start, before = self._clock(), time.thread_time()
         forward.forward(inputs)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from ...cpu.screening import Picks
 from ...drafts.tree import DraftTree
 from ...sampling.top import Top, argmax, best_of
 from ..attention.tree_attention import attention_configs, tree_attention_step
@@ -96,10 +97,14 @@ class PackedForward(RaggedForward):
         is_sharing = self.device.type == "cpu" and not self.rotary and self.recurrent is None
         return is_sharing and may_share(config)
 
-    def argmax(self, logits: torch.Tensor) -> list[int]:
+    def argmax(self, logits: Any) -> list[int]:
+        if isinstance(logits, Picks):
+            return logits.tokens
         return argmax(logits)
 
-    def top(self, logits: torch.Tensor, count: int, num_lines: int, with_argmax: bool) -> Top | None:
+    def top(self, logits: Any, count: int, num_lines: int, with_argmax: bool) -> Top | None:
+        if isinstance(logits, Picks):  # what is likely may be by scores that are nearly right
+            return best_of(logits.scores, count, num_lines, with_argmax=False)._replace(argmax=logits.tokens)
         return best_of(logits, count, num_lines, with_argmax)
 
     def plan(self, inputs: list[RowInput]) -> PlannedForward:
@@ -120,12 +125,12 @@ class PackedForward(RaggedForward):
                 return self.recordings.run_series(decoder, series, self.cache, self.run)
         return super().run_series(series)
 
-    def run(self, planned: PlannedForward) -> torch.Tensor:
+    def run(self, planned: PlannedForward) -> Any:
         logits = super().run(planned)
         self.taps.note(planned.rows)
         return logits
 
-    def _run(self, planned: PlannedForward) -> torch.Tensor:
+    def _run(self, planned: PlannedForward) -> Any:
         if not isinstance(self.cache, StateCache):
             return self._run_chosen(planned)
         self.cache.begin(planned.rows, self.device)
@@ -137,7 +142,7 @@ class PackedForward(RaggedForward):
                 self.cut(item.row, item.row.length)  # to its last kept states
             raise
 
-    def _run_chosen(self, planned: PlannedForward) -> torch.Tensor:
+    def _run_chosen(self, planned: PlannedForward) -> Any:
         """Run the written-out decoder, or else the model's own forward."""
         layout = planned.layout
         decoder = None if self._choose is None else self._choose()
@@ -178,7 +183,7 @@ class PackedForward(RaggedForward):
         logits = output.logits[0]
         return logits if layout.kept is None or self._selects_logits else logits[layout.kept]
 
-    def _run_written(self, decoder: "WrittenDecoder", planned: PlannedForward) -> torch.Tensor:
+    def _run_written(self, decoder: "WrittenDecoder", planned: PlannedForward) -> Any:
         layout, keep = planned.layout, self.taps.keep if self.taps.is_taking else None
         if self.recordings is not None:
             return self.recordings(decoder, layout, self.cache, self.taps.layers, keep)

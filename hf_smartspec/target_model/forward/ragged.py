@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -121,8 +122,8 @@ class RaggedForward(ABC):
         """Device to which tokens are sent."""
 
     @abstractmethod
-    def _run(self, planned: PlannedForward) -> torch.Tensor:
-        """Return the logits `[M, vocab_size]` of a forward whose layout is on the device, and set in the cache."""
+    def _run(self, planned: PlannedForward) -> Any:
+        """Return what `run` returns, of a forward whose layout is set in the cache."""
 
     def add(self, num_tokens: int | None = None) -> CacheRow:
         """Add a row, with room for `num_tokens`; it grows on demand."""
@@ -160,12 +161,13 @@ class RaggedForward(ABC):
     def commit(self, rows: Sequence[CacheRow], paths: Sequence[Sequence[int]]) -> None:
         self.cache.commit(rows, paths)
 
-    def forward(self, inputs: Sequence[RowInput]) -> tuple[torch.Tensor, list[int]]:
+    def forward(self, inputs: Sequence[RowInput]) -> tuple[Any, list[int]]:
         """
         Feed every row its committed tokens and draft nodes; the rows then hold their feed as committed.
 
         Returns:
-            Logits of shape `[M, vocab_size]` in the model's dtype, and for each row the index of its first line in
+            Logits of shape `[M, vocab_size]` in the model's dtype, or `Picks` of as many lines, where these are enough
+            for all rows (`RowInput.best_only`) and are found faster; and for each row the index of its first line in
             them: the line of its last fed token (if it fed any), then one line per new node.
         """
         planned = self.plan(self.run_long_feeds(list(inputs)))
@@ -193,15 +195,14 @@ class RaggedForward(ABC):
     def _planned(self, rows: list[RowInput], layout: StepLayout) -> PlannedForward:
         first_lines, kept, num_lines = _kept(rows)
         layout.kept = None if kept is None else torch.tensor(kept)
+        layout.best_only = all([item.best_only for item in rows])
         return PlannedForward(rows, layout, first_lines, num_lines)
 
     def run_long_feeds(self, inputs: list[RowInput]) -> list[RowInput]:
         """Run all but the last piece of long feeds; return the remaining inputs."""
-        least = min(self.prefill_chunk, _LEAST_CHUNK)
-        long = [item for item in inputs if len(item.feed) > least]
-        if not long:
+        if max([len(item.feed) for item in inputs]) <= min(self.prefill_chunk, _LEAST_CHUNK):
             return inputs
-        chunk = self._chunk(long)
+        chunk = self._chunk(inputs)
         while any([len(item.feed) > chunk for item in inputs]):
             long = [item for item in inputs if len(item.feed) > chunk]
             pieces = {id(item): item.split(chunk) for item in long}
@@ -215,24 +216,28 @@ class RaggedForward(ABC):
 
     def _chunk(self, inputs: list[RowInput]) -> int:
         """
-        Return the tokens per row and piece of long feeds with which their masks `[rows, chunk * groups, columns]` stay
+        Return the tokens per row and piece of a long feed with which the mask `[rows, chunk * groups, columns]` stays
         small.
         """
         set_shared_reads([item.row for item in inputs])
-        columns = 0
-        for group in arrange(inputs, self._call):
-            num_rows = group[-1].row.slot - group[0].row.slot + 1
-            columns += num_rows * max([item.row.own + len(item.feed) for item in group])
+        sizes: dict[int, list[int]] = {}  # of each slab: rows, and columns of the longest
+        for item in inputs:
+            size = sizes.setdefault(item.row.origin, [0, 0])
+            size[:] = max(size[0], item.row.slot + 1), max(size[1], item.row.own + len(item.feed))
+        columns = sum([rows * longest for rows, longest in sizes.values()])
         return min(self.prefill_chunk, max(_MASK_SIZE // (columns * self._groups), _LEAST_CHUNK))
 
     def run_series(self, series: ForwardSeries) -> list[np.ndarray]:
         """Return the results of a series, with one wait for the device."""
         return fetch_together(series.run(self.run))
 
-    def run(self, planned: PlannedForward) -> torch.Tensor:
-        """Return the logits `[M, vocab_size]` of a forward whose layout is on the device."""
+    def run(self, planned: PlannedForward) -> Any:
+        """
+        Return the logits `[M, vocab_size]` of a forward whose layout is on the device, or `Picks` where it asks for no
+        more.
+        """
         self.cache.layout = planned.layout
-        logits = self._run(planned)
+        logits: Any = self._run(planned)
         return logits[: planned.num_lines] if planned.layout.is_padded else logits
 
 

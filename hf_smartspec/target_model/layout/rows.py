@@ -120,6 +120,7 @@ class RowInput:
             then.
         features (`torch.Tensor` of shape `[f + nodes, D]`, *optional*): Features of these tokens and new nodes, for
             forwards that take them.
+        best_only (`bool`): Whether the best tokens of the row's lines are enough, in place of logits.
     """
 
     row: CacheRow
@@ -127,6 +128,7 @@ class RowInput:
     tree: DraftTree = field(default_factory=DraftTree.empty)
     first_node: int = 0
     features: torch.Tensor | None = None
+    best_only: bool = False
 
     def __post_init__(self) -> None:
         self.num_nodes = len(self.tree.tokens) - self.first_node
@@ -134,8 +136,8 @@ class RowInput:
 
     def split(self, num_tokens: int) -> "tuple[RowInput, RowInput]":
         """Split off the first `num_tokens` of a long feed; return both parts."""
-        first = RowInput(self.row, self.feed[:num_tokens])
-        rest = RowInput(self.row, self.feed[num_tokens:], self.tree, self.first_node)
+        first = RowInput(self.row, self.feed[:num_tokens], best_only=True)
+        rest = RowInput(self.row, self.feed[num_tokens:], self.tree, self.first_node, best_only=self.best_only)
         if self.features is not None:
             first.features, rest.features = self.features[:num_tokens], self.features[num_tokens:]
         return first, rest

@@ -42,6 +42,7 @@ class StepLayout:
             more call of attention: between short contexts and long ones, and around prompts beside rows that decode.
         lines (`torch.Tensor` of shape `[N]`): Lines to which keys and values are written.
         kept (`torch.Tensor` of shape `[M]`, *optional*): The tokens whose logits are computed; all, where not given.
+        best_only (`bool`): Whether their best tokens are enough, in place of logits.
         spans (`Spans`, *optional*): The rows as flash attention reads them, where it is used.
         is_padded (`bool`): Whether the last token is repeated after the others (`graphs.padding`).
         encoded (`EncodedAttention`, *optional*): Attends in place of tree attention, where there is an encoder.
@@ -62,6 +63,7 @@ class StepLayout:
     seen: dict = field(default_factory=dict)  # `SeenLines` of compiled attention, built once per step
     shared: list[SharedPart] = field(default_factory=list)
     groups: dict = field(default_factory=dict)  # of queries that choose keys, by parts, built once per step
+    best_only: bool = False
     chosen: list[torch.Tensor] | None = None  # what the layer that runs next adds to scores, by parts
 
     def owners(self) -> list[Any]:

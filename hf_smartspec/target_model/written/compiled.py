@@ -13,6 +13,7 @@ from ...cpu.norms import has_norms
 from ...cpu.program import DTYPES
 from ...cpu.quantized import native
 from ...cpu.quantized.product import has_right_kernels
+from ...cpu.screening import Screen, can_screen
 from ...cpu.tensor_checks import is_plain, is_vector
 from ..attention.seen_lines import has_few_tokens
 from ..cache.slot_cache import SlotCache
@@ -40,6 +41,7 @@ class CompiledDecoder:
         self.dtype = norm.weight().dtype
         self._most_weights = max(item.shape[0] * item.shape[1] for item in products_of(plan))
         self._free: defaultdict[tuple, list[ForwardProgram]] = defaultdict(list)  # by what they are built for
+        self._screen: Screen | None = None  # of the head, from the first forward on that needs no more than best tokens
 
     def serves(self, layout: StepLayout, cache: SlotCache) -> bool:
         """Return whether compiled code computes this forward: few tokens, which columns say what to attend to."""
@@ -61,20 +63,23 @@ class CompiledDecoder:
         given: DecoderInput,
         layers: frozenset[int] = frozenset(),
         keep: Callable[[int, torch.Tensor], None] | None = None,
-    ) -> torch.Tensor:
+        best_only: bool = False,
+    ) -> Any:
         """
         Run all layers, the final norm and the head.
 
         Args:
             layers (set of `int`), keep (`Callable`): Layers whose hidden states are passed on, as in `WrittenDecoder`.
+            best_only (`bool`): Whether the best tokens are enough.
 
         Returns:
-            `torch.Tensor` of shape `[M, vocab_size]`.
+            `torch.Tensor` of shape `[M, vocab_size]`; or `Picks`, where these are enough and found faster.
         """
         room = max(_LEAST, 1 << (len(given.x) - 1).bit_length())
         # Threads wait for one another after every operator, which takes longer than small ones do.
         num_threads = torch.get_num_threads() if room * self._most_weights > SMALL else 1
-        key = room, num_threads, layers, given.features is not None and given.features.are_states
+        screen = self._current_screen() if best_only else None
+        key = room, num_threads, layers, given.features is not None and given.features.are_states, screen
         try:  # each thread has a forward of its own
             forward = self._free[key].pop()
         except IndexError:
@@ -83,6 +88,28 @@ class CompiledDecoder:
             return forward(given, keep)
         finally:
             self._free[key].append(forward)
+
+    def _current_screen(self) -> Screen | None:
+        """Return the head's screen, built anew where the weight has changed; None where reading it whole is faster."""
+        head: Any = self.plan.head
+        weight, bias, scale = head.whole()
+        if scale is not None or bias is not None or not can_screen(weight):
+            return None
+        if self._screen is None or not self._screen.is_of(weight):
+            self.forget_screen()
+            self._screen = Screen(weight)
+        return self._screen if self._screen.is_finite else None
+
+    def check_screen(self) -> None:
+        """Forget the head's screen if the weight has changed in a way that torch does not count."""
+        head: Any = self.plan.head
+        if self._screen is not None and not self._screen.is_of(head.whole().weight, thoroughly=True):
+            self.forget_screen()
+
+    def forget_screen(self) -> None:
+        self._screen = None
+        for key in [key for key in self._free if key[-1] is not None]:
+            self._free.pop(key, None)
 
 
 def can_compile(plan: DecoderPlan) -> bool:

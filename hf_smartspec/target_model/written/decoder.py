@@ -8,6 +8,7 @@ import torch
 
 from ...cpu.attention import most_width
 from ...cpu.few_tokens import ANY
+from ...cpu.screening import Picks
 from ...gpu.elementwise import can_rotate, rotate_and_write
 from ...log import get_logger
 from ..attention.tree_attention import packed_attention
@@ -62,7 +63,7 @@ class WrittenDecoder:
         keep: Callable[[int, torch.Tensor], None] | None = None,
         layers: Collection[int] | None = None,
         features: Features | None = None,
-    ) -> torch.Tensor:
+    ) -> Any:
         """
         Run the decoder.
 
@@ -75,7 +76,8 @@ class WrittenDecoder:
             features (`Features`, *optional*): The features of all tokens, for heads.
 
         Returns:
-            `torch.Tensor` of shape `[M, vocab_size]`, in the model's dtype.
+            `torch.Tensor` of shape `[M, vocab_size]`, in the model's dtype; or `Picks`, where the layout asks for no
+            more (`StepLayout.best_only`) and they are found faster.
         """
         # Not in inference mode if modules are called: they may keep what they compute, and be trained later.
         with torch.no_grad() if self.plan.calls_modules else torch.inference_mode():
@@ -85,7 +87,8 @@ class WrittenDecoder:
             if compiled is None or (keep is not None and layers is None) or not compiled.serves(layout, cache):
                 return self._run(given, keep)
             if self._is_tried:
-                return self._scaled(compiled.run(given, frozenset(layers or ()), keep))
+                found = compiled.run(given, frozenset(layers or ()), keep, layout.best_only and not self._scales)
+                return found if isinstance(found, Picks) else self._scaled(found)
             return self._try(compiled, given, keep)
 
     def _try(
@@ -147,6 +150,17 @@ class WrittenDecoder:
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Compute logits `[M, vocab_size]` from hidden states `[M, hidden_size]` after the final norm."""
         return self._scaled(self.plan.head(x))
+
+    @property
+    def _scales(self) -> bool:
+        """Return whether logits are scaled, which may round different ones to the same."""
+        plan = self.plan
+        return plan.logits_softcap is not None or not plan.logits_divisor == plan.logits_multiplier == 1.0
+
+    def check_weights(self) -> None:
+        """Forget copies of weights that have changed, as far as `Watch` does not see it; once per use of the model."""
+        if (compiled := self.__dict__.get("_compiled")) is not None:
+            compiled.check_screen()
 
     def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
         plan = self.plan

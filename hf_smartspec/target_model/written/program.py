@@ -13,6 +13,7 @@ from ...cpu.kernels import program as codes
 from ...cpu.kernels.multiply import tokens_at_once, wide_size
 from ...cpu.program import Program, column
 from ...cpu.quantized.native import Rounded, blocks_of, num_groups
+from ...cpu.screening import Picks, Screen, ScreenOperators
 from ...cpu.threads import share_of
 from ..attention.seen_lines import lines_of
 from ..cache.slot_cache import SlotCache
@@ -64,7 +65,8 @@ class DecoderInput(NamedTuple):
 class ForwardProgram:
     """
     A program for up to `room` tokens, with its own memory; one thread at a time runs it. That of heads begins with the
-    target's hidden states if `reads_states`, or else with features.
+    target's hidden states if `reads_states`, or else with features. With a `screen` of the head, it ends with the best
+    tokens in place of logits.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class ForwardProgram:
         num_threads: int,
         layers: frozenset[int],
         reads_states: bool,
+        screen: Screen | None = None,
     ):
         self.plan, self.room, self.num_threads, self.layers = plan, room, num_threads, layers
         self.operators: list[tuple[int, dict[str, float]]] = []
@@ -86,16 +89,17 @@ class ForwardProgram:
         self.multiplied: list[int] = []
         self.kept: dict[int, int] = {}  # by layer, the operators that store hidden states
         self.dtype, self.size = x.dtype, x.shape[1]
-        self._write(reads_states)
+        self._write(reads_states, screen)
         self.program = Program(self.dtype, self.operators)
         self._index()
 
     # --- Writing the program
 
-    def _write(self, reads_states: bool) -> None:
+    def _write(self, reads_states: bool, screen: Screen | None) -> None:
         self.x, self.normed, self.out = (self._new(self.size) for _ in range(3))
         self.embedded = self.given = self.x  # what tokens are copied to, and features
         groups = [num_groups(item.shape[1]) for item in products_of(self.plan) if item.whole().scale is not None]
+        groups += [] if screen is None else [num_groups(self.size)]
         self.rounded = Rounded(self.room, max(groups, default=0))  # for products in int8
         layers = self.plan.layers
         self.queries = self._new(max(layer.num_heads * layer.head_dim for layer in layers))
@@ -118,8 +122,19 @@ class ForwardProgram:
             self._settle()
             self.kept[-1] = self._norm(self.plan.final_norm, self.x, self.x)
         self.last_norm = self._norm(self.plan.final_norm, self.x, self.normed, is_sized=False)
-        self.head = self.multiply(self.plan.head, self.normed, self.normed, is_sized=False)  # outputs are set later
-        self.last = [*range(self.last_norm, self.head + 1)]  # operators on the tokens that are kept
+        head: Any = self.plan.head
+        self.screening: ScreenOperators | None = None
+        if screen is None:  # outputs are set later
+            self.head = self.multiply(head, self.normed, self.normed, is_sized=False)
+        else:
+            self.screening = ScreenOperators(
+                screen,
+                head.whole().weight,
+                self.normed,
+                self.rounded,
+                lambda code, **fields: self.add(code, False, **fields),
+            )
+        self.last = [*range(self.last_norm, len(self.operators))]  # operators on the tokens that are kept
 
     def _new(self, size: int) -> torch.Tensor:
         self.memory.append(torch.empty(self.room, size, dtype=self.dtype, device="cpu"))
@@ -297,20 +312,24 @@ class ForwardProgram:
         kinds = [(layer.window, layer.num_heads, layer.kv_heads, layer.head_dim) for layer in layers]
         self.attentions = _places_by(kinds, codes.ATTEND, self.attending, _ATTEND)
 
-    def __call__(self, given: DecoderInput, keep: Callable[[int, torch.Tensor], None] | None) -> torch.Tensor:
+    def __call__(self, given: DecoderInput, keep: Callable[[int, torch.Tensor], None] | None) -> torch.Tensor | Picks:
         x, num, program, lines = given.x, len(given.x), self.program, given.layout.kept
         head: Any = self.plan.head
         self.embedded[:num].copy_(x)
         if given.features is not None:
             self.given[:num].copy_(given.features.values)
         num_kept = num if lines is None else len(lines)
-        logits, scratch = x.new_empty(num_kept, head.shape[0]), self._set_places(given)
+        dtype = x.dtype if self.screening is None else torch.float32
+        logits, scratch = x.new_empty(num_kept, head.shape[0], dtype=dtype), self._set_places(given)
         kept = [x.new_empty(num, self.size) for _ in self.kept]
         for number, states in zip(self.kept.values(), kept):
             program.set(number, "outputs", states.data_ptr())
         self.token_counts[self.sized], self.token_counts[self.last] = num, num_kept
         program.set(self.last_norm, "lines", 0 if lines is None else lines.data_ptr())
-        program.set(self.head, "outputs", logits.data_ptr())
+        if self.screening is None:
+            program.set(self.head, "outputs", logits.data_ptr())
+        else:
+            self.screening.set_scores(program, logits)
         program.run(self.num_threads)
         if self.deltas.plans:
             self.deltas.keep(num, given.cache, scratch[:2])
@@ -318,7 +337,10 @@ class ForwardProgram:
         for layer, states in zip(self.kept, kept):
             assert keep is not None, "`layers` come with `keep`"
             keep(layer, states)
-        return logits
+        if self.screening is None:
+            return logits
+        tokens = self.screening.tokens(num_kept)
+        return head(self.normed[:num_kept]) if tokens is None else Picks(tokens, logits)
 
     def _set_places(self, given: DecoderInput) -> list[torch.Tensor]:
         """Set the memory of layers, what tokens attend to, and rotary embeddings; return what must stay meanwhile."""

@@ -109,6 +109,8 @@ def written_decoder(model: PreTrainedModel, thoroughly: bool = False) -> Written
     if entry.watch is None:
         return None
     if entry.is_tried:
+        if thoroughly and entry.decoder is not None:
+            entry.decoder.check_weights()
         return entry.decoder if entry.watch.is_bypassable(thoroughly) else None
     if model.training and is_checkpointing(model):
         return None  # the model's own forward would not use the cache

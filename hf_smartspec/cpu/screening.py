@@ -1,0 +1,218 @@
+"""
+The best token of a head without reading all of it: an int8 copy bounds every score, and those few that may be the best
+are computed exactly. It is a quarter of the head in float32, and half in bfloat16, and the result is the same.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ..log import get_logger
+from .few_tokens import few_token_linear, has_kernels
+from .kernels.dots import GROUP, SIDE, widest
+from .kernels.program import BOUND, LEVELS, PICK, SCORE
+from .kernels.screen import CHUNK, MOST
+from .program import DTYPES, Program
+from .quantized.native import Rounded, blocks_of, num_groups
+from .quantized.product import dequantized, has_right_kernels, in_blocks, to_levels
+from .tensor_checks import is_plain
+from .threads import share_of
+
+logger = get_logger(__name__)
+
+_LEAST = 2**20  # weights from which on reading fewer bytes saves more than comparing bounds takes
+_LEAST_VECTOR = 32  # bytes of the CPU's vectors of int8, below which int8 is not faster
+_ROWS = 256 * SIDE  # rows of a head that are rounded at a time
+_MORE = 1.001  # of a length, for the rounding of its sum
+
+
+class Picks(NamedTuple):
+    """
+    The best tokens of a head, in place of all scores.
+
+    Args:
+        tokens (list of `int`): The best token of every line; ties go to the lowest token, as in `torch.argmax`.
+        scores (`torch.Tensor` of shape `[M, vocab_size]`, float32): Scores by the int8 copy: `tokens` need not have the
+            highest ones.
+    """
+
+    tokens: list[int]
+    scores: torch.Tensor
+
+
+class Screen:
+    """
+    An int8 copy of a head's weight, with the bounds on what it changes.
+
+    Args:
+        weight (`torch.Tensor` of shape `[vocab_size, hidden_size]`): A weight that passes `can_screen`.
+
+    Attributes:
+        levels, scales (`torch.Tensor`): The copy, as `Int8Linear` has it.
+        errors (`torch.Tensor` of shape `[vocab_size]`, float32): For each row w and its copy w', at least |w - w'|, and
+            the rounding of sums.
+        norms (`torch.Tensor` of shape `[vocab_size]`, float32): At least |w'|.
+    """
+
+    def __init__(self, weight: torch.Tensor):
+        self.shape = num_outputs, num_inputs = weight.shape
+        blocks, groups = -(-num_outputs // SIDE), num_groups(num_inputs)
+        self.levels = torch.empty(blocks, groups, GROUP // 4, SIDE, 4, dtype=torch.int8, device="cpu")
+        self.scales = torch.empty(blocks, groups, SIDE, dtype=torch.float32, device="cpu")
+        self.errors, self.norms = (torch.empty(num_outputs, dtype=torch.float32, device="cpu") for _ in range(2))
+        # Sums in float32 err by less than 2 ** -24 of all products' absolute values for each number that is added.
+        rounding = num_inputs * 2.0**-22
+        for begin in range(0, num_outputs, _ROWS):
+            rows = weight.detach()[begin : begin + _ROWS].float()
+            levels, scales = in_blocks(to_levels(rows))
+            first, end = begin // SIDE, begin + len(rows)
+            self.levels[first : first + len(levels)], self.scales[first : first + len(levels)] = levels, scales
+            copied = dequantized(levels, scales)[: len(rows), :num_inputs]
+            lost = (rows - copied).norm(dim=1)
+            self.errors[begin:end] = (lost + rounding * rows.norm(dim=1)) * _MORE
+            self.norms[begin:end] = copied.norm(dim=1) * _MORE
+        self._version, self._sums = _version(weight), _sums_of(weight)
+
+    @property
+    def is_finite(self) -> bool:
+        """Return whether the bounds hold: not where a weight is infinite, NaN or huge."""
+        return bool((self.errors < MOST).all() and (self.norms < MOST).all())
+
+    def is_of(self, weight: torch.Tensor, thoroughly: bool = False) -> bool:
+        """
+        Return whether the weight is as it was copied, by torch's count of changes, or thoroughly by its bits, too, as
+        `weight.data` is not counted.
+        """
+        return self._version == _version(weight) and not (thoroughly and not torch.equal(self._sums, _sums_of(weight)))
+
+
+def _version(weight: torch.Tensor) -> int:
+    """Return torch's count of changes in place; those of inference tensors are not counted."""
+    return 0 if weight.is_inference() else weight._version
+
+
+def _sums_of(weight: torch.Tensor) -> torch.Tensor:
+    """Return the sum of each row's bits, in integers of 64 bits, `[vocab_size]`."""
+    return weight.detach().view(torch.int64).sum(dim=1)
+
+
+def can_screen(weight: torch.Tensor) -> bool:
+    """Return whether a head's best tokens are found faster by a screen, and compiled code reads its weight as it is."""
+    num_inputs = weight.shape[1]
+    return (
+        is_plain(weight.detach())
+        and weight.dtype in DTYPES
+        and weight.is_contiguous()
+        and not num_inputs % 16
+        and weight.numel() >= _LEAST
+        and has_screening(weight.dtype)
+    )
+
+
+@cache
+def has_screening(dtype: torch.dtype) -> bool:
+    """Return whether there is compiled code for this CPU that is faster, and its results are right."""
+    if widest() < _LEAST_VECTOR or not has_kernels(dtype) or not has_right_kernels():  # the latter two log why
+        return False
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(shape, generator=generator, device="cpu").to(dtype) for shape in ((600, 80), (5, 80)))
+    try:
+        found = best_tokens(x, weight, Screen(weight))
+        return found is not None and found.tokens == few_token_linear(x, weight).argmax(dim=1).tolist()
+    except Exception as error:  # compilers raise errors of many types
+        logger.warning(f"Heads are read whole, since no faster code can be compiled ({error!r}).")
+        return False
+
+
+def best_tokens(x: torch.Tensor, weight: torch.Tensor, screen: Screen) -> Picks | None:
+    """
+    Return the best tokens of a head by its screen.
+
+    Args:
+        x (`torch.Tensor` of shape `[M, hidden_size]`): Contiguous inputs of the head, in its dtype.
+        weight (`torch.Tensor` of shape `[vocab_size, hidden_size]`): The weight of which the screen is.
+
+    Returns:
+        `Picks`; None where the inputs are infinite, NaN or huge.
+    """
+    operators: list[tuple[int, dict[str, float]]] = []
+
+    def add(code: int, **fields: float) -> int:
+        operators.append((code, {"num_tokens": len(x), **fields}))
+        return len(operators) - 1
+
+    own = ScreenOperators(screen, weight, x, Rounded(len(x), num_groups(x.shape[1])), add)
+    program, scores = Program(x.dtype, operators), x.new_empty(len(x), len(weight), dtype=torch.float32)
+    own.set_scores(program, scores)
+    program.run(torch.get_num_threads())
+    tokens = own.tokens(len(x))
+    return None if tokens is None else Picks(tokens, scores)
+
+
+class ScreenOperators:
+    """
+    Operators of a program for the best tokens of a head, and their memory.
+
+    Args:
+        screen (`Screen`): The head's screen.
+        weight, x (`torch.Tensor`): The head's weight, and its inputs `[room, hidden_size]`, of one dtype.
+        rounded (`Rounded`): Memory for as many rounded inputs.
+        add (`Callable`): Appends an operator to the program, by its code and fields, and returns its number.
+    """
+
+    def __init__(
+        self, screen: Screen, weight: torch.Tensor, x: torch.Tensor, rounded: Rounded, add: Callable[..., int]
+    ):
+        (num_outputs, num_inputs), room = screen.shape, len(x)
+        self._held = screen, rounded  # only addresses are known to the program
+        chunks = -(-num_outputs // CHUNK)
+        self._memory = [torch.empty(room, size, dtype=torch.float32, device="cpu") for size in (2, chunks, chunks)]
+        self._products = torch.empty(room, chunks, dtype=x.dtype, device="cpu")
+        self.best = torch.empty(room, chunks, dtype=torch.float32, device="cpu")
+        self.places = torch.empty(room, chunks, dtype=torch.int64, device="cpu")
+        places = dict(zip(("levels", "steps", "offsets"), rounded.addresses))
+        self.first = add(LEVELS, size=num_inputs, tokens=x.data_ptr(), **places)
+        self.scoring = add(
+            SCORE,
+            num_groups=num_groups(num_inputs),
+            num_outputs=num_outputs,
+            share=blocks_of(num_outputs, num_inputs),
+            weight=screen.levels.data_ptr(),
+            scales=screen.scales.data_ptr(),
+            **places,
+        )
+        names = "sizes", "lowest", "highest", "products", "best", "places"
+        memory = [*self._memory, self._products, self.best, self.places]
+        fields = {
+            "size": num_inputs,
+            "num_outputs": num_outputs,
+            "num_chunks": chunks,
+            "share": share_of(num_outputs, 1, CHUNK) // CHUNK,
+            "weight": weight.data_ptr(),
+            "tokens": x.data_ptr(),
+            "levels": places["levels"],
+            "steps": places["steps"],
+            "errors": screen.errors.data_ptr(),
+            "norms": screen.norms.data_ptr(),
+            "eps": 0.0 if x.dtype is torch.float32 else torch.finfo(x.dtype).eps,
+            **{name: item.data_ptr() for name, item in zip(names, memory)},
+        }
+        self.bounding, self.picking = add(BOUND, **fields), add(PICK, **fields)
+
+    def set_scores(self, program: Program, scores: torch.Tensor) -> None:
+        """Set where scores `[M, vocab_size]` are written, float32."""
+        program.set(self.scoring, "outputs", scores.data_ptr())
+        for number in (self.bounding, self.picking):
+            program.set(number, "scores", scores.data_ptr())
+
+    def tokens(self, num_tokens: int) -> list[int] | None:
+        """Return the best tokens after a run; None where numbers were infinite, NaN or huge."""
+        best, chunks = self.best.numpy()[:num_tokens], self.places.numpy()[:num_tokens]
+        first = best.argmax(axis=1)[:, None]
+        if not np.isfinite(np.take_along_axis(best, first, axis=1)).all():
+            return None
+        found: list[int] = np.take_along_axis(chunks, first, axis=1)[:, 0].tolist()
+        return found
