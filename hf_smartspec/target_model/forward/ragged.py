@@ -200,9 +200,11 @@ class RaggedForward(ABC):
 
     def run_long_feeds(self, inputs: list[RowInput]) -> list[RowInput]:
         """Run all but the last piece of long feeds; return the remaining inputs."""
-        if max([len(item.feed) for item in inputs]) <= min(self.prefill_chunk, _LEAST_CHUNK):
+        least = min(self.prefill_chunk, _LEAST_CHUNK)
+        long = [item for item in inputs if len(item.feed) > least]
+        if not long:
             return inputs
-        chunk = self._chunk(inputs)
+        chunk = self._chunk(long)
         while any([len(item.feed) > chunk for item in inputs]):
             long = [item for item in inputs if len(item.feed) > chunk]
             pieces = {id(item): item.split(chunk) for item in long}
@@ -216,15 +218,14 @@ class RaggedForward(ABC):
 
     def _chunk(self, inputs: list[RowInput]) -> int:
         """
-        Return the tokens per row and piece of a long feed with which the mask `[rows, chunk * groups, columns]` stays
+        Return the tokens per row and piece of long feeds with which their masks `[rows, chunk * groups, columns]` stay
         small.
         """
         set_shared_reads([item.row for item in inputs])
-        sizes: dict[int, list[int]] = {}  # of each slab: rows, and columns of the longest
-        for item in inputs:
-            size = sizes.setdefault(item.row.origin, [0, 0])
-            size[:] = max(size[0], item.row.slot + 1), max(size[1], item.row.own + len(item.feed))
-        columns = sum([rows * longest for rows, longest in sizes.values()])
+        columns = 0
+        for group in arrange(inputs, self._call):
+            num_rows = group[-1].row.slot - group[0].row.slot + 1
+            columns += num_rows * max([item.row.own + len(item.feed) for item in group])
         return min(self.prefill_chunk, max(_MASK_SIZE // (columns * self._groups), _LEAST_CHUNK))
 
     def run_series(self, series: ForwardSeries) -> list[np.ndarray]:

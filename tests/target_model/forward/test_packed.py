@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from hf_smartspec import DraftTree
 from hf_smartspec.target_model.compat import TESTED_MODEL_TYPES, TRANSFORMERS
+from hf_smartspec.target_model.forward import ragged
 from hf_smartspec.target_model.forward.packed import PackedForward
 from hf_smartspec.target_model.layout.rows import CacheRow, RowInput
 from hf_smartspec.target_model.support.capabilities import can_pack
@@ -126,6 +127,19 @@ def test_packed_logits_under_other_options(name):
 @pytest.mark.parametrize("chunk", [1, 3, 7])
 def test_long_feeds_are_run_in_pieces(architecture, chunk):
     run_two_steps(shared_model(architecture), prefill_chunk=chunk, capacity=1)
+
+
+def test_pieces_are_as_long_as_their_own_masks_allow(monkeypatch):
+    """Whatever rows are beside them, in the step or in memory."""
+    forward, planned = PackedForward(shared_model("llama"), num_rows=8, capacity=256), []
+    monkeypatch.setattr(ragged, "_MASK_SIZE", 64 * forward._groups * 200)
+    plan = forward.plan
+    monkeypatch.setattr(
+        forward, "plan", lambda inputs: planned.append([len(item.feed) for item in inputs]) or plan(inputs)
+    )
+    rows = [forward.add() for _ in range(8)]
+    forward.forward([RowInput(rows[0], np.array([5])), RowInput(rows[-1], np.arange(200) % VOCAB_SIZE)])
+    assert planned == [[64], [64], [64], [1, 8]]
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", *exhaustive(["mistral"])])
