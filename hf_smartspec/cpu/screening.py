@@ -55,6 +55,7 @@ class Screen:
         errors (`torch.Tensor` of shape `[vocab_size]`, float32): For each row w and its copy w', at least |w - w'|, and
             the rounding of sums.
         norms (`torch.Tensor` of shape `[vocab_size]`, float32): At least |w'|.
+        is_finite (`bool`): Whether the bounds hold: not where a weight is infinite, NaN or huge.
     """
 
     def __init__(self, weight: torch.Tensor):
@@ -74,12 +75,8 @@ class Screen:
             lost = (rows - copied).norm(dim=1)
             self.errors[begin:end] = (lost + rounding * rows.norm(dim=1)) * _MORE
             self.norms[begin:end] = copied.norm(dim=1) * _MORE
+        self.is_finite = bool((self.errors < MOST).all() and (self.norms < MOST).all())
         self._version, self._sums = _version(weight), _sums_of(weight)
-
-    @property
-    def is_finite(self) -> bool:
-        """Return whether the bounds hold: not where a weight is infinite, NaN or huge."""
-        return bool((self.errors < MOST).all() and (self.norms < MOST).all())
 
     def is_of(self, weight: torch.Tensor, thoroughly: bool = False) -> bool:
         """
@@ -171,8 +168,7 @@ class ScreenOperators:
         chunks = -(-num_outputs // CHUNK)
         self._memory = [torch.empty(room, size, dtype=torch.float32, device="cpu") for size in (2, chunks, chunks)]
         self._products = torch.empty(room, chunks, dtype=x.dtype, device="cpu")
-        self.best = torch.empty(room, chunks, dtype=torch.float32, device="cpu")
-        self.places = torch.empty(room, chunks, dtype=torch.int64, device="cpu")
+        self.best, self.places = np.empty((room, chunks), np.float32), np.empty((room, chunks), np.int64)
         places = dict(zip(("levels", "steps", "offsets"), rounded.addresses))
         self.first = add(LEVELS, size=num_inputs, tokens=x.data_ptr(), **places)
         self.scoring = add(
@@ -185,7 +181,8 @@ class ScreenOperators:
             **places,
         )
         names = "sizes", "lowest", "highest", "products", "best", "places"
-        memory = [*self._memory, self._products, self.best, self.places]
+        memory = [item.data_ptr() for item in (*self._memory, self._products)]
+        memory += [item.ctypes.data for item in (self.best, self.places)]
         fields = {
             "size": num_inputs,
             "num_outputs": num_outputs,
@@ -198,7 +195,7 @@ class ScreenOperators:
             "errors": screen.errors.data_ptr(),
             "norms": screen.norms.data_ptr(),
             "eps": 0.0 if x.dtype is torch.float32 else torch.finfo(x.dtype).eps,
-            **{name: item.data_ptr() for name, item in zip(names, memory)},
+            **dict(zip(names, memory)),
         }
         self.bounding, self.picking = add(BOUND, **fields), add(PICK, **fields)
 
@@ -210,9 +207,10 @@ class ScreenOperators:
 
     def tokens(self, num_tokens: int) -> list[int] | None:
         """Return the best tokens after a run; None where numbers were infinite, NaN or huge."""
-        best, chunks = self.best.numpy()[:num_tokens], self.places.numpy()[:num_tokens]
-        first = best.argmax(axis=1)[:, None]
-        if not np.isfinite(np.take_along_axis(best, first, axis=1)).all():
+        best = self.best[:num_tokens]
+        chunks = best.argmax(axis=1)
+        lines = range(num_tokens)
+        if not np.isfinite(best[lines, chunks]).all():
             return None
-        found: list[int] = np.take_along_axis(chunks, first, axis=1)[:, 0].tolist()
+        found: list[int] = self.places[lines, chunks].tolist()
         return found
