@@ -27,6 +27,7 @@ _LEAST = 2**20  # weights from which on reading fewer bytes saves more than comp
 _LEAST_VECTOR = 32  # bytes of the CPU's vectors of int8, below which int8 is not faster
 _ROWS = 256 * SIDE  # rows of a head that are rounded at a time
 _MORE = 1.001  # of a length, for the rounding of its sum
+_LEAST_LENGTH = 1e-16  # added to lengths: squares of smaller numbers vanish in float32
 
 
 class Picks(NamedTuple):
@@ -61,6 +62,7 @@ class Screen:
     def __init__(self, weight: torch.Tensor):
         self.shape = num_outputs, num_inputs = weight.shape
         blocks, groups = -(-num_outputs // SIDE), num_groups(num_inputs)
+        self._version, self._sums = _version(weight), _sums_of(weight)
         self.levels = torch.empty(blocks, groups, GROUP // 4, SIDE, 4, dtype=torch.int8, device="cpu")
         self.scales = torch.empty(blocks, groups, SIDE, dtype=torch.float32, device="cpu")
         self.errors, self.norms = (torch.empty(num_outputs, dtype=torch.float32, device="cpu") for _ in range(2))
@@ -73,10 +75,9 @@ class Screen:
             self.levels[first : first + len(levels)], self.scales[first : first + len(levels)] = levels, scales
             copied = dequantized(levels, scales)[: len(rows), :num_inputs]
             lost = (rows - copied).norm(dim=1)
-            self.errors[begin:end] = (lost + rounding * rows.norm(dim=1)) * _MORE
-            self.norms[begin:end] = copied.norm(dim=1) * _MORE
+            self.errors[begin:end] = (lost + rounding * rows.norm(dim=1)) * _MORE + _LEAST_LENGTH
+            self.norms[begin:end] = copied.norm(dim=1) * _MORE + _LEAST_LENGTH
         self.is_finite = bool((self.errors < MOST).all() and (self.norms < MOST).all())
-        self._version, self._sums = _version(weight), _sums_of(weight)
 
     def is_of(self, weight: torch.Tensor, thoroughly: bool = False) -> bool:
         """
@@ -92,8 +93,9 @@ def _version(weight: torch.Tensor) -> int:
 
 
 def _sums_of(weight: torch.Tensor) -> torch.Tensor:
-    """Return the sum of each row's bits, in integers of 64 bits, `[vocab_size]`."""
-    return weight.detach().view(torch.int64).sum(dim=1)
+    """Return the sums of all rows' bits and of all columns' bits, in integers of 64 bits."""
+    bits = weight.detach().view(torch.int64)
+    return torch.cat([bits.sum(dim=1), bits.sum(dim=0)])
 
 
 def can_screen(weight: torch.Tensor) -> bool:
@@ -104,6 +106,7 @@ def can_screen(weight: torch.Tensor) -> bool:
         and weight.dtype in DTYPES
         and weight.is_contiguous()
         and not num_inputs % 16
+        and not weight.storage_offset() * weight.itemsize % 8  # for `_sums_of`: another tensor may lie before it
         and weight.numel() >= _LEAST
         and has_screening(weight.dtype)
     )

@@ -61,6 +61,15 @@ def test_rows_that_are_nearly_equal(seed, dtype, num_copies, apart, outliers, sc
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("scale", "own"), [(1e-24, 1.0), (1e-36, 1.0), (1e-39, 1e3), (1.0, 1e-24), (1e-16, 1e-20)])
+def test_numbers_whose_squares_vanish(scale, own, dtype):
+    """Lengths would be 0 if squares were added up in float32; some sums are rounded to 0."""
+    weight = (numbers(1, 64) + 0.01 * numbers(1000, 64, seed=2)) * scale  # rows that int8 hardly tells apart
+    weight, x = weight.to(dtype), (numbers(16, 64, seed=1) * own).to(dtype)
+    assert best_tokens(x, weight, Screen(weight)).tokens == expected(x, weight)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_zeros(dtype):
     weight, x = numbers(700, 64).to(dtype), torch.zeros(2, 64, dtype=dtype)
     assert best_tokens(x, weight, Screen(weight)).tokens == [0, 0]
@@ -103,6 +112,9 @@ def test_changes_of_the_weight():
     screen = Screen(weight)
     weight.data[[3, 5]] = weight.data[[5, 3]]  # which torch does not count
     assert screen.is_of(weight) and not screen.is_of(weight, thoroughly=True)
+    screen = Screen(weight)
+    weight.data.copy_(weight.data.roll(32, dims=1))  # no row has other numbers than before
+    assert not screen.is_of(weight, thoroughly=True)
 
 
 def test_weights_of_inference_tensors():
@@ -117,6 +129,7 @@ def test_large_plain_weights_are_screened(monkeypatch):
     assert can_screen(weight) and can_screen(weight.bfloat16()) and can_screen(torch.nn.Parameter(weight))
     assert not can_screen(weight[:-1]) and not can_screen(weight.half()) and not can_screen(weight.T)
     assert not can_screen(weight.view(-1, 40))
+    assert not can_screen(numbers(600 * 64 + 1)[1:].view(600, 64))  # its bits are not integers of 64 bits
 
 
 @pytest.mark.parametrize("number", [1, 3])

@@ -39,6 +39,7 @@ SCREEN_FIELDS = tuple(
 CHUNK = 256  # rows of a head that are left out together
 MOST = 1e15  # numbers beyond it are not screened, so that no bound overflows
 _MORE = np.float32(1.001)  # lengths are sums of rounded squares
+_LEAST = np.float32(1e-30)  # more than sums lose where products are so small that they are rounded to 0
 
 
 @written(types.int64)
@@ -74,7 +75,7 @@ def _measure(a, kind, token, sizes):
     steps = ahead(float32_at(a[_STEPS]), token * groups * (GROUP // PART))
     squares = lost = 0.0
     for index in range(size):
-        number = get(numbers, index)
+        number = np.float64(get(numbers, index))  # squares of small numbers would vanish in float32
         loss = number - levels[index] * steps[index // PART]
         squares += number * number
         lost += loss * loss
@@ -92,7 +93,7 @@ def _bounds(a, token, chunk, sizes, room):
     lower, upper, length, lost = float32_at(room), ahead(float32_at(room), CHUNK), sizes[0], sizes[1]
     for index in range(num):
         # |w x - w' x'| <= |w - w'| |x| + |w'| |x - x'|, where w' and x' are rounded (Cauchy-Schwarz).
-        error = errors[index] * length + norms[index] * lost
+        error = errors[index] * length + norms[index] * lost + _LEAST
         lower[index] = scores[index] - error
         upper[index] = scores[index] + error
     return num

@@ -12,7 +12,7 @@ from ...decoding.source_guard import release
 from ...prepare.call import PreparedCall, decoding_call
 from ...target_model.cache.slot_cache import SlotCache
 from ...target_model.layout.rows import CacheRow, RowInput
-from ...target_model.written import packed_forward
+from ...target_model.written import packed_forward, written_decoder
 from ..outputs import PendingRequest
 from ..scheduler import Admission, Scheduler
 from .base import RequestMemory, has_had_turn, may_yield, refuse
@@ -274,6 +274,7 @@ class EngineMemory(RequestMemory):
         request.row = None
 
     def _forget(self, running: Sequence[Request]) -> None:
+        written_decoder(self.model, thoroughly=True)  # which forgets copies of weights, too
         bases = self._bases(running)
         for row in sorted(self.prefixes.clear(), key=lambda row: row.num_sharers > 0):  # bases last
             if row not in bases:

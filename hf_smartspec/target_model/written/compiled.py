@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable
+from threading import Lock
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ class CompiledDecoder:
         self.dtype = norm.weight().dtype
         self._most_weights = max(item.shape[0] * item.shape[1] for item in products_of(plan))
         self._free: defaultdict[tuple, list[ForwardProgram]] = defaultdict(list)  # by what they are built for
+        self._lock = Lock()  # held while the screen changes, and the programs that are kept with it
         self._screen: Screen | None = None  # of the head, from the first forward on that needs no more than best tokens
 
     def serves(self, layout: StepLayout, cache: SlotCache) -> bool:
@@ -87,7 +89,9 @@ class CompiledDecoder:
         try:
             return forward(given, keep)
         finally:
-            self._free[key].append(forward)
+            with self._lock:
+                if screen is self._screen or screen is None:  # else it would hold an old copy of the head
+                    self._free[key].append(forward)
 
     def _current_screen(self) -> Screen | None:
         """Return the head's screen, built anew where the weight has changed; None where reading it whole is faster."""
@@ -95,20 +99,23 @@ class CompiledDecoder:
         weight, bias, scale = head.whole()
         if scale is not None or bias is not None or not can_screen(weight):
             return None
-        if self._screen is None or not self._screen.is_of(weight):
-            self.forget_screen()
-            self._screen = Screen(weight)
-        return self._screen if self._screen.is_finite else None
+        with self._lock:
+            screen = self._screen
+            if screen is None or not screen.is_of(weight):
+                self._forget_screen()
+                screen = self._screen = Screen(weight)
+        return screen if screen.is_finite else None
 
     def check_screen(self) -> None:
         """Forget the head's screen if the weight has changed in a way that torch does not count."""
         head: Any = self.plan.head
-        if self._screen is not None and not self._screen.is_of(head.whole().weight, thoroughly=True):
-            self.forget_screen()
+        with self._lock:
+            if self._screen is not None and not self._screen.is_of(head.whole().weight, thoroughly=True):
+                self._forget_screen()
 
-    def forget_screen(self) -> None:
+    def _forget_screen(self) -> None:
         self._screen = None
-        for key in [key for key in self._free if key[-1] is not None]:
+        for key in [key for key in list(self._free) if key[-1] is not None]:  # other threads may add keys
             self._free.pop(key, None)
 
 

@@ -127,6 +127,16 @@ def test_a_screen_is_kept_from_call_to_call(monkeypatch):
     assert len(built) == 1 and written_decoder(model) is not None
 
 
+def test_programs_of_an_outdated_screen_are_dropped(monkeypatch):
+    """Also one that another thread runs meanwhile: it would hold the old copy."""
+    model = enabled()
+    generate(model, "none")
+    program, run = written_decoder(model)._compiled, ForwardProgram.__call__
+    monkeypatch.setattr(ForwardProgram, "__call__", lambda self, *args: program._forget_screen() or run(self, *args))
+    generate(model, "none", max_new_tokens=3)
+    assert not [key for key, free in program._free.items() if key[-1] is not None and free]
+
+
 def test_in_engines(screened):
     """Greedy requests beside a sampled one get logits, and alone best tokens again."""
     model = enabled()
@@ -139,3 +149,21 @@ def test_in_engines(screened):
     for row, output in zip(expected, found):
         assert output.generated_tokens == row[PROMPT.shape[1] :].tolist()
     assert any(screened) and not all(screened)
+
+
+def test_weights_that_change_in_a_pause(screened):
+    """Copied through `.data`, as weight syncing does, which torch does not count."""
+    model = enabled(tie_word_embeddings=False)
+
+    def answers():
+        names = [engine.add_request(row.tolist(), max_new_tokens=24) for row in PROMPT]
+        return [engine.get_result(name, timeout=300).generated_tokens for name in names]
+
+    with hf_smartspec.Engine(model, assistant="none") as engine:
+        before = answers()
+        with engine.pause():
+            model.lm_head.weight.data.copy_(model.lm_head.weight.flip(0))
+        screened.clear()
+        found = answers()
+    assert any(screened) and found != before
+    assert found == plain(model)[:, PROMPT.shape[1] :].tolist()
