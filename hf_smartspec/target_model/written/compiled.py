@@ -26,6 +26,9 @@ from .plan import DecoderPlan, FeaturePlan, LayerPlan
 from .program import DecoderInput, ForwardProgram, products_of
 
 _LEAST, _MOST = 16, 256  # tokens for which programs have room: their memory is kept
+# Forwards from a change of the head to its next screen, which takes as long to build as a hundred screens save: more
+# after every change, since the head of a model in training changes again.
+_LEAST_WAIT, _MOST_WAIT = 128, 2048
 
 
 class CompiledDecoder:
@@ -43,6 +46,7 @@ class CompiledDecoder:
         self._most_weights = max(item.shape[0] * item.shape[1] for item in products_of(plan))
         self._free: defaultdict[tuple, list[ForwardProgram]] = defaultdict(list)  # by what they are built for
         self._lock = Lock()  # held while the screen changes, and the programs that are kept with it
+        self._wait = self._num_left = 0  # forwards to wait for the next screen, and those that are left
         self._screen: Screen | None = None  # of the head, from the first forward on that needs no more than best tokens
 
     def serves(self, layout: StepLayout, cache: SlotCache) -> bool:
@@ -94,16 +98,18 @@ class CompiledDecoder:
                     self._free[key].append(forward)
 
     def _current_screen(self) -> Screen | None:
-        """Return the head's screen, built anew where the weight has changed; None where reading it whole is faster."""
+        """Return the head's screen; None where reading it whole is faster, and for a while after it has changed."""
         head: Any = self.plan.head
         weight, bias, scale = head.whole()
         if scale is not None or bias is not None or not can_screen(weight):
             return None
         with self._lock:
-            screen = self._screen
-            if screen is None or not screen.is_of(weight):
+            if self._screen is not None and not self._screen.is_of(weight):
                 self._forget_screen()
-                screen = self._screen = Screen(weight)
+            if self._screen is None and self._num_left:
+                self._num_left -= 1
+                return None
+            screen = self._screen = self._screen or Screen(weight)
         return screen if screen.is_finite else None
 
     def check_screen(self) -> None:
@@ -115,6 +121,7 @@ class CompiledDecoder:
 
     def _forget_screen(self) -> None:
         self._screen = None
+        self._wait = self._num_left = min(max(2 * self._wait, _LEAST_WAIT), _MOST_WAIT)
         for key in [key for key in list(self._free) if key[-1] is not None]:  # other threads may add keys
             self._free.pop(key, None)
 

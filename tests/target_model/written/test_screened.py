@@ -18,8 +18,9 @@ PROMPT = torch.tensor([[5, 6, 7, 8, 5, 6, 7], [9, 10, 11, 9, 10, 11, 9]])
 
 @pytest.fixture(autouse=True)
 def screened(monkeypatch):
-    """Screens of small heads, too; the list of whether forwards had one."""
+    """Screens of small heads, too, also right after changes; the list of whether forwards had one."""
     monkeypatch.setattr(screening, "_LEAST", 1)
+    monkeypatch.setattr(compiled, "_LEAST_WAIT", 0)
     found, run = [], ForwardProgram.__call__
     monkeypatch.setattr(
         ForwardProgram, "__call__", lambda self, *args: found.append(self.screening is not None) or run(self, *args)
@@ -98,6 +99,19 @@ def test_a_head_that_has_changed(is_counted, screened):
     found = generate(model, "none")
     assert any(screened)
     assert torch.equal(found, plain(model)) and not torch.equal(found, before)
+
+
+def test_heads_that_change_often_are_read_whole(screened, monkeypatch):
+    """As in training: a screen that serves few forwards costs more than it saves."""
+    monkeypatch.setattr(compiled, "_LEAST_WAIT", 30)
+    model = enabled(tie_word_embeddings=False)
+    numbers = []
+    for _ in range(6):
+        screened.clear()
+        generate(model, "none")
+        numbers.append(sum(screened))
+        model.lm_head.weight.data.neg_()  # which torch does not count
+    assert numbers[0] > numbers[2] > numbers[5] > 0 == numbers[1] == numbers[3] == numbers[4]
 
 
 def test_an_infinite_weight(screened):
