@@ -16,7 +16,8 @@ LAST = -1  # the last hidden state after the final norm, which the head reads
 class Likeliest(NamedTuple):
     """
     The target's k likeliest next tokens after the last committed token and after each node of a draft, best first; at
-    least as many as the source named, unless the vocabulary is smaller. Nodes may turn out wrong.
+    least as many as the source named, unless the vocabulary is smaller. Nodes may turn out wrong. On CPUs, greedy steps
+    may rank them by scores that are nearly right (`cpu/screening.py`): the first need not be the target's own pick.
 
     Args:
         before, tokens (`np.ndarray` of shape `[n]`, int64): The tokens that are followed, and those before them (-1:
