@@ -174,7 +174,7 @@ class ScreenOperators:
         self._products = torch.empty(room, chunks, dtype=x.dtype, device="cpu")
         self.best, self.places = np.empty((room, chunks), np.float32), np.empty((room, chunks), np.int64)
         places = dict(zip(("levels", "steps", "offsets"), rounded.addresses))
-        self.first = add(LEVELS, size=num_inputs, tokens=x.data_ptr(), **places)
+        add(LEVELS, size=num_inputs, tokens=x.data_ptr(), **places)
         self.scoring = add(
             SCORE,
             num_groups=num_groups(num_inputs),

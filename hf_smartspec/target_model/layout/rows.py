@@ -136,7 +136,7 @@ class RowInput:
 
     def split(self, num_tokens: int) -> "tuple[RowInput, RowInput]":
         """Split off the first `num_tokens` of a long feed; return both parts."""
-        first = RowInput(self.row, self.feed[:num_tokens], best_only=True)
+        first = RowInput(self.row, self.feed[:num_tokens], best_only=self.best_only)
         rest = RowInput(self.row, self.feed[num_tokens:], self.tree, self.first_node, best_only=self.best_only)
         if self.features is not None:
             first.features, rest.features = self.features[:num_tokens], self.features[num_tokens:]

@@ -26,7 +26,7 @@ from .plan import DecoderPlan, FeaturePlan, LayerPlan
 from .program import DecoderInput, ForwardProgram, products_of
 
 _LEAST, _MOST = 16, 256  # tokens for which programs have room: their memory is kept
-# Forwards from a change of the head to its next screen, which takes as long to build as a hundred screens save: more
+# Forwards from a change of the head to its next screen, which pays for its building only after many forwards: more
 # after every change, since the head of a model in training changes again.
 _LEAST_WAIT, _MOST_WAIT = 128, 2048
 

@@ -102,7 +102,7 @@ def test_a_head_that_has_changed(is_counted, screened):
 
 
 def test_heads_that_change_often_are_read_whole(screened, monkeypatch):
-    """As in training: a screen that serves few forwards costs more than it saves."""
+    """A screen that serves few forwards, as between two steps of training, costs more than it saves."""
     monkeypatch.setattr(compiled, "_LEAST_WAIT", 30)
     model = enabled(tie_word_embeddings=False)
     numbers = []
