@@ -6,7 +6,8 @@ import torch
 import hf_smartspec
 from hf_smartspec.cpu import screening
 from hf_smartspec.cpu.screening import Screen, has_screening
-from hf_smartspec.target_model.written import compiled, written_decoder
+from hf_smartspec.target_model.layout.rows import RowInput
+from hf_smartspec.target_model.written import compiled, packed_forward, written_decoder
 from hf_smartspec.target_model.written.program import ForwardProgram
 
 from ...models import new_model
@@ -78,6 +79,16 @@ def test_what_needs_scores_gets_them(options, screened):
     torch.manual_seed(0)
     generate(model, "prompt_lookup", **options)
     assert screened and not any(screened)
+
+
+def test_pieces_of_prompts_whose_scores_are_needed_build_no_screen(screened):
+    model = enabled()
+    forward = packed_forward(model, prefill_chunk=16)
+    for best_only in (False, True):
+        screened.clear()
+        for _ in range(2):  # in the first forward of all, the program is compared with the layers
+            forward.forward([RowInput(forward.add(), torch.arange(3, 43).numpy(), best_only=best_only)])
+        assert len(screened) > 2 and any(screened) == best_only
 
 
 def test_scaled_scores_are_compared_as_they_are(screened):
