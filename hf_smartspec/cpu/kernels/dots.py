@@ -78,8 +78,7 @@ def _write(vectors, num_blocks, num_tokens, weight, scales, levels, steps, offse
                     factors = vectors.weights(place(builder, weight, begin, I8))
                     for token in range(num_tokens):
                         counts[block, token] = vectors.more(counts[block, token], factors, numbers[token])
-                if len(pairs) > SIDE // 2:
-                    hold_order(builder)
+                hold_order(builder)  # many prefetches in a row would keep numbers waiting that are needed now
             for token, index in enumerate(indices):
                 step = builder.load(place(builder, steps, index, FLOAT))
                 for block in range(num_blocks):

@@ -85,20 +85,21 @@ def _multiply_rows(a, row, end, num_tokens, weight, tokens, bias, outputs, wide)
     """Multiply some rows by some tokens, so that the rows of a tile come from memory once."""
     length, stride = a[NUM_INPUTS], a[NUM_OUTPUTS]
     num_rows, most = largest_tile(num_tokens)
+    widths = _widths(num_tokens, most)  # once, since a division takes as long as many products
     while row < end:
         if row + num_rows > end:
-            num_rows, most = 1, 1
+            num_rows, widths = 1, _widths(num_tokens, 1)
         rows, more = ahead(weight, row * length), ahead(bias, row) if a[BIAS] else bias
         results, distance = ahead(outputs, row), _AHEAD * num_rows * length
         if row + (_AHEAD + 1) * num_rows > stride:  # beyond the weight there may be no memory to prefetch
             distance = 0
         if wide is None:
-            _multiply_tiles(num_rows, most, num_tokens, rows, tokens, more, results, length, stride, distance)
+            _multiply_tiles(num_rows, widths, rows, tokens, more, results, length, stride, distance)
         else:
             for index in range(0, num_rows * length, _LINE):
                 prefetch(rows, distance + index)
             _widen(rows, num_rows * length, wide)
-            _multiply_tiles(num_rows, most, num_tokens, wide, tokens, more, results, length, stride, 0)
+            _multiply_tiles(num_rows, widths, wide, tokens, more, results, length, stride, 0)
         row += num_rows
 
 
@@ -111,16 +112,24 @@ def largest_tile(num_tokens):
 
 
 @inner
-def _multiply_tiles(num_rows, most, num_tokens, rows, tokens, bias, outputs, length, stride, distance):
-    token = number = 0
-    num_tiles = (num_tokens + most - 1) // most
-    while token < num_tokens:
-        num = tile_width(num_tokens - token, most)
-        own, results = ahead(tokens, token * length), ahead(outputs, token * stride)
+def _multiply_tiles(num_rows, widths, rows, tokens, bias, outputs, length, stride, distance):
+    num_tiles, width, num_wider = widths
+    first = due = 0
+    for number in range(num_tiles):
+        num = width + 1 if number < num_wider else width
         # Each tile prefetches its share of the rows ahead, so that memory is read while all tiles compute.
-        first, last = num_rows * number // num_tiles, num_rows * (number + 1) // num_tiles
-        tile(num_rows, num, rows, own, bias, results, length, length, stride, distance, first, last)
-        token, number = token + num, number + 1
+        last, due = first, due + num_rows
+        while due >= num_tiles:
+            last, due = last + 1, due - num_tiles
+        tile(num_rows, num, rows, tokens, bias, outputs, length, length, stride, distance, first, last)
+        tokens, outputs, first = ahead(tokens, num * length), ahead(outputs, num * stride), last
+
+
+@inner
+def _widths(num_tokens, most):
+    """Return the number of tiles for these tokens, the tokens of a tile, and how many tiles have one more."""
+    num_tiles = (num_tokens + most - 1) // most
+    return num_tiles, num_tokens // num_tiles, num_tokens % num_tiles
 
 
 @inner

@@ -218,6 +218,7 @@ def _write_tile(
         factors = [weights.load(weight, start, is_whole) for start in starts]
         for start, ahead in zip(starts, distances):
             prefetch(builder, builder.gep(weight, [builder.add(start, ahead)]))
+        weights.hold()  # those of several vectors at once would keep numbers waiting that are needed now
         for token in range(num_tokens):
             own = numbers.load(tokens, builder.add(begin, builder.mul(I64(token), length)), is_whole)
             for row in range(num_rows):
