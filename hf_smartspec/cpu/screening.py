@@ -5,6 +5,7 @@ are computed exactly. It is a quarter of the head in float32, and half in bfloat
 
 from collections.abc import Callable
 from functools import cache
+from math import isfinite
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from .kernels.screen import CHUNK, MOST
 from .program import DTYPES, Program
 from .quantized.native import Rounded, blocks_of, num_groups
 from .quantized.product import dequantized, has_right_kernels, in_blocks, to_levels
-from .tensor_checks import is_plain
+from .tensor_checks import is_plain, version_of
 from .threads import share_of
 
 logger = get_logger(__name__)
@@ -63,7 +64,7 @@ class Screen:
     def __init__(self, weight: torch.Tensor):
         self.shape = num_outputs, num_inputs = weight.shape
         blocks, groups = -(-num_outputs // SIDE), num_groups(num_inputs)
-        self._version, self._sums = _version(weight), _sums_of(weight)
+        self._version, self._sums = version_of(weight), _sums_of(weight)
         self.levels = torch.empty(blocks, groups, GROUP // 4, SIDE, 4, dtype=torch.int8, device="cpu")
         self.scales = torch.empty(blocks, groups, SIDE, dtype=torch.float32, device="cpu")
         self.errors, self.norms = (torch.empty(num_outputs, dtype=torch.float32, device="cpu") for _ in range(2))
@@ -85,12 +86,9 @@ class Screen:
         Return whether the weight is as it was copied, by torch's count of changes, or thoroughly by its bits, too, as
         `weight.data` is not counted.
         """
-        return self._version == _version(weight) and not (thoroughly and not torch.equal(self._sums, _sums_of(weight)))
-
-
-def _version(weight: torch.Tensor) -> int:
-    """Return torch's count of changes in place; those of inference tensors are not counted."""
-    return 0 if weight.is_inference() else weight._version
+        return self._version == version_of(weight) and not (
+            thoroughly and not torch.equal(self._sums, _sums_of(weight))
+        )
 
 
 def _sums_of(weight: torch.Tensor) -> torch.Tensor:
@@ -211,10 +209,7 @@ class ScreenOperators:
 
     def tokens(self, num_tokens: int) -> list[int] | None:
         """Return the best tokens after a run; None where numbers were infinite, NaN or huge."""
-        best = self.best[:num_tokens]
-        chunks = best.argmax(axis=1)
-        lines = range(num_tokens)
-        if not np.isfinite(best[lines, chunks]).all():
+        chunks = self.best[:num_tokens].argmax(axis=1).tolist()
+        if not all([isfinite(self.best.item(place)) for place in enumerate(chunks)]):
             return None
-        found: list[int] = self.places[lines, chunks].tolist()
-        return found
+        return [self.places.item(place) for place in enumerate(chunks)]

@@ -176,9 +176,9 @@ def _watched() -> LlamaForCausalLM:
     return LlamaForCausalLM(llama_config(8, _WATCHED_LAYERS, 2, intermediate_size=8)).eval()
 
 
-def _look(model: LlamaForCausalLM) -> None:
+def _look(model: LlamaForCausalLM, may_wait: bool) -> None:
     """Check whether the model is as it was when it was written out; the stub computes regardless of the result."""
-    written_decoder(model)
+    written_decoder(model, may_wait=may_wait)
 
 
 def _source(drafts: str, answers: dict[Hashable, np.ndarray]) -> TreeCandidateGenerator:

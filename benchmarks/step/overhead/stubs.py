@@ -54,10 +54,10 @@ class StubForward(PackedForward):
         num_rows (`int`): Rows.
         cost (`CostModel`): What a forward takes ...
         clock (`EventClock`): ... of this clock, by which the loop measures itself.
-        look (`Callable`): Called before every forward, as is what looks for a written-out decoder.
+        look (`Callable`): Called before every forward, as is what looks for a written-out decoder, with its `may_wait`.
     """
 
-    def __init__(self, num_rows: int, cost: CostModel, clock: EventClock, look: Callable[[], None]):
+    def __init__(self, num_rows: int, cost: CostModel, clock: EventClock, look: Callable[[bool], None]):
         super().__init__(LlamaForCausalLM(stub_config()).eval(), num_rows, 4096, choose=self._decoder)
         self.cost, self.clock, self.seconds, self._look = cost, clock, 0.0, look
         self._logits = torch.zeros(1, VOCAB_SIZE)
@@ -88,8 +88,8 @@ class StubForward(PackedForward):
         self.seconds += time.perf_counter() - start
         return logits, offsets
 
-    def _decoder(self) -> Any:
-        self._look()
+    def _decoder(self, may_wait: bool) -> Any:
+        self._look(may_wait)
         return self._decode
 
     def _decode(self, layout: StepLayout, *_: Any) -> torch.Tensor:

@@ -39,6 +39,8 @@ class SlotCache(Cache):
         self._spare: list[torch.Tensor] = []  # memory that layers may take, as long as its number of lines fits
         self._most_columns = 0  # the most that a row has had
         self.layout: StepLayout | None = None
+        self.has_new_rows = True  # since the last forward
+        self.num_moves = 0  # how often some layer got other memory, a new one too
 
     @property
     def rows(self) -> list[CacheRow]:
@@ -139,6 +141,7 @@ class SlotCache(Cache):
         Raises:
             MemoryError: if the row does not fit beside the others within `most_lines`.
         """
+        self.has_new_rows = True
         capacity = self.capacity if num_tokens is None else self.slot_size(num_tokens - prefix_len)
         if not self.has_room(capacity):
             raise MemoryError(f"{capacity} further lines do not fit beside {self.num_taken} within {self.limit}.")

@@ -14,6 +14,7 @@ class Lines(Protocol):
     """Attributes of a `SlotCache` that its layers read."""
 
     layout: StepLayout | None
+    num_moves: int
 
     @property
     def rows(self) -> Sequence[CacheRow]: ...
@@ -47,6 +48,10 @@ class SlotLayer(CacheLayerMixin):
         addresses takes long, since after a forward none of them is in the processor's cache. Nothing else replaces
         memory.
         """
+        self.cache.num_moves += 1
+        self._note(memories)
+
+    def _note(self, memories: Sequence[torch.Tensor]) -> None:
         self.memories = memories  # keys and values, once allocated, and the keys of an indexer, if there is one
         on_cpu = [memory for memory in memories if memory.is_cpu]
         self.addresses = tuple([memory.data_ptr() for memory in on_cpu])
@@ -55,7 +60,7 @@ class SlotLayer(CacheLayerMixin):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over the state of a copy, whose memory lies at other addresses."""
         vars(self).update(state)
-        self.hold(*self.memories)
+        self._note(self.memories)
 
     @property
     def keys(self) -> torch.Tensor:  # type: ignore[override]

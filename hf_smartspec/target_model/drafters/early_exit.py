@@ -34,8 +34,8 @@ class EarlyExitForward(PackedForward):
     def remove(self, row: CacheRow) -> None:
         """Do nothing: the row belongs to the whole forward."""
 
-    def _first_layers(self) -> WrittenDecoder:
-        whole = written_decoder(self.model)
+    def _first_layers(self, may_wait: bool) -> WrittenDecoder:
+        whole = written_decoder(self.model, may_wait=may_wait)
         if whole is None:
             raise RuntimeError("the first layers cannot be run by themselves: the model was changed or hooked")
         if self._decoders is None or self._decoders[0] is not whole:

@@ -41,7 +41,8 @@ class PackedForward(RaggedForward):
         prefill_chunk (`int`): Longer feeds are run in pieces of this many tokens a row, which bounds the memory of
             attention masks and activations.
         choose (`Callable`, *optional*): Returns, before every forward, the written-out decoder that computes it, or
-            None for the model's own forward. If not given, the model's own forward computes all.
+            None for the model's own forward. It gets whether changes of the model may be noticed a moment later, as
+            while the same rows run. If not given, the model's own forward computes all.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class PackedForward(RaggedForward):
         num_rows: int = 1,
         capacity: int = 256,
         prefill_chunk: int = 512,
-        choose: "Callable[[], WrittenDecoder | None] | None" = None,
+        choose: "Callable[[bool], WrittenDecoder | None] | None" = None,
     ):
         config = model.config.get_text_config(decoder=True)
         super().__init__(config, model.device, model.dtype, num_rows, capacity, prefill_chunk)
@@ -120,7 +121,7 @@ class PackedForward(RaggedForward):
 
     def run_series(self, series: ForwardSeries) -> list[np.ndarray]:
         if self.recordings is not None and self._choose is not None and not self.taps.is_taking:
-            decoder = self._choose()
+            decoder = self._chosen()
             if decoder is not None:
                 return self.recordings.run_series(decoder, series, self.cache, self.run)
         return super().run_series(series)
@@ -145,7 +146,7 @@ class PackedForward(RaggedForward):
     def _run_chosen(self, planned: PlannedForward) -> Any:
         """Run the written-out decoder, or else the model's own forward."""
         layout = planned.layout
-        decoder = None if self._choose is None else self._choose()
+        decoder = self._chosen()
         if decoder is None and self.recordings is not None:
             self.recordings.may_serve = False
         if decoder is not None:
@@ -156,6 +157,12 @@ class PackedForward(RaggedForward):
             assert isinstance(self.cache, StateCache), "the cache that the model needs"
             with self.recurrent.step(self.cache):
                 return self._compute(layout)
+
+    def _chosen(self) -> "WrittenDecoder | None":
+        """Return the written-out decoder, if that is to run."""
+        has_new_rows, self.cache.has_new_rows = self.cache.has_new_rows, False
+        # A host that only launches has modules and weights in its caches, and looks at them in no time.
+        return None if self._choose is None else self._choose(self.recordings is None and not has_new_rows)
 
     def cut(self, row: CacheRow, length: int) -> None:
         """Cut a row; if it has states, which cannot be taken back, to its last kept ones of at most `length` tokens."""

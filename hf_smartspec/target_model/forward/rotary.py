@@ -137,8 +137,12 @@ def _relevant(module: nn.Module, layer_type: str | None, lengths: np.ndarray) ->
 
 def lengthwise_modules(model: PreTrainedModel) -> list[nn.Module]:
     """Return the modules whose embeddings depend on the length of the text."""
-    having = [module for module in modules_of(model) if "rope_type" in vars(module)]
-    return [module for module in having if any(map(_is_lengthwise, _rope_types(module).values()))]
+    return [module for module in modules_of(model) if "rope_type" in vars(module) and depends_on_length(module)]
+
+
+def depends_on_length(module: nn.Module) -> bool:
+    """Return whether the module's embeddings depend on the length of the text; True where it does not say its type."""
+    return "rope_type" not in vars(module) or any(map(_is_lengthwise, _rope_types(module).values()))
 
 
 def _is_lengthwise(rope_type: Any) -> bool:

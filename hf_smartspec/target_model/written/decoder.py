@@ -5,6 +5,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
 
 from ...cpu.attention import most_width
 from ...cpu.few_tokens import ANY
@@ -18,9 +19,10 @@ from ..layout.step_layout import StepLayout
 from ..recurrent.cache import StateCache
 from .compiled import CompiledDecoder, can_compile
 from .delta import run_delta
-from .parts import Halves
+from .parts import Halves, is_bare, module_of
 from .plan import DecoderPlan, FeaturePlan, LayerPlan
 from .program import DecoderInput, Features, Tables
+from .rotary_tables import RotaryTables
 
 logger = get_logger(__name__)
 
@@ -39,6 +41,9 @@ class WrittenDecoder:
     def __init__(self, plan: DecoderPlan):
         self.plan = plan
         self._is_tried = False  # whether the compiled program was found to agree
+        by_halves = all(isinstance(layer.rotation, Halves | None) for layer in plan.layers)
+        rotary = module_of(plan.rotary)
+        self._known = RotaryTables(rotary) if by_halves and isinstance(rotary, nn.Module) else None
 
     @cached_property
     def _compiled(self) -> CompiledDecoder | None:
@@ -128,7 +133,11 @@ class WrittenDecoder:
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Look up tokens `[1, N]`; return `[N, hidden_size]`."""
-        x = self.plan.embedding(tokens)[0]
+        module = module_of(self.plan.embedding)
+        if type(module) is nn.Embedding and module.max_norm is None and is_bare(module):  # a call takes much longer
+            x = torch.embedding(module.weight, tokens[0])
+        else:
+            x = self.plan.embedding(tokens)[0]
         return x if self.plan.embedding_multiplier == 1.0 else x * self.plan.embedding_multiplier
 
     def tables(self, x: torch.Tensor, positions: torch.Tensor) -> Mapping[str | None, Tables]:
@@ -139,6 +148,12 @@ class WrittenDecoder:
             x (`torch.Tensor` of shape `[N, hidden_size]`): A tensor with the dtype and device of the result.
             positions (`torch.Tensor` of shape `[1, N]`): Positions of the tokens.
         """
+        rotary = module_of(self.plan.rotary)
+        if self._known is None or not is_bare(rotary):
+            return self._computed_tables(x, positions)
+        return self._known(self._computed_tables, rotary, x, positions)
+
+    def _computed_tables(self, x: torch.Tensor, positions: torch.Tensor) -> Mapping[str | None, Tables]:
         tables = {}
         for name in self.plan.rotary_types:
             arguments: tuple[Any, ...] = () if name is None else (name,)
@@ -161,6 +176,8 @@ class WrittenDecoder:
         """Forget copies of weights that have changed, as far as `Watch` does not see it; once per use of the model."""
         if (compiled := self.__dict__.get("_compiled")) is not None:
             compiled.check_screen()
+        if self._known is not None:
+            self._known.forget()
 
     def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
         plan = self.plan

@@ -44,6 +44,17 @@ class Called:
         return self._module()
 
 
+def module_of(part: Any) -> Any:
+    """Return the module that a part calls; the part itself where it is a function or a module."""
+    return part.module if isinstance(part, Called) else part
+
+
+def is_bare(module: nn.Module) -> bool:
+    """Return whether a call of the module runs its class's forward and nothing else."""
+    own = vars(module)
+    return not (own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own or "_compiled_call_impl" in own)
+
+
 class Weighted:
     """Base of parts that compute with a module's parameters, which are read anew each time."""
 

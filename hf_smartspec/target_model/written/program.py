@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
+from weakref import ref
 
 import numpy as np
 import torch
@@ -88,6 +89,7 @@ class ForwardProgram:
         self.attending: list[int] = []
         self.multiplied: list[int] = []
         self.kept: dict[int, int] = {}  # by layer, the operators that store hidden states
+        self.kept_in: tuple[Any, int, int] | None = None  # the cache whose memory is set, and its state then
         self.dtype, self.size = x.dtype, x.shape[1]
         self._write(reads_states, screen)
         self.program = Program(self.dtype, self.operators)
@@ -345,16 +347,8 @@ class ForwardProgram:
     def _set_places(self, given: DecoderInput) -> list[torch.Tensor]:
         """Set the memory of layers, what tokens attend to, and rotary embeddings; return what must stay meanwhile."""
         (x, layout, cache, tables, _), rows = given, self.program.rows
-        layers = [(index, layer) for index, layer in enumerate(self.plan.layers) if layer.delta is None]
-        memories = [cache.layer(index) for index, _ in layers]
-        for memory, (_, layer) in zip(memories, layers):
-            if not memory.is_initialized:
-                empty = x.new_empty(1, layer.kv_heads, 1, layer.head_dim)
-                memory.lazy_initialization(empty, empty)
-        addresses = np.array([memory.addresses for memory in memories])
-        for where in self.memory_places:
-            rows[where] = addresses
-
+        if self.kept_in != (ref(cache), cache.num_moves, len(cache.layers)):  # a look at every layer takes long
+            self._set_memory(x, cache)
         assert all(part.dtype is self.dtype for pair in tables.values() for part in pair)
         held: list[torch.Tensor] = self.deltas.place(x, cache) if self.deltas.plans else []
         rows[self.rotated, self.lines] = layout.lines.data_ptr()
@@ -375,6 +369,19 @@ class ForwardProgram:
         else:
             rows[self.multiplied, self.wide] = 0
         return held
+
+    def _set_memory(self, x: torch.Tensor, cache: SlotCache) -> None:
+        """Set where the layers keep keys and values."""
+        layers = [(index, layer) for index, layer in enumerate(self.plan.layers) if layer.delta is None]
+        memories = [cache.layer(index) for index, _ in layers]
+        for memory, (_, layer) in zip(memories, layers):
+            if not memory.is_initialized:
+                empty = x.new_empty(1, layer.kv_heads, 1, layer.head_dim)
+                memory.lazy_initialization(empty, empty)
+        addresses = np.array([memory.addresses for memory in memories])
+        for where in self.memory_places:
+            self.program.rows[where] = addresses
+        self.kept_in = ref(cache), cache.num_moves, len(cache.layers)
 
 
 def _places(code: int, operators: list[int], names: list[str]) -> Places:

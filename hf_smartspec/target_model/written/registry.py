@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
 from threading import RLock
 
 import torch
@@ -54,10 +53,10 @@ class _Entry:
         self.watch = None if decoder is None else Watch(model, bypassed)
         self.setting = _setting(model) if decoder is None else None
 
-    def holds(self, model: PreTrainedModel, thoroughly: bool) -> bool:
+    def holds(self, model: PreTrainedModel, thoroughly: bool, may_wait: bool) -> bool:
         """Return whether the model is unchanged since the entry was made."""
         if self.watch is not None:
-            return self.watch.is_unchanged(thoroughly)
+            return self.watch.is_unchanged(thoroughly, may_wait)
         return not thoroughly or self.setting == _setting(model)
 
 
@@ -86,32 +85,36 @@ def packed_forward(
     if model.config.is_encoder_decoder:
         return EncodedForward(model, num_rows, capacity, prefill_chunk)
     written_decoder(model, thoroughly=True)
-    return PackedForward(model, num_rows, capacity, prefill_chunk, partial(written_decoder, model))
+    return PackedForward(
+        model, num_rows, capacity, prefill_chunk, lambda may_wait: written_decoder(model, may_wait=may_wait)
+    )
 
 
-def written_decoder(model: PreTrainedModel, thoroughly: bool = False) -> WrittenDecoder | None:
+def written_decoder(model: PreTrainedModel, thoroughly: bool = False, may_wait: bool = False) -> WrittenDecoder | None:
     """
     Return the model's written-out decoder. None where the model's own forward must run: its structure is unknown, the
     two differ, a module was hooked or replaced, or `HF_SMARTSPEC_WRITTEN=0` is set in the environment.
 
     Args:
         thoroughly (`bool`): Whether to look for rare changes, too.
+        may_wait (`bool`): Whether replaced modules and moved weights need not be noticed for 50 ms, as between steps of
+            the same rows.
     """
     if not _is_switched_on() or is_sharded(model):  # transformers' own layers multiply split weights
         return None
     state = state_of(model)
     entry: _Entry | None = state.written
-    if entry is None or not entry.holds(model, thoroughly):
+    if entry is None or not entry.holds(model, thoroughly, may_wait):
         with _lock:
             entry = state.written  # another thread may have been faster
-            if entry is None or not entry.holds(model, thoroughly):
+            if entry is None or not entry.holds(model, thoroughly, may_wait):
                 entry = state.written = _planned(model)
     if entry.watch is None:
         return None
     if entry.is_tried:
         if thoroughly and entry.decoder is not None:
             entry.decoder.check_weights()
-        return entry.decoder if entry.watch.is_bypassable(thoroughly) else None
+        return entry.decoder if entry.watch.is_bypassable(thoroughly, may_wait) else None
     if model.training and is_checkpointing(model):
         return None  # the model's own forward would not use the cache
     if entry.is_put_off and not thoroughly:

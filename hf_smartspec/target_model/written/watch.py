@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Sequence
 from itertools import chain
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -18,13 +19,15 @@ from .plan import READ
 _SLEEPING = "transformers.utils.output_capturing"
 _SCALARS = (bool, int, float, str, type(None))
 _OTHERS = {"training", "_attn_implementation"}  # the one is checked before every forward, the other does not matter
+_PAUSE = 0.05  # seconds from one look at modules and weights to the next, while the same rows run
 
 
 class Watch:
     """
-    Detector of changes to a model: modules, weights and hooks before every forward, which takes microseconds; what
-    hardly ever changes (numbers in modules and configs, classes) once per use of the model. Dictionaries of modules are
-    held while all of these modules live.
+    Detector of changes to a model: hooks before every forward; modules and weights before every forward of new rows,
+    and twenty times a second, since after a forward none of them is in the processor's cache; what hardly ever changes
+    (numbers in modules and configs, classes) once per use of the model. Dictionaries of modules are held while all of
+    these modules live.
 
     Args:
         model (`nn.Module`): The whole model.
@@ -45,6 +48,7 @@ class Watch:
         self._names = READ.union(*(mentions(kind) for kind in set(map(type, every)))) - _OTHERS
         self._device_type = next(model.parameters()).device.type
         self._calm: list[int] | None = None  # numbers of hooks and attributes when last found undisturbed
+        self._calm_since = self._seen = -_PAUSE  # when that was, and when modules and weights were last looked at
         self._quick, self._thorough = self._look(), self._look_closely()
 
     def end(self) -> None:
@@ -86,15 +90,21 @@ class Watch:
         """Return the watched modules below the model, as far as they live."""
         return [module for reference in self._modules[1:] if (module := reference()) is not None]
 
-    def is_bypassable(self, thoroughly: bool = False) -> bool:
-        """Return whether calling the modules would now do no more than compute."""
+    def is_bypassable(self, thoroughly: bool = False, may_wait: bool = False) -> bool:
+        """
+        Return whether calling the modules would now do no more than compute. If it `may_wait`, replaced forwards are
+        looked for twenty times a second.
+        """
         if torch_modules._has_any_global_hook() or torch.is_autocast_enabled(self._device_type):
             return False
         if any([attributes["training"] and drops(attributes) for attributes in self._droppers]):
             return False
         # torch counts hooks as they are registered, and a forward of a module's own is one more attribute.
-        present = [RemovableHandle.next_id, *map(len, self._attributes)]
-        if present == self._calm and not thoroughly:
+        known, now = self._calm, perf_counter()
+        if may_wait and now < self._calm_since + _PAUSE and known is not None and known[0] == RemovableHandle.next_id:
+            return True
+        present, self._calm_since = [RemovableHandle.next_id, *map(len, self._attributes)], now
+        if present == known and not thoroughly:
             return True
         replaced = [attributes for attributes in self._attributes if _may_be_replaced(attributes)]
         is_calm = not any(map(_has_awake_hooks, self._attributes))
@@ -110,13 +120,17 @@ class Watch:
             return True
         return attributes.get("_compiled_call_impl") is not None
 
-    def is_unchanged(self, thoroughly: bool = False) -> bool:
+    def is_unchanged(self, thoroughly: bool = False, may_wait: bool = False) -> bool:
         """
         Return whether all modules and weights are where they were. Changes to weights in place need no check: weights
-        are read anew.
+        are read anew. If it `may_wait`, this is looked at twenty times a second.
         """
+        now = perf_counter()
+        if may_wait and not self._is_over and now < self._seen + _PAUSE:
+            return True
         if self._is_over or self._look() != self._quick:
             return False
+        self._seen = now
         return not thoroughly or self._look_closely() == self._thorough
 
 

@@ -89,7 +89,7 @@ def test_a_model_in_training_is_measured_and_filed_by_the_forward_that_runs_it(m
     own = PackedForward._run
 
     def noting(forward, *args):
-        measured.append(forward._choose is not None and forward._choose() is not None)
+        measured.append(forward._choose is not None and forward._choose(False) is not None)
         return own(forward, *args)
 
     monkeypatch.setattr(PackedForward, "_run", noting)

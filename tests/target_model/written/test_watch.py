@@ -11,7 +11,7 @@ from torch import nn
 import hf_smartspec
 from hf_smartspec.target_model.forward.packed import PackedForward
 from hf_smartspec.target_model.support.dropout import is_random
-from hf_smartspec.target_model.written import packed_forward, registry, written_decoder, written_decoders
+from hf_smartspec.target_model.written import packed_forward, registry, watch, written_decoder, written_decoders
 
 from ...models import new_model
 from .test_written import is_written, logits_of
@@ -232,3 +232,33 @@ def test_the_environment_switches_them_off_when_asked(monkeypatch):
         assert is_written(model)
     monkeypatch.setenv("HF_SMARTSPEC_WRITTEN", "1")
     assert is_written(model)
+
+
+def test_while_the_same_rows_run_moved_weights_and_replaced_forwards_are_noticed_a_moment_later(monkeypatch):
+    model, now = new_model("llama"), [0.0]
+    monkeypatch.setattr(watch, "perf_counter", lambda: now[0])
+    decoder, layer = written_decoder(model), model.model.layers[0]
+    layer.mlp.forward = lambda x: x
+    assert written_decoder(model, may_wait=True) is decoder is not None
+    now[0] += 1
+    assert written_decoder(model, may_wait=True) is None
+    del layer.mlp.forward
+    now[0] += 1
+    assert written_decoder(model, may_wait=True) is decoder
+    layer.mlp.down_proj.weight.data = layer.mlp.down_proj.weight.data.clone()
+    assert written_decoder(model, may_wait=True) is decoder
+    now[0] += 1
+    assert written_decoder(model, may_wait=True) not in (None, decoder)
+    layer.mlp.register_forward_hook(lambda *args: None)
+    assert written_decoder(model, may_wait=True) is None, "hooks are noticed at once"
+
+
+@torch.no_grad()
+def test_moved_weights_are_noticed_before_new_rows_run():
+    model = new_model("llama")
+    forward = packed_forward(model)
+    before = logits_of(forward)
+    for parameter in model.model.layers[0].parameters():
+        parameter.data = 2 * parameter.data
+    assert not torch.allclose(logits_of(forward), before, atol=1e-3)
+    assert torch.allclose(logits_of(forward), logits_of(PackedForward(model)), atol=1e-5)
