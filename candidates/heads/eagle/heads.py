@@ -150,7 +150,7 @@ class EagleHeads(FeatureDrafter):
         if "embed_tokens" in self.parts:
             return embedding(tokens, self.part("embed_tokens").weight)
         own: Any = self._target_parts[0]
-        return own(tokens.to(own.weight.device)).to(device=self.device, dtype=self.dtype)
+        return own(tokens.to(own.weight.device)).to(self.part("o_proj").weight)  # its device and dtype
 
     def combine(self, states: torch.Tensor) -> torch.Tensor:
         """Return features `[N, hidden_size]` of the target's hidden states `[N, layers * target's hidden_size]`."""
@@ -208,12 +208,13 @@ class EagleHeads(FeatureDrafter):
         return self._run
 
     def _run(self, features: Features, step: FeatureStep) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._write_out()(features, step)
+        may_wait, step.cache.has_new_rows = not step.cache.has_new_rows, False
+        return self._write_out(may_wait)(features, step)
 
-    def _write_out(self) -> "_WrittenHeads":
-        """Return the written-out heads, which are made anew where weights have moved."""
+    def _write_out(self, may_wait: bool = False) -> "_WrittenHeads":
+        """Return the written-out heads, which are made anew where weights have moved; see `Watch` for `may_wait`."""
         written = self._written
-        if written is None or not written.watch.is_unchanged():
+        if written is None or not written.watch.is_unchanged(may_wait=may_wait):
             with _lock:  # laying weights side by side frees memory whose addresses another thread's program may hold
                 written = self._written
                 if written is None or not written.watch.is_unchanged():
