@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -79,7 +78,7 @@ class RecordedForward(PackedForward):
 
     def __init__(self, model: PreTrainedModel, num_rows: int, capacity: int, end_id: int):
         written_decoder(model, thoroughly=True)
-        super().__init__(model, num_rows, capacity, choose=partial(written_decoder, model))
+        super().__init__(model, num_rows, capacity, choose=lambda may_wait: written_decoder(model, may_wait=may_wait))
         self._end_id = end_id
         self._texts: dict[CacheRow, np.ndarray] = {}
         self._picks: list[int] = []

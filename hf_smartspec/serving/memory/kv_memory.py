@@ -218,6 +218,7 @@ class EngineMemory(RequestMemory):
                 with self._removed_on_failure(row):
                     self.forward.cut(row, shared.length)
                     self.cache.resize(row, capacity)
+                self.cache.has_new_rows = True
                 return row
             self.cache.remove(row)
         try:

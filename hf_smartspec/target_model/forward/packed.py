@@ -162,7 +162,11 @@ class PackedForward(RaggedForward):
         """Return the written-out decoder, if that is to run."""
         has_new_rows, self.cache.has_new_rows = self.cache.has_new_rows, False
         # A host that only launches has modules and weights in its caches, and looks at them in no time.
-        return None if self._choose is None else self._choose(self.recordings is None and not has_new_rows)
+        return (
+            None
+            if self._choose is None
+            else self._choose(self.device.type == "cpu" and self.recordings is None and not has_new_rows)
+        )
 
     def cut(self, row: CacheRow, length: int) -> None:
         """Cut a row; if it has states, which cannot be taken back, to its last kept ones of at most `length` tokens."""

@@ -177,7 +177,7 @@ class WrittenDecoder:
         if (compiled := self.__dict__.get("_compiled")) is not None:
             compiled.check_screen()
         if self._known is not None:
-            self._known.forget()
+            self._known.check(module_of(self.plan.rotary))
 
     def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
         plan = self.plan

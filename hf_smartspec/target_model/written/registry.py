@@ -90,7 +90,9 @@ def packed_forward(
     )
 
 
-def written_decoder(model: PreTrainedModel, thoroughly: bool = False, may_wait: bool = False) -> WrittenDecoder | None:
+def written_decoder(
+    model: PreTrainedModel, *, thoroughly: bool = False, may_wait: bool = False
+) -> WrittenDecoder | None:
     """
     Return the model's written-out decoder. None where the model's own forward must run: its structure is unknown, the
     two differ, a module was hooked or replaced, or `HF_SMARTSPEC_WRITTEN=0` is set in the environment.

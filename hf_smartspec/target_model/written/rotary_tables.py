@@ -1,7 +1,8 @@
 """Rotary embeddings by position, computed once where they depend on nothing else."""
 
+import operator
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -25,12 +26,13 @@ class RotaryTables:
 
     def __init__(self, module: nn.Module):
         self._may_keep = not depends_on_length(module)
-        self.forget()
+        self._kept: _Kept | None = None
 
-    def forget(self) -> None:
-        """Delete all embeddings."""
-        self._made_of: Any = None
-        self._kept: dict[str | None, Tables] = {}
+    def check(self, module: nn.Module) -> None:
+        """Forget the embeddings if the frequencies have changed in a way that torch does not count."""
+        kept, frequencies = self._kept, _frequencies(module)
+        if kept is not None and not all(map(torch.equal, kept.copies, frequencies)):
+            self._kept = None
 
     def __call__(self, compute: Compute, module: nn.Module, x: torch.Tensor, positions: torch.Tensor) -> ByType:
         """
@@ -44,27 +46,47 @@ class RotaryTables:
         """
         if not self._may_keep or not x.is_cpu:
             return compute(x, positions)
-        frequencies = [tensor for tensor in module._buffers.values() if tensor is not None]
-        made_of = x.dtype, [(tensor.data_ptr(), version_of(tensor)) for tensor in frequencies]
-        if made_of == self._made_of:
+        frequencies, kept = _frequencies(module), self._kept
+        if kept is not None and kept.is_of(x.dtype, frequencies):
             try:
-                return self._of(positions[0])
+                return kept.of(positions[0])
             except IndexError:  # of positions beyond those that are kept
                 pass
         found, num = compute(x, positions), int(positions.max()) + 1
         if num <= _MOST:
-            every = torch.arange(max(1 << (num - 1).bit_length(), _LEAST))[None]
-            kept = compute(x, every)
-            self._kept = {name: (cos.contiguous(), sin.contiguous()) for name, (cos, sin) in kept.items()}
-            self._made_of = made_of
-            looked_up = self._of(positions[0])
-            self._may_keep = all(
-                torch.equal(*pair) for name, pairs in found.items() for pair in zip(pairs, looked_up[name])
-            )
+            every = torch.arange(max(1 << (num - 1).bit_length(), _LEAST), device=positions.device)[None]
+            tables = {name: (cos.contiguous(), sin.contiguous()) for name, (cos, sin) in compute(x, every).items()}
+            versions, copies = list(map(version_of, frequencies)), [tensor.clone() for tensor in frequencies]
+            kept = _Kept(x.dtype, frequencies, versions, copies, tables)
+            own = kept.of(positions[0])
+            self._may_keep = all(torch.equal(*pair) for name, pairs in found.items() for pair in zip(pairs, own[name]))
+            self._kept = kept
         return found
 
-    def _of(self, positions: torch.Tensor) -> ByType:
+
+class _Kept(NamedTuple):
+    """Embeddings of the first positions, and the frequencies that they are made of."""
+
+    dtype: torch.dtype
+    frequencies: list[torch.Tensor]
+    versions: list[int]
+    copies: list[torch.Tensor]
+    tables: dict[str | None, Tables]
+
+    def is_of(self, dtype: torch.dtype, frequencies: list[torch.Tensor]) -> bool:
+        return (
+            self.dtype is dtype
+            and len(self.frequencies) == len(frequencies)
+            and all(map(operator.is_, self.frequencies, frequencies))
+            and self.versions == list(map(version_of, frequencies))
+        )
+
+    def of(self, positions: torch.Tensor) -> ByType:
         return {
             name: (cos.index_select(0, positions), sin.index_select(0, positions))
-            for name, (cos, sin) in self._kept.items()
+            for name, (cos, sin) in self.tables.items()
         }
+
+
+def _frequencies(module: nn.Module) -> list[torch.Tensor]:
+    return [tensor for tensor in module._buffers.values() if tensor is not None]

@@ -34,6 +34,8 @@ class Watch:
         modules (sequence of `nn.Module`): The modules below it that are bypassed.
     """
 
+    num_thorough = 0  # looks of all watches, after each of which no watch waits: what is used anew may be changed anew
+
     def __init__(self, model: nn.Module, modules: Sequence[nn.Module]):
         every = (model, *modules)
         children = [child for module in every for child in module._modules.values() if child is not None]
@@ -48,7 +50,8 @@ class Watch:
         self._names = READ.union(*(mentions(kind) for kind in set(map(type, every)))) - _OTHERS
         self._device_type = next(model.parameters()).device.type
         self._calm: list[int] | None = None  # numbers of hooks and attributes when last found undisturbed
-        self._calm_since = self._seen = -_PAUSE  # when that was, and when modules and weights were last looked at
+        # When that was, and when modules and weights were last found unchanged, with `num_thorough` then.
+        self._calm_since = self._seen = (-_PAUSE, -1)
         self._quick, self._thorough = self._look(), self._look_closely()
 
     def end(self) -> None:
@@ -100,8 +103,9 @@ class Watch:
         if any([attributes["training"] and drops(attributes) for attributes in self._droppers]):
             return False
         # torch counts hooks as they are registered, and a forward of a module's own is one more attribute.
-        known, now = self._calm, perf_counter()
-        if may_wait and now < self._calm_since + _PAUSE and known is not None and known[0] == RemovableHandle.next_id:
+        known, now = self._calm, (perf_counter(), Watch.num_thorough)
+        is_known = known is not None and known[0] == RemovableHandle.next_id
+        if may_wait and is_known and _is_recent(self._calm_since, now):
             return True
         present, self._calm_since = [RemovableHandle.next_id, *map(len, self._attributes)], now
         if present == known and not thoroughly:
@@ -125,13 +129,19 @@ class Watch:
         Return whether all modules and weights are where they were. Changes to weights in place need no check: weights
         are read anew. If it `may_wait`, this is looked at twenty times a second.
         """
-        now = perf_counter()
-        if may_wait and not self._is_over and now < self._seen + _PAUSE:
+        Watch.num_thorough += thoroughly
+        now = perf_counter(), Watch.num_thorough
+        if may_wait and not self._is_over and _is_recent(self._seen, now):
             return True
+        self._seen = (-_PAUSE, -1)
         if self._is_over or self._look() != self._quick:
             return False
         self._seen = now
         return not thoroughly or self._look_closely() == self._thorough
+
+
+def _is_recent(then: tuple[float, int], now: tuple[float, int]) -> bool:
+    return now[0] < then[0] + _PAUSE and now[1] == then[1]
 
 
 def _ending(watch: "weakref.ref[Watch]") -> Any:

@@ -53,6 +53,9 @@ def test_changed_frequencies_are_noticed():
     pairs(decoder, [3, 9], torch.float32)
     model.model.rotary_emb.inv_freq.mul_(2)
     assert all(torch.equal(*pair) for pair in pairs(decoder, [3, 9], torch.float32))
+    for _ in range(3):  # new tensors, which may lie where earlier ones did
+        model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq * 1.5
+        assert all(torch.equal(*pair) for pair in pairs(decoder, [3, 9], torch.float32))
     model.model.rotary_emb.inv_freq.data.mul_(2)  # not counted by torch: found when the model is used anew
     written_decoder(model, thoroughly=True)
     assert all(torch.equal(*pair) for pair in pairs(decoder, [3, 9], torch.float32))
@@ -61,5 +64,12 @@ def test_changed_frequencies_are_noticed():
 def test_embeddings_that_depend_on_the_length_are_computed_each_time():
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     model = new_model("llama", max_position_embeddings=16, rope_parameters=rope)
-    decoder = written_decoder(model)
-    assert decoder is None or not decoder._known._may_keep
+    assert not written_decoder(model)._known._may_keep
+
+
+def test_torchs_default_device_does_not_matter():
+    model = new_model("llama")
+    decoder, x, place = written_decoder(model), torch.zeros(1, 32), torch.tensor([[4]])
+    with torch.device("meta"):
+        tables = decoder.tables(x, place)
+    assert all(part.device.type == "cpu" for pair in tables.values() for part in pair)

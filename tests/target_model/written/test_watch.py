@@ -253,8 +253,22 @@ def test_while_the_same_rows_run_moved_weights_and_replaced_forwards_are_noticed
     assert written_decoder(model, may_wait=True) is None, "hooks are noticed at once"
 
 
+def test_after_a_thorough_look_at_one_model_no_other_waits(monkeypatch):
+    """An engine that was paused looks at its target alone, and its draft model may have been moved, too."""
+    target, draft = new_model("llama"), new_model("llama")
+    monkeypatch.setattr(watch, "perf_counter", lambda: 0.0)
+    assert written_decoder(target) is not None and written_decoder(draft) is not None  # both have been tried out
+    decoder = written_decoder(draft)
+    projection = draft.model.layers[0].mlp.down_proj
+    projection.weight.data = projection.weight.data.clone()
+    assert written_decoder(draft, may_wait=True) is decoder is not None
+    written_decoder(target, thoroughly=True)
+    assert written_decoder(draft, may_wait=True) not in (None, decoder)
+
+
 @torch.no_grad()
-def test_moved_weights_are_noticed_before_new_rows_run():
+def test_moved_weights_are_noticed_before_new_rows_run(monkeypatch):
+    monkeypatch.setattr(watch, "perf_counter", lambda: 0.0)
     model = new_model("llama")
     forward = packed_forward(model)
     before = logits_of(forward)
