@@ -22,6 +22,7 @@ from ..goodput import CostModel, GoodputAuction, LengthPolicy
 from ..sampling.noise import row_seed
 from ..sampling.processors import TokenPicker
 from ..target_model.cache.kept_memory import borrow_memory
+from ..target_model.cache.loading import load
 from ..target_model.compat import CACHE, cached_length, is_stateful, num_positions, renewal_length, run_encoder
 from ..target_model.cost.profiling import load_or_profile, mend_profile
 from ..target_model.encoded import EncodedForward, masks_encoder
@@ -229,7 +230,8 @@ def _forward(prepared: PreparedCall, requests: list[Request]) -> PackedForward |
     if length > 0 and not is_due:
         for request in requests:
             request.row = forward.add()
-        forward.cache.load(cache, [item.cache_row for item in requests], [item.mask[:length] for item in requests])
+        rows, masks = [item.cache_row for item in requests], [item.mask[:length] for item in requests]
+        load(cache, forward.cache, rows, masks)
     return forward
 
 

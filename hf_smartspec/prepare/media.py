@@ -7,6 +7,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from ..decoding.call import Request
+from ..target_model.cache.loading import load
 from ..target_model.compat import CACHE, MEDIA_KWARGS
 from ..target_model.forward.packed import PackedForward
 
@@ -75,7 +76,7 @@ def read_media(forward: PackedForward, requests: Sequence[Request], prepared: An
         request.row = forward.add()
         request.row.position_offset = offset
     masks = [request.mask[:-1] for request in requests]
-    forward.cache.load(kwargs[CACHE], [request.cache_row for request in requests], masks)
+    load(kwargs[CACHE], forward.cache, [request.cache_row for request in requests], masks)
 
 
 def _before_last(key: str, value: Any) -> Any:

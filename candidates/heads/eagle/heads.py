@@ -15,9 +15,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ....target_model.drafters.features import FeatureStep, Layers
 from ....target_model.written.decoder import WrittenDecoder
+from ....target_model.written.inputs import Features
 from ....target_model.written.parts import MLP, Called, Fused, Halves, Map, RMSNorm, written_activation, written_map
 from ....target_model.written.plan import DecoderPlan, FeaturePlan, LayerPlan
-from ....target_model.written.program import Features
 from ....target_model.written.watch import Watch
 from ..learned import FeatureDrafter
 from .config import window_of

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache
 
 from ...device import to_device
 from ..layout.kernels.lines import move_lines
@@ -375,26 +375,6 @@ class SlotCache(Cache):
         for number, targets in enumerate(columns):
             positions[number, targets] = torch.arange(len(targets), device=keys.device)
         own.indexer_position_ids = positions.expand(3, -1, -1)
-
-    def load(self, cache: DynamicCache, rows: Sequence[CacheRow], columns: Sequence[torch.Tensor]) -> None:
-        """
-        Fill empty rows from transformers' own cache: row i takes the columns that the bool mask `columns[i]`
-        (`[cached_length]`) selects. Sliding-window layers hold only the end of the text, which is all that they attend
-        to.
-        """
-        self.reserve(rows, [int(mask.sum()) for mask in columns])
-        for index, source in enumerate(cache.layers):
-            assert isinstance(source, DynamicLayer) and source.keys is not None and source.values is not None
-            layer = self.layer(index)
-            if not layer.is_initialized:
-                layer.lazy_initialization(source.keys, source.values)
-            for number, (row, mask) in enumerate(zip(rows, columns)):
-                missing = len(mask) - source.keys.shape[2]
-                positions = mask.cumsum(0)[missing:][mask[missing:]] - 1
-                for memory, states in ((layer.keys, source.keys), (layer.values, source.values)):
-                    memory[row.line + positions] = states[number][:, mask[missing:]].transpose(0, 1)
-        for row, mask in zip(rows, columns):
-            row.length = int(mask.sum())
 
 
 def _kind(memory: torch.Tensor) -> tuple[torch.Size, torch.dtype]:

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from ..cache.slot_cache import SlotCache
 from ..forward.ragged import PlannedForward, RaggedForward
 from ..layout.step_layout import StepLayout
-from ..written.program import Features
+from ..written.inputs import Features
 
 
 class FeatureStep(NamedTuple):

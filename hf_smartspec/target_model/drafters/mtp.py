@@ -11,7 +11,7 @@ from ..cache.slot_cache import SlotCache
 from ..compat import cache_name
 from ..layout.skip_prefix import skip_prefix
 from ..layout.step_layout import StepLayout
-from ..written.program import Features
+from ..written.inputs import Features
 from .features import FeatureStep
 
 

@@ -8,6 +8,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedConfig, Pr
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutput
 
+from ..cache.loading import load
 from ..cache.slot_cache import SlotCache
 from ..forward.packed import PackedForward
 from ..forward.ragged import PlannedForward
@@ -74,7 +75,7 @@ class EncodedForward(PackedForward):
         try:
             for length in masks.sum(dim=1).tolist():
                 sources.append(self.cross.add(length))
-            self.cross.load(cached, sources, list(masks))
+            load(cached, self.cross, sources, list(masks))
             for _ in sources:
                 rows.append(self.cache.add(num_tokens))
         except BaseException:  # a failure half-way, such as lack of memory, must not leave rows without an owner
@@ -94,7 +95,7 @@ class EncodedForward(PackedForward):
         are dropped.
         """
         self.cut(row, 0)
-        self.cross.load(self._read(outputs), [self._sources[row]], list(_masks(outputs, mask)))
+        load(self._read(outputs), self.cross, [self._sources[row]], list(_masks(outputs, mask)))
 
     def _read(self, outputs: BaseModelOutput) -> DynamicCache:
         """Return the keys and values that the decoder computes from an encoder's outputs."""

@@ -21,9 +21,10 @@ from ..cache.slot_cache import SlotCache
 from ..layout.step_layout import StepLayout
 from ..recurrent.cache import StateCache
 from .delta import can_compile_delta
+from .inputs import DecoderInput
 from .parts import MLP, Fused, Halves, RMSNorm, gate_of
 from .plan import DecoderPlan, FeaturePlan, LayerPlan
-from .program import DecoderInput, ForwardProgram, products_of
+from .program import ForwardProgram, products_of
 
 _LEAST, _MOST = 16, 256  # tokens for which programs have room: their memory is kept
 # Forwards from a change of the head to its next screen, which pays for its building only after many forwards: more

@@ -19,9 +19,9 @@ from ..layout.step_layout import StepLayout
 from ..recurrent.cache import StateCache
 from .compiled import CompiledDecoder, can_compile
 from .delta import run_delta
+from .inputs import DecoderInput, Features, Tables
 from .parts import Halves, is_bare, module_of
 from .plan import DecoderPlan, FeaturePlan, LayerPlan
-from .program import DecoderInput, Features, Tables
 from .rotary_tables import RotaryTables
 
 logger = get_logger(__name__)

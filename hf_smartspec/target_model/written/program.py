@@ -1,8 +1,8 @@
 """The program of a decoder's forward: its operators, their memory, and what is set before each run."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 from weakref import ref
 
 import numpy as np
@@ -18,49 +18,16 @@ from ...cpu.screening import Picks, Screen, ScreenOperators
 from ...cpu.threads import share_of
 from ..attention.seen_lines import lines_of
 from ..cache.slot_cache import SlotCache
-from ..layout.step_layout import StepLayout
 from .delta_program import DeltaOperators
+from .inputs import DecoderInput
 from .parts import gate_of
 from .plan import DecoderPlan, LayerPlan
 
-Tables = tuple[torch.Tensor, torch.Tensor]
 Places = tuple[np.ndarray, list[int]]  # indices of fields of some operators in `Program.rows`
 # Fields that are set before every forward.
 _MEMORY = ["keys", "values"]
 _ROTATE = ["dim", "cos", "sin"]
 _ATTEND = "scratch num_runs parts scratch_size runs firsts counts nodes bits distance prefixes prefix_counts".split()
-
-
-class Features(NamedTuple):
-    """
-    Features from which heads continue.
-
-    Args:
-        values (`torch.Tensor` of shape `[N, D]`): Features of all tokens, or the target's hidden states.
-        are_states (`bool`): Whether these are hidden states of the target.
-    """
-
-    values: torch.Tensor
-    are_states: bool
-
-
-class DecoderInput(NamedTuple):
-    """
-    What the layers of a decoder run on.
-
-    Args:
-        x (`torch.Tensor` of shape `[N, hidden_size]`): Embeddings, which are not changed.
-        layout (`StepLayout`): Layout of N tokens, of which M are kept.
-        cache (`SlotCache`): Where their keys and values are stored.
-        tables (mapping): Rotary embeddings, from `WrittenDecoder.tables`.
-        features (`Features`, *optional*): The features of all tokens, for heads.
-    """
-
-    x: torch.Tensor
-    layout: StepLayout
-    cache: SlotCache
-    tables: Mapping[str | None, Tables]
-    features: Features | None = None
 
 
 class ForwardProgram:

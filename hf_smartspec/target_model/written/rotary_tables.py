@@ -9,8 +9,8 @@ from torch import nn
 
 from ...cpu.tensor_checks import version_of
 from ..forward.rotary import depends_on_length
+from .inputs import Tables
 
-Tables = tuple[torch.Tensor, torch.Tensor]
 ByType = Mapping[str | None, Tables]
 Compute = Callable[[torch.Tensor, torch.Tensor], ByType]
 _LEAST, _MOST = 256, 2**15  # positions of which embeddings are kept

@@ -133,11 +133,10 @@ class Watch:
         now = perf_counter(), Watch.num_thorough
         if may_wait and not self._is_over and _is_recent(self._seen, now):
             return True
-        self._seen = (-_PAUSE, -1)
-        if self._is_over or self._look() != self._quick:
-            return False
-        self._seen = now
-        return not thoroughly or self._look_closely() == self._thorough
+        is_same = not self._is_over and self._look() == self._quick
+        is_same = is_same and (not thoroughly or self._look_closely() == self._thorough)
+        self._seen = now if is_same else (-_PAUSE, -1)
+        return is_same
 
 
 def _is_recent(then: tuple[float, int], now: tuple[float, int]) -> bool:

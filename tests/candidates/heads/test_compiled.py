@@ -14,6 +14,7 @@ from hf_smartspec.candidates.heads.eagle.heads import EagleHeads
 from hf_smartspec.cpu.few_tokens import has_kernels
 from hf_smartspec.online.students import student_of
 from hf_smartspec.target_model.drafters.features import FeatureForward
+from hf_smartspec.target_model.written import watch
 from hf_smartspec.target_model.written.compiled import CompiledDecoder
 from hf_smartspec.target_model.written.decoder import WrittenDecoder
 
@@ -91,6 +92,18 @@ def test_weights_that_move_are_found(tmp_path, programs, monkeypatch):
     for name in ("down_proj", "lm_head", "norm"):
         heads.part(name).weight.data = heads.part(name).weight.data * 1.5
     found = logits_of(heads, items)
+    assert programs and not torch.equal(found, before)
+    assert torch.equal(found, logits_by_layers(heads, items, monkeypatch))
+
+
+def test_weights_that_move_are_found_before_new_rows_run(tmp_path, programs, monkeypatch):
+    """While the same rows run, heads look at their weights now and then only."""
+    monkeypatch.setattr(watch, "perf_counter", lambda: 0.0)
+    heads, items = heads_of("own output", tmp_path)
+    forward = FeatureForward(heads)
+    before = torch.cat(run(forward, [forward.add() for _ in items], items))
+    heads.part("down_proj").weight.data = heads.part("down_proj").weight.data * 1.5
+    found = torch.cat(run(forward, [forward.add() for _ in items], items))
     assert programs and not torch.equal(found, before)
     assert torch.equal(found, logits_by_layers(heads, items, monkeypatch))
 

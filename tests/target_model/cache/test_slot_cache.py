@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from transformers import DynamicCache, LlamaConfig
 
+from hf_smartspec.target_model.cache.loading import load
 from hf_smartspec.target_model.cache.slot_cache import SlotCache
 from hf_smartspec.target_model.layout.rows import CacheRow, RowInput
 from hf_smartspec.target_model.layout.shared_prefix import set_shared_reads
@@ -373,7 +374,7 @@ def test_load_takes_what_export_gave(window):
 
     loaded = SlotCache(num_slots=2, capacity=1)
     copies = [loaded.add(), loaded.add()]
-    loaded.load(exported, copies, masks)
+    load(exported, loaded, copies, masks)
     assert [row.length for row in copies] == [2, 4]
     for layer, original in zip(loaded.layers, cache.layers):
         for row, copy in zip(rows, copies):

@@ -53,6 +53,30 @@ def test_logits_are_the_models_own(name):
     assert (actual - expected).abs().max() <= 1e-5 * max(expected.abs().max(), 1)
 
 
+def hooked(module):
+    module.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def renormalized(module):
+    module.max_norm = 0.1
+
+
+def scaled(module):
+    module.forward = lambda tokens: nn.functional.embedding(tokens, module.weight) * 3
+
+
+@pytest.mark.parametrize("change", [hooked, renormalized, scaled])
+@torch.no_grad()
+def test_embeddings_that_do_more_than_look_up_are_called(change):
+    model = new_model("llama", tie_word_embeddings=False)
+    decoder, tokens = written_decoder(model), torch.tensor([[3, 50, 3]])
+    before = decoder.embed(tokens)
+    assert torch.equal(before, model.model.embed_tokens(tokens)[0])
+    change(model.model.embed_tokens)
+    found = decoder.embed(tokens)
+    assert torch.equal(found, model.model.embed_tokens(tokens)[0]) and not torch.equal(found, before)
+
+
 @torch.no_grad()
 def test_half_precision_is_rounded_where_the_model_rounds():
     model = copy.deepcopy(shared_model("llama")).to(torch.bfloat16)
