@@ -1,7 +1,7 @@
 """Prompt lookup: the continuation of an earlier occurrence of the last few tokens (Saxena, 2023)."""
 
 from collections.abc import Hashable, Sequence
-from weakref import WeakValueDictionary
+from weakref import finalize, ref
 
 import numpy as np
 
@@ -38,7 +38,6 @@ class _References(_Index):
 
     def __init__(self, max_ngram: int, texts: tuple[np.ndarray, ...]):
         super().__init__(max_ngram)
-        self.texts = texts  # kept, so that no other text gets their identity
         for text in texts:
             self.extend([*text.tolist(), _BORDER])
 
@@ -104,7 +103,7 @@ class PromptLookupCandidates(TreeCandidateGenerator):
         self.default_num_nodes = num_tokens
         self.max_ngram, self.min_ngram, self.first = max_ngram, min_ngram, first
         self._texts: dict[Hashable, _Text] = {}
-        self._references: WeakValueDictionary[tuple[int, ...], _References] = WeakValueDictionary()
+        self._references: dict[tuple[int, ...], _References] = {}  # by identities of texts, as long as these exist
 
     @classmethod
     def published(cls, num_tokens: int = 10, max_ngram: int = 3) -> "PromptLookupCandidates":
@@ -125,6 +124,8 @@ class PromptLookupCandidates(TreeCandidateGenerator):
         known = self._references.get(key)
         if known is None:
             known = self._references[key] = _References(self.max_ngram, texts)
+            for text in texts:
+                finalize(text, _drop_references, ref(self), key)
         return known
 
     def propose(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> list[DraftTree]:
@@ -142,3 +143,9 @@ class PromptLookupCandidates(TreeCandidateGenerator):
 
     def stop(self, request_id: Hashable) -> None:
         self._texts.pop(request_id, None)
+
+
+def _drop_references(source: ref[PromptLookupCandidates], key: tuple[int, ...]) -> None:
+    """Drop the index of texts of which one is no more, before another object gets its identity."""
+    if (known := source()) is not None:
+        known._references.pop(key, None)

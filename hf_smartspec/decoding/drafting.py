@@ -12,32 +12,43 @@ from ..candidates.base import label_of
 from ..drafts.merge import Draft, first_drafters, join
 from ..drafts.tree import DraftTree
 from ..goodput.estimates.decayed import DecayedMean
-from ..goodput.policy import DraftCost, LengthPolicy, StepOutcome, StepRows, StepSeconds
+from ..goodput.policy import LengthPolicy, StepOutcome, StepRows, StepSeconds
 from ..goodput.stage import Stage
 from ..target_model.forward.ranks import Ranks
 from .alarm import AcceptanceAlarm
-from .call import ModelLimits, Request, padded_context
+from .call import ModelLimits, Request
+from .policy_rows import policy_rows
 from .source_guard import GuardedSources
 from .statistics import GenerationStatistics, Timed
 
 _EMPTY = DraftTree.empty()
 _NEWEST = 0.1  # least weight of the newest draft in the mean of accepted lengths
-_LONGEST = 1.5  # largest ratio of the times of a step with and without drafts, if several namespaces share it
 
 
 class StepDrafts(NamedTuple):
-    """Drafts of one step: the proposed trees, and the selected ones, which are verified."""
+    """
+    Drafts of one step: the proposed trees, and the selected ones, which are verified. Where the policy rests, there are
+    none, and no `policy_rows`.
+    """
 
-    policy_rows: StepRows
+    policy_rows: StepRows | None
     rows: list[Request]
     proposed: list[DraftTree]
     trees: list[DraftTree]
     start: StepSeconds  # seconds spent before the step
 
+    @property
+    def has_prompts(self) -> bool:
+        return self.policy_rows is not None and self.policy_rows.num_prefill_tokens > 0
+
+    def seconds(self, end: StepSeconds) -> StepSeconds:
+        """Return the step's own seconds, from those spent at its end."""
+        return StepSeconds(*(after - before for before, after in zip(self.start, end)))
+
     def outcome(self, accepted: Sequence[int], tokens: Sequence[np.ndarray], end: StepSeconds) -> StepOutcome:
         """Return the outcome for the policy, from accepted nodes and committed tokens of rows, and the step's end."""
-        seconds = StepSeconds(*(after - before for before, after in zip(self.start, end)))
-        return StepOutcome(self.policy_rows, self.proposed, self.trees, accepted, seconds, tokens)
+        assert self.policy_rows is not None, "a step that the policy is called for"
+        return StepOutcome(self.policy_rows, self.proposed, self.trees, accepted, self.seconds(end), tokens)
 
 
 class Drafting:
@@ -90,14 +101,16 @@ class Drafting:
         Draft the trees of one step, in which every row is fed the tokens in `feeds`: stage by stage, drafts are merged
         into the trees where the policy finds them worth their cost. Of all nodes, it selects those to verify.
         """
+        rows = [request for request, tokens in feeds.items() if request.num_uncached == len(tokens)]
+        if self._rests(rows, feeds):
+            return self._without_drafts(rows)
         start = self.seconds()
         observed = self.statistics.seconds_observe - self._seconds_meanwhile
         if self._has_learnt:
             self._seconds_learning = observed - self._seconds_observed
         self._seconds_observed = observed
-        rows = [request for request, tokens in feeds.items() if request.num_uncached == len(tokens)]
         with self._timed("seconds_select"):
-            step = self._step_rows(rows, feeds, num_waiting)
+            step = policy_rows(rows, feeds, num_waiting, self.policy, self._lengths)
         if self.ranks is None:
             proposed, selected = self._propose_and_select(step, rows)
         else:
@@ -106,6 +119,18 @@ class Drafting:
         if self.is_traced:
             _begin_traces(drafts, self.sources)
         return drafts
+
+    def _rests(self, rows: list[Request], feeds: dict[Request, np.ndarray]) -> bool:
+        """Return whether the policy is not called for a step; several processes always call it."""
+        if self.ranks is not None or self.is_traced or any([len(tokens) > 1 for tokens in feeds.values()]):
+            return False
+        return self.policy.rests([request.request_id for request in rows])
+
+    def _without_drafts(self, rows: list[Request]) -> StepDrafts:
+        trees = [_EMPTY] * len(rows)
+        self.sources.count(dict(zip(rows, trees)))
+        self.has_asked, self._asked_with_needs = False, set()
+        return StepDrafts(None, rows, trees, trees, self.seconds())
 
     def _propose_and_select(self, step: StepRows, rows: list[Request]) -> tuple[list[DraftTree], list[DraftTree]]:
         """Ask the sources stage by stage, then the policy. Return the proposed trees, and the selected ones."""
@@ -203,6 +228,9 @@ class Drafting:
         if not self.decides:
             return
         self._catch_up()  # the step before
+        if drafts.policy_rows is None:
+            self.policy.rested(len(drafts.rows), drafts.seconds(self.seconds()))
+            return
         learn = partial(self._learn, drafts.rows, drafts.outcome(accepted, tokens, self.seconds()))
         if may_wait and self.policy.learns_late:
             self._unlearnt = learn
@@ -254,42 +282,6 @@ class Drafting:
         other = counts.seconds_select - selecting + counts.seconds_verify
         return StepSeconds(counts.seconds_draft + selecting, forward, other)
 
-    def _step_rows(self, rows: Sequence[Request], feeds: dict[Request, np.ndarray], num_waiting: int) -> StepRows:
-        sizes = list(map(len, feeds.values()))
-        prompts = [(num, request.cache_row.length) for request, num in zip(feeds, sizes) if num > 1]
-        caps = np.array([_cap(request) for request in rows], np.int64)
-        step = StepRows(
-            request_ids=[request.request_id for request in rows],
-            context_lens=np.array([request.cache_row.length for request in rows], np.int64),
-            caps=caps,
-            num_prefill_tokens=sum(sizes) - len(rows),
-            prefill_context=sum(num + cached for num, cached in prompts),
-            prefill_pairs=sum(num * (num + cached) for num, cached in prompts),
-            num_waiting=num_waiting,
-            padded_context=padded_context(
-                [request for request in rows if len(feeds[request]) == 1] if prompts else rows
-            ),
-            num_remaining=_remaining(rows),
-        )
-        if len({request.call.namespace for request in feeds}) > 1:
-            step.caps = self._shared_caps(step)
-        step.stages = self._stages(rows, step.caps, feeds) or step.stages
-        return step
-
-    def _shared_caps(self, step: StepRows) -> np.ndarray:
-        """
-        Return the caps of rows in a step that several namespaces share, `[rows]` int64, with which drafts of
-        one namespace make the step at most `_LONGEST` times as long for the others. Policies without a cost model set
-        lengths of their own, which no namespace can raise.
-        """
-        cost = getattr(self.policy, "cost", None)
-        if cost is None or not step.caps.any():
-            return step.caps
-        num = np.arange(1, step.caps.max() + 1)  # nodes per row
-        seconds = cost.seconds(*step.forward_size(num * len(step), 1 + num))
-        most = np.count_nonzero(seconds <= _LONGEST * cost.seconds(*step.forward_size()))
-        return np.minimum(step.caps, max(int(most), 1))
-
     def most_running(self, running: Sequence[Request], waiting: Sequence[Request], num_fitting: int) -> float:
         """
         Return how many requests of an engine may run in the next step, by a policy that chooses batches (SmartSpec,
@@ -313,36 +305,6 @@ class Drafting:
         chosen = self.policy.num_to_run(rows, len(running), lambda number, _: number <= most)
         return math.inf if chosen >= most else max(chosen, len(running), 1)
 
-    def _stages(self, rows: Sequence[Request], caps: np.ndarray, feeds: dict[Request, np.ndarray]) -> list[Stage]:
-        """Return a stage for each position and cost of sources, with its rows, in the order of positions."""
-        costs = rows[0].chain.costs if rows else ()
-        if all([request.chain.costs is costs and not request.dropped for request in rows]):
-            return [
-                self._stage(cost, _own_caps(cost, rows, caps, feeds), position, rows[0])
-                for position, cost in enumerate(costs)
-            ]
-        kinds: dict[tuple[int, DraftCost], list[int]] = {}
-        for index, request in enumerate(rows):
-            for position, cost in enumerate(request.chain.costs):
-                if position not in request.dropped:
-                    kinds.setdefault((position, cost), []).append(index)
-        stages = []
-        for (position, cost), members in sorted(kinds.items(), key=lambda item: item[0][0]):
-            own = known = _own_caps(cost, rows, caps, feeds)
-            if len(members) < len(rows):
-                own = np.zeros_like(caps)
-                own[members] = known[members]
-            stages.append(self._stage(cost, own, position, rows[members[0]]))
-        return stages
-
-    def _stage(self, cost: DraftCost, caps: np.ndarray, position: int, request: Request) -> Stage:
-        """Return a stage; where it is not the first one, with what the request's source sets for its hybrid."""
-        if not position:
-            return Stage(cost, caps)
-        source = request.call.source
-        given, replaces = getattr(source, "threshold", None), getattr(source, "replaces", False)
-        return Stage(cost, caps, position, self._lengths[cost.source].mean if given is None else given, replaces)
-
     def _within_limits(self, request: Request, tree: DraftTree) -> DraftTree:
         if not request.call.forward.trees:
             tree = tree.best_chain()
@@ -359,36 +321,6 @@ class Drafting:
 
     def _timed(self, name: str) -> Timed:
         return Timed(self.statistics, name, self.clock)
-
-
-def _own_caps(
-    cost: DraftCost, rows: Sequence[Request], caps: np.ndarray, feeds: dict[Request, np.ndarray]
-) -> np.ndarray:
-    """Return a stage's caps, `[rows]`; 0 during prefill for sources that need the target's hidden states or cache."""
-    if not cost.follows_target or all([request.tokens for request in rows]):
-        return caps
-    return np.where([_is_prefilling(request, feeds[request]) for request in rows], 0, caps)
-
-
-def _is_prefilling(request: Request, feed: np.ndarray) -> bool:
-    """Return whether the row is still in prefill, so that the target has no states of its earlier tokens."""
-    return not request.tokens and (len(feed) > 1 or not request.cache_row.length)
-
-
-def _remaining(rows: Sequence[Request]) -> np.ndarray | None:
-    """Return how many tokens each of several rows of one call generates at most; None for rows of several calls."""
-    if len(rows) < 2 or any([request.call is not rows[0].call for request in rows]):
-        return None
-    numbers = [request.num_remaining for request in rows]
-    return None if None in numbers else np.array(numbers, np.int64)
-
-
-def _cap(request: Request) -> int:
-    # The last token needs no draft: every step yields the target's own pick.
-    if not request.is_drafting:
-        return 0
-    left = request.num_remaining
-    return request.call.cap(left) if left != 1 else 0
 
 
 def _split_padding(asked: dict[Request, int], position: int) -> tuple[dict[Request, DraftTree], dict[Request, int]]:
@@ -417,7 +349,8 @@ def _begin_traces(step: StepDrafts, sources: GuardedSources) -> None:
         nodes = list(range(len(drafted))) if verified is drafted else Draft.of(drafted).nodes_of(verified)
         if -1 in nodes:  # the policy has selected nodes that were not proposed
             drafted, nodes = verified, list(range(len(verified)))
-        proposals = [(stage.position, stage.proposed[index]) for stage in step.policy_rows.stages]
+        stages = [] if step.policy_rows is None else step.policy_rows.stages
+        proposals = [(stage.position, stage.proposed[index]) for stage in stages]
         labels = first_drafters(
             drafted,
             [(Draft.of(tree), partial(sources.drafted_by, request, place)) for place, tree in proposals if len(tree)],

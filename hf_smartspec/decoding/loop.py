@@ -318,7 +318,7 @@ class DecodingLoop:
                 end = request.stopped_at if request.call.batch.pads_finished else None  # followed by padding
                 committed[request] = new = request.generated(request.num_observed, end)
                 request.num_observed += len(new)
-            self._pass_on(committed, self.drafting.has_asked or step.policy_rows.num_prefill_tokens > 0)
+            self._pass_on(committed, self.drafting.has_asked or step.has_prompts)
             for request in rows:
                 request.verified = request.likeliest = None  # logits of a whole step are large
             if self.drafting.is_traced:

@@ -16,6 +16,7 @@ from .draft_cost import DraftCost
 from .estimates.decayed import DecayedRate
 from .estimates.trust import Trust
 from .kernels.prefixes import best_prefix
+from .levels import best_depths
 from .node_prices import least_node_seconds, level_prices, node_seconds
 from .plan import Before, Plan, Won, known_continuation
 from .policy import LengthPolicy, StepOutcome, StepRows
@@ -34,6 +35,7 @@ _TRIAL_STEPS = 8  # drafts before the first judgement on whether drafting pays
 _WIDTHS = np.array([1, 2, 3, 4, 6, 8, 16, 32, 64, 128])  # bounds on the nodes of one row
 _NUM_NARROW = 4  # first bounds, which are always tried
 _DEEPEST = 32  # levels of an autoregressive draft that are considered
+_MOST_RESTS = 3  # steps in a row that the auction is not called for: its own time counts in the steps of a small model
 _UNPROMISING = 0.3  # tokens: another source is tried beside drafts that promise less
 _EPSILON = 1e-9  # relative amount by which a child bids less than its parent at equal probability
 
@@ -102,9 +104,19 @@ class GoodputAuction(LengthPolicy):
         self._probe_seconds = 0.0  # time saved for the next probe of drafts
         self._trial_seconds = 0.0  # time saved for the next trial of a size
         self._num_since_baseline = 0
+        self._resting: Sequence[Hashable] | None = None  # rows of the latest step, if no source was asked in it
+        self._num_rests = 0  # steps since then
         self._size = 1  # tokens of the latest step, drafts included
 
     # 1. Before each stage drafts
+
+    def rests(self, request_ids: Sequence[Hashable]) -> bool:
+        rows = self._plan.rows
+        if rows is None or self._num_rests == _MOST_RESTS or self._resting != request_ids:
+            return False
+        rests = all([self.records[stage.cost].rests(request_ids) for stage in rows.stages if stage.is_by_level])
+        self._num_rests += rests
+        return rests
 
     def max_nodes(self, rows: StepRows, stage: Stage, trees: Sequence[DraftTree]) -> np.ndarray:
         if self._plan.rows is not rows:
@@ -120,7 +132,8 @@ class GoodputAuction(LengthPolicy):
     def _begin(self, rows: StepRows) -> None:
         plain = float(self.cost.seconds(*rows.without_prefill().forward_size()))
         prefill = float(self.cost.seconds(*rows.forward_size())) - plain if rows.num_prefill_tokens else 0.0
-        self._earlier_plan, self._plan = self._plan, Plan(rows, plain, prefill)
+        self._earlier_plan, self._plan = self._plan, Plan(rows, 1 + self._num_rests, plain, prefill)
+        self._num_rests = 0
         self.speedup = max(self._speedups[size_class(len(rows))].rate, 1.0)
         self._plan.is_baseline = self._needs_baseline(rows)
 
@@ -173,27 +186,11 @@ class GoodputAuction(LengthPolicy):
         self, rows: StepRows, stage: Stage, caps: np.ndarray, before: Before, in_doubt: bool = False
     ) -> np.ndarray:
         """Return the depth of each row's draft of the highest profit, `[rows]` int64; all 0 if no draft pays."""
-        cost, record = stage.cost, self.records[stage.cost]
         gains = self._gains(rows, stage, caps, before, in_doubt)
-        depths = np.arange(1, gains.shape[1] + 1)
-        row, depth = np.divmod(np.argsort(-gains, axis=None, kind="stable"), len(depths))
-        is_in = (depth < depths[:, None]) & (gains[row, depth] > 0)  # [depth of the deepest draft, nodes]
-        num = np.cumsum(is_in, axis=1)
-        tokens = np.cumsum(is_in * gains[row, depth], axis=1)
-        target = self._seconds(rows, before.num_nodes + len(row) * cost.width, before.width + depths * cost.width)
-        target = target[:, before.num_nodes :] - target[:, before.num_nodes, None]
-        per_call, per_row = record.timer.seconds(cost)
-        calls, in_calls = depths[:, None], num
-        if not cost.is_autoregressive:  # one call, for every row once
-            calls, in_calls = np.ones_like(calls), np.cumsum(is_in & (depth == 0), axis=1)
-        seconds = np.take_along_axis(target, num * cost.width, axis=1) + per_call * calls + per_row * in_calls
-        seconds += record.overhead(len(rows))
-        profit = tokens - self._price(rows) * seconds
-        level, last = np.divmod(int(profit.argmax()), len(row))
-        if profit[level, last] <= self.margin * len(rows):
-            return np.zeros(len(rows), np.int64)
-        chosen = is_in[level] & (np.arange(len(row)) <= last)
-        return np.bincount(row[chosen], minlength=len(rows))
+        width, most = stage.cost.width, gains.size
+        widths = before.width + np.arange(1, gains.shape[1] + 1) * width
+        seconds = self._seconds(rows, before.num_nodes + most * width, widths)[:, before.num_nodes :]
+        return best_depths(gains, seconds, stage.cost, self.records[stage.cost], self._price(rows), self.margin)
 
     def _gains(self, rows: StepRows, stage: Stage, caps: np.ndarray, before: Before, in_doubt: bool) -> np.ndarray:
         """Return the expected tokens that each level of a draft adds, `[rows, depths]` float64; 0 beyond the caps."""
@@ -321,6 +318,8 @@ class GoodputAuction(LengthPolicy):
         plan.shares, plan.added_seconds = self._shares(rows, trees, asked), won.seconds - plain
         self._num_since_baseline = self._num_since_baseline + 1 if won.num_nodes else 0
         self._size = rows.num_batched + won.num_nodes
+        is_idle = not (won.num_nodes or asked or plan.is_baseline or rows.num_prefill_tokens)
+        self._resting = rows.request_ids if is_idle and len(rows) and rows.caps.all() else None
         return forest.keep(mask)
 
     def _winners(self, rows: StepRows, forest: Forest, mask: np.ndarray) -> tuple[Won, Won]:
@@ -381,8 +380,8 @@ class GoodputAuction(LengthPolicy):
             self.cost.observe(context, batched, seconds.forward + seconds.other, width)
         plan = self._earlier_plan if self._earlier_plan.rows is rows else self._plan
         if len(rows):
-            self._probe_seconds += _PROBE_SHARE * plan.plain_seconds
-            self._trial_seconds += _PROBE_SHARE * plan.plain_seconds
+            self._probe_seconds += _PROBE_SHARE * plan.plain_seconds * plan.num_steps
+            self._trial_seconds += _PROBE_SHARE * plan.plain_seconds * plan.num_steps
         if plan.break_even is not None:
             spent = seconds.forward + seconds.other - plan.prefill_seconds
             self._trial_seconds -= max(spent - plan.break_even, 0.0)
@@ -396,7 +395,8 @@ class GoodputAuction(LengthPolicy):
             if plan.break_even is None:
                 for stage, share in plan.shares.items():
                     self.records[stage.cost].benefits[size].add(saved * share)
-            speedup.add(plan.plain_tokens, len(rows) + accepted, _SPEEDUP_DECAY)
+            rested = (plan.num_steps - 1) * len(rows)
+            speedup.add(rested + plan.plain_tokens, rested + len(rows) + accepted, _SPEEDUP_DECAY**plan.num_steps)
         if rows.num_remaining is not None:
             self._paces.learn(rows, outcome.accepted)
         for stage in rows.stages:

@@ -187,6 +187,16 @@ class LengthPolicy(ABC):
         that it is not asked for. `trees` are the drafts of earlier stages, one per row.
         """
 
+    def rests(self, request_ids: Sequence[Hashable]) -> bool:
+        """
+        Return whether a step of these rows, without prompts, is to have no drafts, so that only `rested` is called for
+        it. False by default.
+        """
+        return False
+
+    def rested(self, num_rows: int, seconds: StepSeconds) -> None:  # noqa: B027
+        """Called with the rows and the time of a step that has rested; a no-op by default."""
+
     def most_nodes(self, usual: int, most: int) -> int:
         """
         Return the largest number of draft nodes per row and step for a source whose drafts have `usual` nodes by

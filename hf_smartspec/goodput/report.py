@@ -11,7 +11,7 @@ from ..drafts.forest import Forest
 from ..drafts.price import LevelPrice
 from ..drafts.tree import DraftTree
 from .cost import CostModel
-from .policy import LengthPolicy, StepOutcome, StepRows
+from .policy import LengthPolicy, StepOutcome, StepRows, StepSeconds
 from .stage import Stage
 
 _FIXED = (0, 1, 2, 3, 5, 8, 16)  # lengths tried in hindsight
@@ -117,6 +117,15 @@ class LoggedPolicy(LengthPolicy):
 
     def num_to_run(self, queue: StepRows, least: int, has_slots: Callable[[int, int], bool]) -> int:
         return self.policy.num_to_run(queue, least, has_slots)
+
+    def rests(self, request_ids: Sequence[Hashable]) -> bool:
+        return self.policy.rests(request_ids)
+
+    def rested(self, num_rows: int, seconds: StepSeconds) -> None:
+        self._nodes[0] += num_rows
+        self._seconds["verify"] += seconds.forward
+        self._seconds["other"] += seconds.draft + seconds.other
+        self.policy.rested(num_rows, seconds)
 
     def max_nodes(self, rows: StepRows, stage: Stage, trees: Sequence[DraftTree]) -> np.ndarray | list[int]:
         return self.policy.max_nodes(rows, stage, trees)

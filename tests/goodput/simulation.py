@@ -38,6 +38,7 @@ class Totals:
     tokens: int = 0
     seconds: float = 0.0
     steps: int = 0
+    rested: int = 0  # of these, without the policy
     drafted: int = 0
     verified: int = 0
     expected: float = 0.0  # what the policy predicted of `tokens`
@@ -62,6 +63,14 @@ def simulate(
     for _ in range(steps):
         rows = rows_of(drafters, context)
         truths = [rng.integers(0, VOCAB_SIZE, 64) for _ in drafters]
+        if policy.rests(rows.request_ids):
+            totals.tokens += len(drafters)
+            totals.mean_tokens += len(drafters)
+            totals.seconds += float(true_cost.seconds(*rows.forward_size())) * rng.lognormal(0, noise)
+            totals.steps += 1
+            totals.rested += 1
+            totals.expected += len(drafters)
+            continue
         proposed = drafted(policy, rows, drafters, truths, rng)
         verified = policy.select(rows, proposed)
         accepted = [int(np.cumprod(tree.tokens == truth[: len(tree)]).sum()) for tree, truth in zip(verified, truths)]
@@ -105,6 +114,8 @@ def drafted(
         limits = policy.max_nodes(rows, stage, trees)
         assert len(limits) == len(rows) and all(0 <= limit <= cap for limit, cap in zip(limits, stage.caps))
         stage.asked = np.array(limits)
+        if not stage.asked.any():
+            continue
         stage.proposed = [
             item.draft(truth, int(limit), rng) if limit else DraftTree.empty()
             for item, truth, limit in zip(drafters, truths, limits)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from hf_smartspec import PromptLookupCandidates
 from hf_smartspec.candidates.request import SourceRequest
+from hf_smartspec.candidates.text import prompt_lookup
 
 texts = st.lists(st.integers(0, 2), max_size=30)  # three tokens only: repetitions of all lengths
 
@@ -95,6 +96,26 @@ def test_references_feed_their_request_only():
     source.stop("a")
     source.start("a", np.array([6]))
     assert len(source.propose(["a"], [9])[0]) == 0
+
+
+def test_references_are_indexed_once_as_long_as_they_exist(monkeypatch):
+    """Also where the first rows of a call end before its others begin."""
+    indexed, extend = [], prompt_lookup._References.__init__
+
+    def counting(self, max_ngram, texts):
+        indexed.append(texts)
+        extend(self, max_ngram, texts)
+
+    monkeypatch.setattr(prompt_lookup._References, "__init__", counting)
+    source, references = PromptLookupCandidates(), [np.array([5, 6, 7, 8]), np.array([6, 9])]
+    for name in "abc":
+        source.begin(SourceRequest(name, np.array([1, 6]), references=references))
+        assert source.propose([name], [1])[0].tokens.tolist() == [9]
+        source.stop(name)
+    assert len(indexed) == 1
+    indexed.clear()
+    del references[0]
+    assert not source._references, "of texts that exist no more, nothing is kept"
 
 
 def test_references_are_not_mixed_up_with_later_ones():
