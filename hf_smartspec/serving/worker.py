@@ -242,7 +242,7 @@ class EngineRunner:
     def _admit(self) -> None:
         """Begin or resume waiting requests in turn, as long as there is room or other requests give way."""
         try:
-            self.memory.check_weights(self.loop.running)
+            self.memory.check_weights(self.loop.running, may_wait=not self.memory.scheduler.num_waiting)
             self.memory.keep_states(self.loop.running)
         except Exception as error:
             self._fail_running(error)

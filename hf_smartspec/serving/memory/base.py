@@ -85,9 +85,12 @@ class RequestMemory(ABC):
         self._version = None
         self._weights = WeightsVersion(self.model)
 
-    def check_weights(self, running: Sequence[Request]) -> None:
-        """Discard all keys and values computed with earlier weights, if the model's weights have changed."""
-        version = self._weights.number
+    def check_weights(self, running: Sequence[Request], may_wait: bool = False) -> None:
+        """
+        Discard all keys and values computed with earlier weights, if the model's weights have changed. If it
+        `may_wait`, changes are looked for twenty times a second, except for optimizer steps, which are counted.
+        """
+        version = self._weights.look(may_wait)
         if version != self._version:
             self._version = version
             self._forget(running)

@@ -3,10 +3,13 @@
 import weakref
 from collections.abc import Iterator
 from itertools import chain
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+_PAUSE = 0.05  # seconds from one look at the weights to the next, while the same requests run
 
 
 class WeightsVersion:
@@ -21,6 +24,7 @@ class WeightsVersion:
     def __init__(self, model: torch.nn.Module):
         self._model = weakref.ref(model)
         self._num_steps = 0
+        self._latest = -1, 0.0, 0  # optimizer steps, time and number of the latest look
         self._collect(model)
         handle = register_optimizer_step_post_hook(_step_hook(weakref.ref(self)))
         weakref.finalize(self, handle.remove)
@@ -43,6 +47,16 @@ class WeightsVersion:
             self._collect(model)
         states = [(item.data_ptr(), 0 if item.is_inference() else item._version) for item in self._parameters()]
         return hash((self._num_steps, *map(id, self._modules), *states, *map(_adaptation, self._adapted)))
+
+    def look(self, may_wait: bool) -> int:
+        """
+        Return `number`; if it `may_wait`, as it was up to 50 ms ago, unless an optimizer has stepped. Reading it
+        touches every weight.
+        """
+        now = perf_counter()
+        if not may_wait or self._num_steps != self._latest[0] or now >= self._latest[1] + _PAUSE:
+            self._latest = self._num_steps, now, self.number
+        return self._latest[2]
 
     def _current_modules(self) -> list[torch.nn.Module | None]:
         return list(chain.from_iterable(map(dict.values, self._children)))
