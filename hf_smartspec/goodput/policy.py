@@ -280,3 +280,6 @@ class NoSpeculation(FixedLength):
 
     def __init__(self) -> None:
         super().__init__(0)
+
+    def rests(self, request_ids: Sequence[Hashable]) -> bool:
+        return True
