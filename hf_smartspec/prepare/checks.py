@@ -104,6 +104,15 @@ def check_token_ids(model: PreTrainedModel, ids: Any, name: str = "input_ids") -
             )
 
 
+def check_holds_tokens(ids: Any, name: str) -> None:
+    """Raise `ValueError` if `ids` are of shape [batch, 0], as many tokenizers return them, as floats, for empty text."""
+    if isinstance(ids, torch.Tensor) and ids.dim() == 2 and len(ids) and not ids.shape[1]:
+        raise ValueError(
+            f"`{name}` holds no tokens (shape {list(ids.shape)}): pass at least one per row, such as the tokenizer's "
+            "`bos_token_id`."
+        )
+
+
 def check_mask(mask: Any) -> None:
     """Raise `TypeError` if `attention_mask` is given and is no tensor of two dimensions."""
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() != 2):

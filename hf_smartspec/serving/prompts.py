@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 
@@ -18,9 +19,11 @@ def prompt_ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None = None) ->
 
     Raises:
         TypeError: for text and chats without a tokenizer, and for values that are no prompt, such as floats.
-        ValueError: for prompts without tokens, several prompts, and chats without a chat template.
+        ValueError: for prompts without tokens, several prompts, and chats without a chat template or that it refuses.
     """
     if isinstance(prompt, Mapping):
+        if "input_ids" in prompt:
+            raise TypeError("A prompt must be token ids, got an encoding: pass its `input_ids`.")
         raise TypeError("A prompt must be token ids, text or a list of messages, got one message: put it in a list.")
     is_chat = _is_chat(prompt)
     if not isinstance(prompt, str) and not is_chat:
@@ -35,7 +38,10 @@ def prompt_ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None = None) ->
     for message in prompt:
         if not isinstance(message, Mapping) or "role" not in message:
             raise ValueError(f'Messages of a chat must be {{"role": ..., "content": ...}}, got {message!r}.')
-    encoding: Any = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)
+    try:
+        encoding: Any = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)
+    except TemplateError as error:
+        raise ValueError(f"The chat template refuses the messages: {error}.") from error
     return _as_ids(encoding["input_ids"])
 
 

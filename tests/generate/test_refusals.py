@@ -36,12 +36,13 @@ def refused(model: PreTrainedModel, error: type[Exception], match: str, **kwargs
         (dict(INPUTS), TypeError, r"`input_ids` must be a torch\.Tensor.*got dict.*generate\(\*\*encoding\)"),
         (IDS.float(), TypeError, r"`input_ids` must be token ids of dtype torch\.int64, got torch\.float32"),
         (IDS[:0], ValueError, r"`input_ids` is an empty batch \(shape \[0, 6\]\): pass at least one"),
+        (IDS[:, :0].float(), ValueError, r"`input_ids` holds no tokens \(shape \[2, 0\]\): pass at least one per row"),
         (IDS[0], ValueError, r"`input_ids` must have shape \[batch, length\], got \[6\].*`input_ids\[None\]`"),
         (IDS[None], ValueError, r"`input_ids` must have shape \[batch, length\], got \[1, 2, 6\]"),
         (IDS + VOCAB_SIZE, ValueError, r"`input_ids` must lie in \[0, 40\), the model's vocabulary; got 40 to"),
         (IDS - 3, ValueError, r"`input_ids` must lie in \[0, 40\).*got -3 to"),
     ],
-    ids=["list", "numpy", "encoding", "float", "empty", "one_axis", "three_axes", "too_high", "negative"],
+    ids=["list", "numpy", "encoding", "float", "empty", "no_tokens", "one_axis", "three_axes", "too_high", "negative"],
 )
 @pytest.mark.parametrize("name", ["input_ids", "inputs", "positional"])
 def test_token_ids(model, ids, error, match, name):

@@ -73,12 +73,17 @@ def test_single_prompts_in_place_of_lists_are_refused(model, tokenizer):
                 method(prompt)
     with pytest.raises(TypeError, match="got one message: put it in a list"):
         engine.add_request(CHAT[0])
+    with pytest.raises(TypeError, match="got an encoding: pass its `input_ids`"):
+        engine.add_request(tokenizer("text"))
 
 
 def test_chats_that_cannot_be_written_down(model, tokenizer):
     engine = Engine(model, "none", tokenizer=tokenizer)
     with pytest.raises(ValueError, match="Messages of a chat must be"):
         engine.add_request([{"content": "who says that?"}])
+    tokenizer.chat_template = "{{ raise_exception('Roles must alternate') }}"
+    with pytest.raises(ValueError, match="The chat template refuses the messages: Roles must alternate"):
+        engine.add_request(CHAT)
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="chat_template"):
         engine.add_request(CHAT)

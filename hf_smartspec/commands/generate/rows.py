@@ -50,6 +50,8 @@ def load_rows(source: str, name: str | None, split: str) -> Any:
     path = Path(source)
     try:
         if path.is_file():
+            if not path.stat().st_size:
+                raise UsageError(f"--dataset: {source!r} has no rows")
             rows = datasets.load_dataset(**_loader(path), split=split)
         elif (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
             rows = datasets.load_from_disk(source)

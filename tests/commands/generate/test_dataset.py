@@ -8,6 +8,7 @@ import datasets
 import pytest
 from transformers import AutoTokenizer
 
+from hf_smartspec.commands.common.answering.speaker import Prompter
 from hf_smartspec.commands.generate.rows import Shard, launched_device, launched_shard
 
 from .. import processes
@@ -55,6 +56,12 @@ def test_every_row_is_what_generate_says_and_an_empty_one_says_why(folder, data,
     assert call("generate", *prompts, *sampling, "--json", "-", "--assistant", "none") == 0
     answers = json.loads(capsys.readouterr().out)["answers"]
     assert [row["response"] for row in rows[:4]] == [answer["text"] for answer in answers]
+
+
+@pytest.mark.parametrize(("prompt", "got"), [(None, "nothing"), (3.5, "3.5")])
+def test_a_row_that_holds_no_text_says_so(prompt, got):
+    with pytest.raises(ValueError, match=f"a prompt is text or a chat, got {got}"):
+        Prompter(None).token_ids(prompt)
 
 
 @pytest.mark.long
@@ -183,7 +190,7 @@ def test_launchers_say_which_part_and_which_gpu():
         (["--dataset", "{data}", "--output", "{out}", "--response", "prompt"], "this command writes 'prompt' itself"),
         (["--dataset", "no.jsonl", "--output", "{out}"], "no such file: 'no.jsonl'"),
         (["--dataset", "no/dataset", "--output", "{out}"], "cannot load 'no/dataset'"),
-        (["--dataset", "{empty}", "--output", "{out}"], "empty.jsonl"),
+        (["--dataset", "{empty}", "--output", "{out}"], "empty.jsonl' has no rows"),
         (["--dataset", "{data}", "--output", "{out}", "--split", "test"], "cannot load"),
         (["--dataset", "{data}", "--output", "{out}", "--shard", "2/2"], "must be I/N with I from 0 to N - 1"),
         (["--dataset", "{data}", "--output", "/no/folder/out.jsonl"], "no such folder"),

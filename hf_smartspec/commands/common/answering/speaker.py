@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ....decoding.statistics import GenerationStatistics
@@ -149,6 +148,8 @@ class Prompter:
             if self.is_raw or not self.tokenizer.chat_template:
                 return self._ids(prompt)
             prompt = [{"role": "user", "content": prompt}]
+        if not isinstance(prompt, Sequence):
+            raise ValueError(f"a prompt is text or a chat, got {'nothing' if prompt is None else repr(prompt)}")
         messages = [_message(item) for item in prompt]
         while messages and messages[-1]["role"] == "assistant":
             messages.pop()  # the answer that the model is to generate
@@ -161,10 +162,7 @@ class Prompter:
         return self._ids(messages)
 
     def _ids(self, prompt: str | list[Message]) -> list[int]:
-        try:
-            ids: list[int] = prompt_ids(prompt, self.tokenizer)[0].tolist()
-        except TemplateError as error:
-            raise ValueError(f"the chat template refuses it: {error}") from error
+        ids: list[int] = prompt_ids(prompt, self.tokenizer)[0].tolist()
         return ids
 
 
