@@ -18,9 +18,10 @@ from ..target_model.compat import num_positions
 from .logprobs import LogprobsRecorder
 from .memory.base import RequestMemory
 
-# Arguments of `generate` that the engine sets itself, and arguments that make sense for a batch only.
-_SET_BY_ENGINE = ("attention_mask", "cache", "past_key_values", "inputs_embeds", "encoder_outputs")
-_BATCH_ARGUMENTS = ("num_return_sequences", "return_dict_in_generate")
+# Arguments of `generate` that the engine sets itself, and those that it serves with these values only.
+_SET_BY_ENGINE = ("inputs", "attention_mask", "cache", "past_key_values", "inputs_embeds", "encoder_outputs")
+_OUTPUTS = ("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states")
+_SERVED_AS = {"num_return_sequences": 1} | dict.fromkeys(_OUTPUTS, False)
 
 
 class RequestPreparation:
@@ -59,8 +60,8 @@ class RequestPreparation:
         Return a request of the prompt `ids`, `[1, length]` int64, ready for the loop; for the others, see
         `Engine.add_request`.
         """
-        for name in (*_SET_BY_ENGINE, *_BATCH_ARGUMENTS):
-            if kwargs.get(name) is not None and not (name in _BATCH_ARGUMENTS and kwargs[name] in (1, False)):
+        for name in (*_SET_BY_ENGINE, *_SERVED_AS):
+            if kwargs.get(name) is not None and kwargs[name] != _SERVED_AS.get(name):
                 raise ValueError(f"`{name}` cannot be served by an engine: leave it out, or use `model.generate`.")
         ids = ids.to(self.model.device)
         to_read = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
