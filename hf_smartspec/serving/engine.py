@@ -219,9 +219,20 @@ class Engine:
         return request_id
 
     def add_requests(self, inputs: Sequence[Any], **kwargs: Any) -> list[str]:
-        """Queue a request for each prompt, with the same arguments, and return their names: see `add_request`."""
+        """
+        Queue a request for each prompt, with the same arguments, and return their names: see `add_request`. If one is
+        refused, the others are cancelled.
+        """
         check_prompts(inputs)
-        return [self.add_request(input_ids, **kwargs) for input_ids in inputs]
+        names: list[str] = []
+        try:
+            for input_ids in inputs:
+                names.append(self.add_request(input_ids, **kwargs))
+        except BaseException:
+            for name in names:
+                self.cancel_request(name, discard=True)
+            raise
+        return names
 
     def check_arguments(
         self, assistant: Any = None, tag: str | None = None, streamer: Any = None, **kwargs: Any

@@ -219,6 +219,15 @@ def test_bad_requests_are_refused_at_once_and_harm_nobody(model, arguments, erro
         assert engine.get_result("known", timeout=TIMEOUT).generated_tokens == asked.alone(model)
 
 
+def test_of_a_list_with_a_bad_prompt_nothing_is_served(model):
+    engine = Engine(model, "none")
+    with pytest.raises(ValueError, match="vocabulary"):
+        engine.add_requests([[3], [VOCAB_SIZE]], max_new_tokens=40)
+    with engine:
+        assert engine.get_result(timeout=TIMEOUT) is None
+    assert engine.statistics.generated_tokens == 0
+
+
 def test_generation_configs_of_requests_name_assistants(model, tmp_path):
     draft = noisy_copy(model)
     draft.save_pretrained(tmp_path)

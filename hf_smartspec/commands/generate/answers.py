@@ -96,12 +96,14 @@ class Answers:
     def _answer(self, engine: Engine, name: str, prompt: str) -> dict[str, Any]:
         growing = GrowingText(self._speaker.tokenizer, self._args.stop)
         output: EngineOutput | None = None
-        for output in engine.request_id_iter(name):
-            self._write(growing.feed(output.generated_tokens))
-        assert output is not None, "a request has at least its last output"
-        self._write(growing.end())
-        if self._shows_text and not growing.text.endswith("\n"):
-            print(flush=True)
+        try:
+            for output in engine.request_id_iter(name):
+                self._write(growing.feed(output.generated_tokens))
+            assert output is not None, "a request has at least its last output"
+            self._write(growing.end())
+        finally:  # also after Ctrl-C, whose message begins a line
+            if self._shows_text and not growing.text.endswith("\n"):
+                print(flush=True)
         if output.error:
             print(f"smartspec generate: error: {output.error}", file=sys.stderr)
         return {
