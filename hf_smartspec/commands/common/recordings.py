@@ -50,7 +50,7 @@ def tokenizer_of(name: str | None) -> PreTrainedTokenizerBase:
     name = name or str(demo_folder("--tokenizer") / "models" / "target")
     tokenizer = load_tokenizer(name)
     if tokenizer is None:
-        raise UsageError(f"--tokenizer: cannot load a tokenizer from {name!r}")
+        raise UsageError(f"cannot load a tokenizer from {name!r}")
     return tokenizer
 
 

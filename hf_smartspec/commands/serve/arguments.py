@@ -10,6 +10,7 @@ from ..common.arguments import (
     add_dtype_argument,
     add_machine_arguments,
     host,
+    not_empty,
     not_negative,
     not_negative_number,
     port,
@@ -67,7 +68,7 @@ def _add_speculation(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--draft", metavar="MODEL", help="a draft model, or a learned drafter, beside it")
     parser.add_argument(
-        "--shared", metavar="URL",
+        "--shared", type=not_empty, metavar="URL",
         help="folder, on any file system of fsspec, through which suffix trees learn from other servers' outputs",
     )  # fmt: skip
     parser.add_argument(
@@ -77,7 +78,7 @@ def _add_speculation(parser: argparse.ArgumentParser) -> None:
 
 def _add_learning(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--learn", metavar="FOLDER",
+        "--learn", type=not_empty, metavar="FOLDER",
         help="drafters learn from the requests that they draft for; what they have learnt is saved there, and taken up "
         "again at the next start",
     )  # fmt: skip

@@ -21,7 +21,7 @@ from ...training.loop import SAVE_SECONDS, Schedule, train
 from ...training.texts import Text, split
 from ..common.arguments import UsageError, usage_errors
 from ..common.console import make_console, table
-from ..common.models import check_device, load_model
+from ..common.models import check_device, check_folder, load_model
 from ..common.outputs import check_output, replace_json, write_json
 from ..common.recordings import Fields, Recording, Texts, answers, read_requests, tokenized, tokenizer_of
 from .kinds import CHECKPOINTS, KINDS, check_draft
@@ -32,6 +32,7 @@ _SETTINGS = "settings.json"
 
 def run(args: argparse.Namespace) -> int:
     check_device(args.device)
+    check_folder(args.model)
     check_output(args.json)
     if args.draft is not None and args.kind == "medusa":
         raise UsageError("--draft: Medusa heads begin as the target's own head")

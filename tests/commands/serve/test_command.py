@@ -40,6 +40,8 @@ REPOSITORY = Path(__file__).parents[3]
         (["--device", "meta"], "cannot use the device 'meta'"),
         (["--chat-template-kwargs", "[]"], "JSON object"),
         (["--timeout", "0"], "must be positive"),
+        (["--shared", ""], "argument --shared: must not be empty"),
+        (["--learn", ""], "argument --learn: must not be empty"),
         (["--max-requests-per-key", "0"], "must be at least 1, got 0"),
     ],
 )

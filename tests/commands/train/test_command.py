@@ -218,7 +218,7 @@ def test_draft_models_of_another_vocabulary_do_not_learn(target, texts, tmp_path
         ({"--steps": "3", "--minutes": "1"}, "not allowed with argument --steps"),
         ({"--device": "nonsense"}, "nonsense"),
         ({"file": "missing.jsonl"}, "missing.jsonl"),
-        ({"model": "./missing"}, "missing"),
+        ({"model": "./missing"}, "no such model folder: './missing'"),
         ({"--answers": "missing/answers.json", "--own-outputs": "4"}, "no such folder"),
         ({"--answers": "pyproject.toml", "--own-outputs": "4"}, "holds no answers"),
         ({"--answers": "answers.json"}, "goes with --own-outputs"),
