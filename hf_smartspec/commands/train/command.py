@@ -43,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
     _check_folder(args)
     tokenizer = tokenizer_of(args.model)
     requests = [item for path in args.files for item in read_requests(path, Fields(), args.limit, not args.own_outputs)]
+    if len({tuple(item.context) for item in requests}) < 2:
+        raise UsageError("there must be at least two different prompts, one of them to be held out")
     model = load_model(args.model, args.dtype, args.device)
     if model.config.is_encoder_decoder:
         raise UsageError(f"{args.model!r} has an encoder: heads are trained for decoders only")

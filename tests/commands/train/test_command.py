@@ -233,3 +233,10 @@ def test_bad_arguments_are_refused_before_any_work(target, texts, tmp_path, caps
     arguments = [change.get("model", str(target)), change.get("file", str(texts)), "--output", str(tmp_path / "out")]
     assert status_of(["train", *arguments, *options]) == 2 and match in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_single_prompt_is_refused_and_leaves_no_folder(target, tmp_path, capsys):
+    path, output = tmp_path / "texts.jsonl", tmp_path / "out"
+    path.write_text('{"prompt": "a", "response": "b"}\n' * 2)
+    assert status_of(["train", str(target), str(path), "--output", str(output)]) == 2
+    assert "at least two different prompts" in capsys.readouterr().err and not output.exists()
