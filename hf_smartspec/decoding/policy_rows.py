@@ -10,6 +10,7 @@ from ..goodput.policy import LengthPolicy, StepRows
 from ..goodput.stage import Stage
 from .call import Request, padded_context
 
+_FAR = 2**31  # tokens left of a row without a bound
 _LONGEST = 1.5  # largest ratio of the times of a step with and without drafts, if several namespaces share it
 
 
@@ -41,6 +42,7 @@ def policy_rows(
         num_waiting=num_waiting,
         padded_context=padded_context([request for request in rows if len(feeds[request]) == 1] if prompts else rows),
         num_remaining=_remaining(rows),
+        num_left=np.array([_FAR if request.num_remaining is None else request.num_remaining for request in rows]),
     )
     if len({request.call.namespace for request in feeds}) > 1:
         step.caps = _shared_caps(policy, step)

@@ -190,7 +190,8 @@ class GoodputAuction(LengthPolicy):
         width, most = stage.cost.width, gains.size
         widths = before.width + np.arange(1, gains.shape[1] + 1) * width
         seconds = self._seconds(rows, before.num_nodes + most * width, widths)[:, before.num_nodes :]
-        return best_depths(gains, seconds, stage.cost, self.records[stage.cost], self._price(rows), self.margin)
+        record, price = self.records[stage.cost], self._price(rows)
+        return best_depths(gains, seconds, stage.cost, record, record.reading(rows), price, self.margin)
 
     def _gains(self, rows: StepRows, stage: Stage, caps: np.ndarray, before: Before, in_doubt: bool) -> np.ndarray:
         """Return the expected tokens that each level of a draft adds, `[rows, depths]` float64; 0 beyond the caps."""

@@ -7,7 +7,13 @@ from .stage_record import StageRecord
 
 
 def best_depths(
-    gains: np.ndarray, seconds: np.ndarray, cost: DraftCost, record: StageRecord, price: float, margin: float
+    gains: np.ndarray,
+    seconds: np.ndarray,
+    cost: DraftCost,
+    record: StageRecord,
+    reading: np.ndarray,
+    price: float,
+    margin: float,
 ) -> np.ndarray:
     """
     Return the depths of the rows' drafts with the highest profit, all 0 if it is below the margin (SmartSpec,
@@ -17,12 +23,16 @@ def best_depths(
         gains (`np.ndarray` of shape `[rows, depths]`, float64): Expected tokens that each level adds.
         seconds (`np.ndarray` of shape `[depths, nodes + 1]`, float64): Of the forward with 0, 1, ... more nodes, where
             the deepest draft has 1, 2, ... levels.
+        reading (`np.ndarray` of shape `[rows]`, float64): See `StageRecord.reading`. A step pays for the tokens that
+            the first level is expected to yield.
         price (`float`): Tokens that a second is worth.
         margin (`float`): Least profit, in tokens of a row.
 
     Returns:
         `np.ndarray` of shape `[rows]`, int64.
     """
+    reading = reading * (1 + gains[:, 0])
+    gains = gains * (gains.sum(axis=1) > price * reading)[:, None]  # else the row would hold back others
     num_rows, depths = len(gains), np.arange(1, gains.shape[1] + 1)
     row, depth = np.divmod(np.argsort(-gains, axis=None, kind="stable"), len(depths))
     is_in = (depth < depths[:, None]) & (gains[row, depth] > 0)  # [depth of the deepest draft, levels of all rows]
@@ -34,6 +44,7 @@ def best_depths(
         calls, in_calls = np.ones_like(calls), np.cumsum(is_in & (depth == 0), axis=1)
     spent = np.take_along_axis(seconds - seconds[:, :1], num * cost.width, axis=1)
     spent += per_call * calls + per_row * in_calls + record.overhead(num_rows)
+    spent += np.cumsum(is_in * (depth == 0) * reading[row], axis=1)
     profit = tokens - price * spent
     deepest, last = np.divmod(int(profit.argmax()), len(row))
     if profit[deepest, last] <= margin * num_rows:

@@ -46,6 +46,8 @@ class StepRows:
             many for every row as for the longest.
         num_remaining (`np.ndarray` of shape `[rows]`, int, *optional*): Tokens that each row still generates at most,
             where all rows are waited for together: one call of `generate` returns when its last row has ended.
+        num_left (`np.ndarray` of shape `[rows]`, int, *optional*): Tokens that each row still generates at most, waited
+            for or not.
     """
 
     request_ids: Sequence[Hashable]
@@ -58,6 +60,7 @@ class StepRows:
     stages: list[Stage] = field(default_factory=list)
     padded_context: int | None = None
     num_remaining: np.ndarray | None = None
+    num_left: np.ndarray | None = None
     shapes: tuple[Any, Sequence[tuple[int, ...]]] | None = field(default=None, init=False)  # of a `ShapedDrafts`
 
     def __post_init__(self) -> None:
@@ -103,8 +106,9 @@ class StepRows:
         padded = None if self.padded_context is None else round(share * self.padded_context)
         caps, remaining = self.caps[:num_rows], None if self.num_remaining is None else self.num_remaining[:num_rows]
         return replace(
-            self, request_ids=ids, context_lens=lens, caps=caps, padded_context=padded, num_remaining=remaining
-        )
+            self, request_ids=ids, context_lens=lens, caps=caps, padded_context=padded, num_remaining=remaining,
+            num_left=None if self.num_left is None else self.num_left[:num_rows],
+        )  # fmt: skip
 
     def without_prefill(self) -> "StepRows":
         """Return the step without its prompts."""

@@ -23,6 +23,8 @@ _RESTS = 15  # steps in which levels that did not pay are not weighed again
 _MOST_LEFT_OUT = 8  # measurements in a row that are skipped since they include prompts
 # Tokens of a row since its latest draft that are read in a draft's own time: those of the deepest draft, and one.
 _MOST_BEHIND = 33
+_MOST_AHEAD = 256  # tokens of a row's answer over which the time of reading its text is spread, at most
+_READING, _MOST_READING = 0.25, 2.0  # least weight of the newest reading's time, and the most by the mean
 
 
 def size_class(num_rows: int) -> int:
@@ -75,6 +77,14 @@ class StageRecord:
         per_call, per_row = self.timer.seconds(cost)
         calls, in_calls = cost.calls(levels)
         return per_call * calls + per_row * in_calls
+
+    def reading(self, rows: StepRows) -> np.ndarray:
+        """
+        Return the seconds in which the drafter would read the text of each row that it has not drafted for lately, for
+        each of the tokens that the row still generates, `[rows]` float64.
+        """
+        left = np.full(len(rows), _MOST_AHEAD) if rows.num_left is None else np.minimum(rows.num_left, _MOST_AHEAD)
+        return self._newcomers.per_token.mean * self._newcomers.unread(rows) / np.maximum(left, 1)
 
     def gains(
         self, request_ids: Sequence[Hashable], promises: np.ndarray, num_levels: int, in_doubt: bool = False
@@ -180,7 +190,13 @@ class Newcomers:
 
     def __init__(self) -> None:
         self.known: dict[Hashable, int] = {}  # length of each request's text at its latest draft
+        self.per_token = DecayedMean(_READING)  # seconds of reading
         self._num_left_out = 0
+
+    def unread(self, rows: StepRows) -> np.ndarray:
+        """Return the tokens that a draft for each row would read first, `[rows]` int64; a few are a part of drafts."""
+        behind = rows.context_lens - np.array([self.known.get(name, 0) for name in rows.request_ids], np.int64)
+        return np.where(behind > _MOST_BEHIND, behind, 0)
 
     def time(self, timer: DraftTimer, draft: DraftCost, rows: StepRows, levels: np.ndarray, seconds: float) -> bool:
         """
@@ -193,9 +209,14 @@ class Newcomers:
             asked = {name: length for name, length, level in named if level}
         are_known = self.known.keys() >= asked.keys()
         is_behind = any([length - self.known.get(name, length) > _MOST_BEHIND for name, length in asked.items()])
+        num_read = int(self.unread(rows)[levels > 0].sum()) if draft.is_autoregressive else 0
         self.known |= asked
         (per_call, per_row), (calls, in_calls) = timer.seconds(draft), draft.calls(levels)
-        is_cheaper = seconds < per_call * calls + per_row * in_calls  # than a draft was taken to be, though it has read
+        expected = per_call * calls + per_row * in_calls
+        if num_read and expected:  # before a first draft was timed, reading is not told apart from compiling
+            spent = max(seconds - expected, 0.0) / num_read  # a pause of the process is no reading
+            self.per_token.add(min(spent, _MOST_READING * self.per_token.mean) if self.per_token.num else spent)
+        is_cheaper = seconds < expected  # than a draft was taken to be, though it has read
         if is_cheaper or (not is_behind and (are_known or self._num_left_out == _MOST_LEFT_OUT)):
             self._num_left_out = 0
             timer.observe(calls, in_calls, seconds)

@@ -6,6 +6,7 @@ import torch
 
 from hf_smartspec import Engine, FixedLength, PromptLookupCandidates, SmartSpecConfig, TreeCandidateGenerator
 from hf_smartspec.candidates import FusedCandidates, StagedCandidates
+from hf_smartspec.serving.memory import weights
 
 from ..candidates.toy_hidden_states import NearestStates
 from ..cases import left_padded
@@ -153,8 +154,9 @@ def test_cancellation_in_flight():
     watching.check(model)
 
 
-def test_weights_that_change_while_a_request_runs():
+def test_weights_that_change_while_a_request_runs(monkeypatch):
     """Its text is run anew, and the states with it, from the first token on."""
+    monkeypatch.setattr(weights, "_PAUSE", 0.0)
     model = new_model("llama")
     watching = Watching(PromptLookupCandidates(), scores=False)
     with Engine(model, watching, max_prefill_tokens=4) as engine:
