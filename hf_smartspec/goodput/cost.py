@@ -21,8 +21,7 @@ _STEADY = 0.2  # mean error of predictions up to which the machine is taken to b
 _MEMORY = 0.05  # weight of the newest error in that mean
 
 # Standard deviations of the logarithm of measured / predicted seconds of a step:
-_STEP = 0.1  # of single steps,
-_FIRST = 1.0  # and by how much it is larger for the first one of a size, which allocates: of the n-th, an n-th of this
+_STEP = 0.1  # of single steps
 _SCALE, _SHAPE = 2.0, 0.45  # of a profile: of a factor common to all sizes, and of each size's own factor
 _SCALE_DRIFT, _SHAPE_DRIFT = 0.01, 0.004  # of the change of these factors between two steps
 _REACH = 2.0  # bins over which the correlation of two sizes' own factors falls to 1/e
@@ -146,11 +145,9 @@ class CostModel:
         self._is_corrected = True
         self._mean_error += _MEMORY * (min(abs(math.log(seconds / predicted)), 1.0) - self._mean_error)
         sizes = self.profiled(context, _BINS, width)
-        limits, num = _LIMITS.copy(), (1 - share) * self._num_observed[low] + share * self._num_observed[low + 1]
-        limits[0] *= 1 + _FIRST / (1 + num)
         doubt = np.empty_like(self._doubt)  # a new one: calls in other threads may observe at the same time
         correct(
-            low, share, predicted, seconds, sizes, limits, 1 - _FADING, _DRIFT, self._doubt, self._log_factors, doubt
+            low, share, predicted, seconds, sizes, _LIMITS, 1 - _FADING, _DRIFT, self._doubt, self._log_factors, doubt
         )
         self._doubt = doubt
         self._num_observed[low] += 1 - share

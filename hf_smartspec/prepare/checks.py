@@ -106,7 +106,7 @@ def check_token_ids(model: PreTrainedModel, ids: Any, name: str = "input_ids") -
 
 def check_holds_tokens(ids: Any, name: str) -> None:
     """Raise `ValueError` if `ids` are of shape [batch, 0], as tokenizers return them (as floats) for empty text."""
-    if isinstance(ids, torch.Tensor) and ids.dim() == 2 and len(ids) and not ids.shape[1]:
+    if isinstance(ids, torch.Tensor) and ids.is_floating_point() and ids.dim() == 2 and len(ids) and not ids.shape[1]:
         raise ValueError(
             f"`{name}` holds no tokens (shape {list(ids.shape)}): pass at least one per row, such as the tokenizer's "
             "`bos_token_id`."

@@ -149,7 +149,7 @@ def test_a_size_in_doubt_costs_no_more_than_a_larger_one_and_no_less_than_a_smal
     """A profile takes 4 and 8 tokens to be dear, and 64 to be cheap."""
     knots = (1, 2, 4, 8, 16, 32, 64)
     cost = CostModel(0, 0, 0, knots=knots, curve=(0.01, 0.01, 0.03, 0.06, 0.06, 0.06, 0.06))
-    for _ in range(6):
+    for _ in range(2):
         cost.observe(200, 16, 0.02)
     four, eight, sixteen, many = cost.seconds(200, np.array([4, 8, 16, 64]))
     assert four <= eight == pytest.approx(sixteen) and many >= sixteen

@@ -323,7 +323,7 @@ def test_probabilities_that_are_no_numbers_say_nothing_for_ever():
     """One bad draft of a source does not end what is known of it, or of those beside it."""
     policy = GoodputAuction(line(), calibrates=False)
     broken = DraftTree.chain([1, 2], [np.nan, 0.5])
-    for tree in (broken, *[STRONG] * 4):
+    for tree in (broken, *[STRONG] * 3):
         rows = staged_rows(2)
         trees, _ = ask_second(policy, rows, [tree, WEAK])
         rows.stages[1].proposed = [DraftTree.empty()] * 2

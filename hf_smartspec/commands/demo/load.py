@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ...goodput import GoodputAuction, LengthPolicy, NoSpeculation, StepOutcome
+from ...goodput import GoodputAuction, LengthPolicy, NoSpeculation, StepOutcome, StepSeconds
 from ...goodput.report import LoggedPolicy
 from ...prepare.config import SmartSpecConfig
 from ...serving.engine import Engine
@@ -56,6 +56,10 @@ class WatchedPolicy(LoggedPolicy):
         if num_rows:
             self.steps.append((time.perf_counter(), num_rows, sum(outcome.sizes), num_tokens))
         super().observe(outcome)
+
+    def rested(self, num_rows: int, seconds: StepSeconds) -> None:
+        self.steps.append((time.perf_counter(), num_rows, 0, num_rows))
+        super().rested(num_rows, seconds)
 
 
 @dataclass

@@ -179,7 +179,8 @@ def test_ctrl_c_keeps_the_answers_that_are_there(target, texts, tmp_path, monkey
 
 def test_answers_that_were_cut_are_not_learnt_to_end_there(target, tmp_path, monkeypatch):
     path, seen = tmp_path / "answers.jsonl", []
-    rows = [{"prompt": "abc", "response": "xyz", "finish_reason": reason} for reason in ("stop", "length")]
+    ends = {"abc": "stop", "abd": "length"}
+    rows = [{"prompt": prompt, "response": "xyz", "finish_reason": reason} for prompt, reason in ends.items()]
     path.write_text("\n".join(map(json.dumps, rows)))
 
     def refused(texts, *_):
