@@ -122,14 +122,15 @@ class Drafting:
 
     def _rests(self, rows: list[Request], feeds: dict[Request, np.ndarray]) -> bool:
         """Return whether the policy is not called for a step; several processes always call it."""
-        if self.ranks is not None or self.is_traced or any([len(tokens) > 1 for tokens in feeds.values()]):
+        has_prompts = len(rows) < len(feeds) or any([len(tokens) > 1 for tokens in feeds.values()])
+        if self.ranks is not None or self.is_traced or has_prompts:
             return False
         return self.policy.rests([request.request_id for request in rows])
 
     def _without_drafts(self, rows: list[Request]) -> StepDrafts:
         trees = [_EMPTY] * len(rows)
         self.sources.count(dict(zip(rows, trees)))
-        self.has_asked, self._asked_with_needs = False, set()
+        self.has_asked, self._asked_with_needs, self._has_learnt = False, set(), False
         return StepDrafts(None, rows, trees, trees, self.seconds())
 
     def _propose_and_select(self, step: StepRows, rows: list[Request]) -> tuple[list[DraftTree], list[DraftTree]]:

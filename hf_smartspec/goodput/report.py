@@ -119,9 +119,10 @@ class LoggedPolicy(LengthPolicy):
         return self.policy.num_to_run(queue, least, has_slots)
 
     def rests(self, request_ids: Sequence[Hashable]) -> bool:
-        return self.policy.rests(request_ids)
+        return self._num_steps % _EVERY > 0 and self.policy.rests(request_ids)  # the others are looked back at
 
     def rested(self, num_rows: int, seconds: StepSeconds) -> None:
+        self._num_steps += 1
         self._nodes[0] += num_rows
         self._seconds["verify"] += seconds.forward
         self._seconds["other"] += seconds.draft + seconds.other

@@ -24,7 +24,7 @@ _MOST_LEFT_OUT = 8  # measurements in a row that are skipped since they include 
 # Tokens of a row since its latest draft that are read in a draft's own time: those of the deepest draft, and one.
 _MOST_BEHIND = 33
 _MOST_AHEAD = 256  # tokens of a row's answer over which the time of reading its text is spread, at most
-_READING, _MOST_READING = 0.25, 2.0  # least weight of the newest reading's time, and the most by the mean
+_READING = 0.25  # least weight of the newest reading's time
 
 
 def size_class(num_rows: int) -> int:
@@ -213,9 +213,8 @@ class Newcomers:
         self.known |= asked
         (per_call, per_row), (calls, in_calls) = timer.seconds(draft), draft.calls(levels)
         expected = per_call * calls + per_row * in_calls
-        if num_read and expected:  # before a first draft was timed, reading is not told apart from compiling
-            spent = max(seconds - expected, 0.0) / num_read  # a pause of the process is no reading
-            self.per_token.add(min(spent, _MOST_READING * self.per_token.mean) if self.per_token.num else spent)
+        if num_read and expected:  # no token takes longer than a level; more is a pause of the process, or compiling
+            self.per_token.add(min(max(seconds - expected, 0.0) / num_read, per_call + per_row))
         is_cheaper = seconds < expected  # than a draft was taken to be, though it has read
         if is_cheaper or (not is_behind and (are_known or self._num_left_out == _MOST_LEFT_OUT)):
             self._num_left_out = 0

@@ -61,7 +61,8 @@ class RequestPreparation:
         `Engine.add_request`.
         """
         for name in (*_SET_BY_ENGINE, *_SERVED_AS):
-            if kwargs.get(name) is not None and kwargs[name] != _SERVED_AS.get(name):
+            given = kwargs.get(name)
+            if given is not None and (name in _SET_BY_ENGINE or given != _SERVED_AS[name]):
                 raise ValueError(f"`{name}` cannot be served by an engine: leave it out, or use `model.generate`.")
         ids = ids.to(self.model.device)
         to_read = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

@@ -242,7 +242,8 @@ class EngineRunner:
     def _admit(self) -> None:
         """Begin or resume waiting requests in turn, as long as there is room or other requests give way."""
         try:
-            self.memory.check_weights(self.loop.running, may_wait=not self.memory.scheduler.num_waiting)
+            may_wait = self._ranks is None and not self.memory.scheduler.num_waiting  # processes must look together
+            self.memory.check_weights(self.loop.running, may_wait)
             self.memory.keep_states(self.loop.running)
         except Exception as error:
             self._fail_running(error)

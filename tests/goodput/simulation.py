@@ -66,7 +66,9 @@ def simulate(
         if policy.rests(rows.request_ids):
             totals.tokens += len(drafters)
             totals.mean_tokens += len(drafters)
-            totals.seconds += float(true_cost.seconds(*rows.forward_size())) * rng.lognormal(0, noise)
+            forward = float(true_cost.seconds(*rows.forward_size())) * rng.lognormal(0, noise)
+            policy.rested(len(drafters), StepSeconds(0.0, forward, 0.0))
+            totals.seconds += forward
             totals.steps += 1
             totals.rested += 1
             totals.expected += len(drafters)

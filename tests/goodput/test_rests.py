@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from hf_smartspec import Engine, SmartSpecConfig
-from hf_smartspec.goodput import DraftCost, FixedLength, GoodputAuction, StepOutcome, StepSeconds
+from hf_smartspec.goodput import DraftCost, FixedLength, GoodputAuction, NoSpeculation, StepOutcome, StepSeconds
+from hf_smartspec.goodput.report import LoggedPolicy
 
 from ..generate.helpers import tiny_llama
 from ..serving.helpers import Asked, check_all
@@ -103,3 +104,11 @@ def test_steps_of_a_traced_request_do_not_rest():
     with Engine(model, SmartSpecConfig("prompt_lookup", policy=policy)) as engine:
         engine.get_result(engine.add_request([3, 4, 5, 3, 4], max_new_tokens=6, trace=True))
     assert not policy.rests_asked
+
+
+def test_reports_look_back_at_plain_decoding_too():
+    policy = LoggedPolicy(NoSpeculation(), line())
+    simulated = simulate(policy, [Drafter(0.5)], line(), steps=80, noise=0)
+    report = policy.report()
+    assert 0 < simulated.rested < 80 and report.nodes_per_row == {0: 80}
+    assert report.goodput == pytest.approx(simulated.goodput)
