@@ -1,7 +1,8 @@
 """Prompt lookup: the continuation of an earlier occurrence of the last few tokens (Saxena, 2023)."""
 
 from collections.abc import Hashable, Sequence
-from weakref import finalize, ref
+from functools import partial
+from weakref import ref
 
 import numpy as np
 
@@ -38,6 +39,7 @@ class _References(_Index):
 
     def __init__(self, max_ngram: int, texts: tuple[np.ndarray, ...]):
         super().__init__(max_ngram)
+        self.texts: list[ref[np.ndarray]] = []  # the end of one drops the index
         for text in texts:
             self.extend([*text.tolist(), _BORDER])
 
@@ -124,8 +126,8 @@ class PromptLookupCandidates(TreeCandidateGenerator):
         known = self._references.get(key)
         if known is None:
             known = self._references[key] = _References(self.max_ngram, texts)
-            for text in texts:
-                finalize(text, _drop_references, ref(self), key)
+            drop = partial(_drop_references, ref(self), key)
+            known.texts = [ref(text, drop) for text in texts]
         return known
 
     def propose(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> list[DraftTree]:
@@ -145,7 +147,7 @@ class PromptLookupCandidates(TreeCandidateGenerator):
         self._texts.pop(request_id, None)
 
 
-def _drop_references(source: ref[PromptLookupCandidates], key: tuple[int, ...]) -> None:
+def _drop_references(source: ref[PromptLookupCandidates], key: tuple[int, ...], _: ref[np.ndarray]) -> None:
     """Drop the index of texts of which one is no more, before another object gets its identity."""
     if (known := source()) is not None:
         known._references.pop(key, None)

@@ -344,14 +344,14 @@ def _check_number(policy: LengthPolicy, verb: str, number: int, noun: str, expec
 
 def _begin_traces(step: StepDrafts, sources: GuardedSources) -> None:
     """Begin the step in the traces of its rows, before their sources observe its outcome."""
+    assert step.policy_rows is not None, "no step of a traced row rests"
     for index, (request, drafted, verified) in enumerate(zip(step.rows, step.proposed, step.trees)):
         if request.trace is None:
             continue
         nodes = list(range(len(drafted))) if verified is drafted else Draft.of(drafted).nodes_of(verified)
         if -1 in nodes:  # the policy has selected nodes that were not proposed
             drafted, nodes = verified, list(range(len(verified)))
-        stages = [] if step.policy_rows is None else step.policy_rows.stages
-        proposals = [(stage.position, stage.proposed[index]) for stage in stages]
+        proposals = [(stage.position, stage.proposed[index]) for stage in step.policy_rows.stages]
         labels = first_drafters(
             drafted,
             [(Draft.of(tree), partial(sources.drafted_by, request, place)) for place, tree in proposals if len(tree)],

@@ -32,6 +32,9 @@ def policy_rows(
     sizes = list(map(len, feeds.values()))
     prompts = [(num, request.cache_row.length) for request, num in zip(feeds, sizes) if num > 1]
     caps = np.array([_cap(request) for request in rows], np.int64)
+    left = [request.num_remaining for request in rows]
+    num_left = np.array([_FAR if number is None else number for number in left], np.int64)
+    is_one_call = len(rows) > 1 and all([request.call is rows[0].call for request in rows])
     step = StepRows(
         request_ids=[request.request_id for request in rows],
         context_lens=np.array([request.cache_row.length for request in rows], np.int64),
@@ -41,8 +44,8 @@ def policy_rows(
         prefill_pairs=sum(num * (num + cached) for num, cached in prompts),
         num_waiting=num_waiting,
         padded_context=padded_context([request for request in rows if len(feeds[request]) == 1] if prompts else rows),
-        num_remaining=_remaining(rows),
-        num_left=np.array([_FAR if request.num_remaining is None else request.num_remaining for request in rows]),
+        num_remaining=num_left if is_one_call and None not in left else None,
+        num_left=num_left,
     )
     if len({request.call.namespace for request in feeds}) > 1:
         step.caps = _shared_caps(policy, step)
@@ -116,14 +119,6 @@ def _own_caps(
 def _is_prefilling(request: Request, feed: np.ndarray) -> bool:
     """Return whether the row is still in prefill, so that the target has no states of its earlier tokens."""
     return not request.tokens and (len(feed) > 1 or not request.cache_row.length)
-
-
-def _remaining(rows: Sequence[Request]) -> np.ndarray | None:
-    """Return how many tokens each of several rows of one call generates at most; None for rows of several calls."""
-    if len(rows) < 2 or any([request.call is not rows[0].call for request in rows]):
-        return None
-    numbers = [request.num_remaining for request in rows]
-    return None if None in numbers else np.array(numbers, np.int64)
 
 
 def _cap(request: Request) -> int:

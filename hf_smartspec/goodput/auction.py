@@ -15,13 +15,13 @@ from .cost import UNKNOWN, CostModel
 from .draft_cost import DraftCost
 from .estimates.decayed import DecayedRate
 from .estimates.trust import Trust
-from .kernels.prefixes import best_prefix
 from .levels import best_depths
 from .node_prices import least_node_seconds, level_prices, node_seconds
 from .plan import Before, Plan, Won, known_continuation
-from .policy import LengthPolicy, StepOutcome, StepRows
+from .policy import LengthPolicy, StepOutcome, StepRows, StepSeconds
 from .stage import Stage
 from .stage_record import StageRecord, size_class
+from .winners import mark_winners
 from .worth import Paces
 
 _SPEEDUP_DECAY = 0.98  # decay per step of the tokens that the speed-up is the ratio of
@@ -30,14 +30,10 @@ _PROBE_SHARE = 0.01  # share of the time for drafts that are not expected to pay
 # Steps without drafts: debt of such drafts, which may read whole prompts first, and of trials of sizes, at most.
 _MOST_DEBT = 50
 _BASELINE_INTERVAL = 200  # steps with speculation in a row before one without: the cost of plain steps stays known
-_OPTIMISM = 3.0  # standard deviations by which sizes may be cheaper than expected, where they are tried
 _TRIAL_STEPS = 8  # drafts before the first judgement on whether drafting pays
-_WIDTHS = np.array([1, 2, 3, 4, 6, 8, 16, 32, 64, 128])  # bounds on the nodes of one row
-_NUM_NARROW = 4  # first bounds, which are always tried
 _DEEPEST = 32  # levels of an autoregressive draft that are considered
 _MOST_RESTS = 3  # steps in a row that the auction is not called for: its own time counts in the steps of a small model
 _UNPROMISING = 0.3  # tokens: another source is tried beside drafts that promise less
-_EPSILON = 1e-9  # relative amount by which a child bids less than its parent at equal probability
 
 
 class Prediction(NamedTuple):
@@ -111,12 +107,25 @@ class GoodputAuction(LengthPolicy):
     # 1. Before each stage drafts
 
     def rests(self, request_ids: Sequence[Hashable]) -> bool:
-        rows = self._plan.rows
-        if rows is None or self._num_rests == _MOST_RESTS or self._resting != request_ids:
+        if self._num_rests == _MOST_RESTS or self._resting != request_ids:
             return False
-        rests = all([self.records[stage.cost].rests(request_ids) for stage in rows.stages if stage.is_by_level])
-        self._num_rests += rests
-        return rests
+        return all([record.rests(request_ids) for record in self._records_by_level()])
+
+    def rested(self, num_rows: int, seconds: StepSeconds) -> None:
+        self._num_rests += 1
+        for record in self._records_by_level():
+            record.rested()
+        self._save_time(self._plan)
+        self._speedups[size_class(num_rows)].add(num_rows, num_rows, _SPEEDUP_DECAY)
+
+    def _records_by_level(self) -> list[StageRecord]:
+        """Return the records of the latest step's sources that are asked by level."""
+        stages = [] if self._plan.rows is None else self._plan.rows.stages
+        return [self.records[stage.cost] for stage in stages if stage.is_by_level]
+
+    def _save_time(self, plan: Plan) -> None:
+        self._probe_seconds += _PROBE_SHARE * plan.plain_seconds
+        self._trial_seconds += _PROBE_SHARE * plan.plain_seconds
 
     def max_nodes(self, rows: StepRows, stage: Stage, trees: Sequence[DraftTree]) -> np.ndarray:
         if self._plan.rows is not rows:
@@ -132,7 +141,7 @@ class GoodputAuction(LengthPolicy):
     def _begin(self, rows: StepRows) -> None:
         plain = float(self.cost.seconds(*rows.without_prefill().forward_size()))
         prefill = float(self.cost.seconds(*rows.forward_size())) - plain if rows.num_prefill_tokens else 0.0
-        self._earlier_plan, self._plan = self._plan, Plan(rows, 1 + self._num_rests, plain, prefill)
+        self._earlier_plan, self._plan = self._plan, Plan(rows, plain, prefill)
         self._num_rests = 0
         self.speedup = max(self._speedups[size_class(len(rows))].rate, 1.0)
         self._plan.is_baseline = self._needs_baseline(rows)
@@ -166,6 +175,7 @@ class GoodputAuction(LengthPolicy):
         """Return the levels worth drafting, `[rows]` int64: by the mean estimate, or where none pays, by a high one."""
         record = self.records[stage.cost]
         if record.rests(rows.request_ids):
+            record.rested()
             return np.zeros(len(rows), np.int64)
         # Levels that pay by the mean estimate pay by the optimistic one, too. So after a step in which none paid, the
         # optimistic one alone mostly decides, in one auction instead of two.
@@ -324,45 +334,17 @@ class GoodputAuction(LengthPolicy):
         return forest.keep(mask)
 
     def _winners(self, rows: StepRows, forest: Forest, mask: np.ndarray) -> tuple[Won, Won]:
-        """
-        Mark the nodes that maximise the profit, B + sum of a_n - lambda * T(S), in tokens, or none if no set of nodes
-        exceeds plain decoding by the margin. If another size is better by the lowest likely costs, mark its nodes where
-        the time saved for trials is not spent: sizes that a wrong profile makes too expensive are run, and measured.
-        Return the result by the expected costs, and that of the marked nodes.
-        """
+        """Mark the nodes to verify; return the result of the best ones by the expected costs, and of those marked."""
+        plan = self._plan
         gains = forest.along_paths(forest.probs)
-        self._plan.worth = self._paces.worth(self._plan, np.bincount(forest.row, gains, minlength=len(rows)))
-        gains *= np.broadcast_to(self._plan.worth, len(rows))[forest.row]
-        # Strictly less than the parent's, rounding or not; nodes that cannot be accepted stay out.
-        bids = gains * (1 - _EPSILON * forest.depths)
-        order = np.argsort(-bids)[: np.count_nonzero(bids > _EPSILON)]
-        plan, cost = self._plan, self.cost
-        context, _, width = rows.forward_size(0, 0)
-        fixed, per_width = (cost.alpha + cost.beta * width) * context, cost.beta * rows.num_context
+        plan.worth = self._paces.worth(plan, np.bincount(forest.row, gains, minlength=len(rows)))
+        gains *= np.broadcast_to(plan.worth, len(rows))[forest.row]
         least = (1 - self.speedup + self.margin) * len(rows)  # plain decoding's profit, and the margin
-        costs = np.array([len(rows), least, self._price(rows), fixed, per_width, cost.host, plan.prefill_seconds])
-        scanned = order, forest.row, gains, _WIDTHS, _NUM_NARROW, costs
-        counts = np.empty(len(rows), np.int64)
-        best = Won(*best_prefix(*scanned, *cost.by_tokens(rows.num_batched, len(order) + 1), counts, mask))
-        if not best.num_nodes:
-            best = Won(0, float(len(rows)), plan.plain_seconds)
-        if self._trial_seconds <= 0:
-            return best, best
-        sizes = rows.num_batched + np.arange(len(order) + 1)
-        doubts = cost.doubt(sizes, sizes[best.num_nodes])
-        # At most twice the tokens, or as many as have a known cost, which fewer do not exceed.
-        most = min(max(2 * best.num_nodes + len(rows), np.flatnonzero(doubts <= UNKNOWN)[-1]), len(order))
-        if doubts[: most + 1].max() <= UNKNOWN:
-            return best, best
-        more, lowest = np.zeros_like(mask), cost.by_tokens(sizes[0], most + 1, _OPTIMISM * doubts[: most + 1])
-        tried = Won(*best_prefix(order[:most], *scanned[1:], *lowest, counts, more))
-        if not tried.num_nodes or doubts[tried.num_nodes] <= UNKNOWN:
-            return best, best
-        self._trial_seconds = 0.0
-        mask[:] = more
-        widest = int(np.bincount(forest.row[mask]).max())
-        expected = float(cost.seconds(*rows.forward_size(tried.num_nodes, 1 + widest)))
-        return best, tried._replace(seconds=expected - plan.prefill_seconds)
+        may_try = self._trial_seconds > 0
+        best, won = mark_winners(self.cost, plan, forest, gains, self._price(rows), least, may_try, mask)
+        if won is not best:
+            self._trial_seconds = 0.0
+        return best, won
 
     def _shares(self, rows: StepRows, trees: Sequence[DraftTree], asked: Sequence[Stage]) -> dict[Stage, float]:
         """Return the shares in the drafts' benefit of the stages that were asked, by the promise that each added."""
@@ -370,7 +352,7 @@ class GoodputAuction(LengthPolicy):
             return dict.fromkeys(asked, 1.0)
         promises = [self._plan.before[stage].promises for stage in asked] + [self._before(rows, trees).promises]
         more = [float(np.maximum(after - before, 0.0).sum()) for before, after in pairwise(promises)]
-        return {stage: share / max(sum(more), _EPSILON) for stage, share in zip(asked, more)}
+        return {stage: share / max(sum(more), 1e-9) for stage, share in zip(asked, more)}
 
     # 3. After verification
 
@@ -381,8 +363,7 @@ class GoodputAuction(LengthPolicy):
             self.cost.observe(context, batched, seconds.forward + seconds.other, width)
         plan = self._earlier_plan if self._earlier_plan.rows is rows else self._plan
         if len(rows):
-            self._probe_seconds += _PROBE_SHARE * plan.plain_seconds * plan.num_steps
-            self._trial_seconds += _PROBE_SHARE * plan.plain_seconds * plan.num_steps
+            self._save_time(plan)
         if plan.break_even is not None:
             spent = seconds.forward + seconds.other - plan.prefill_seconds
             self._trial_seconds -= max(spent - plan.break_even, 0.0)
@@ -396,8 +377,7 @@ class GoodputAuction(LengthPolicy):
             if plan.break_even is None:
                 for stage, share in plan.shares.items():
                     self.records[stage.cost].benefits[size].add(saved * share)
-            rested = (plan.num_steps - 1) * len(rows)
-            speedup.add(rested + plan.plain_tokens, rested + len(rows) + accepted, _SPEEDUP_DECAY**plan.num_steps)
+            speedup.add(plan.plain_tokens, len(rows) + accepted, _SPEEDUP_DECAY)
         if rows.num_remaining is not None:
             self._paces.learn(rows, outcome.accepted)
         for stage in rows.stages:

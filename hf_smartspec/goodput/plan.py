@@ -47,7 +47,6 @@ class Plan:
 
     Args:
         rows (`StepRows`, *optional*): The step's rows.
-        num_steps (`int`): The step, and those before it that rested.
         plain_seconds, prefill_seconds (`float`): T without drafts and prompts, and the time that prompts add to it.
         row_seconds (`float`, *optional*): Part of `plain_seconds` that each row adds; computed where it is needed.
         worth (`float` or `np.ndarray` of shape `[rows]`): Worth of a token of each row, 1 in the mean.
@@ -64,7 +63,6 @@ class Plan:
     """
 
     rows: StepRows | None = None
-    num_steps: int = 1
     plain_seconds: float = 0.0
     prefill_seconds: float = 0.0
     row_seconds: float | None = None

@@ -199,7 +199,7 @@ class LengthPolicy(ABC):
         return False
 
     def rested(self, num_rows: int, seconds: StepSeconds) -> None:  # noqa: B027
-        """Called with the rows and the time of a step that has rested; a no-op by default."""
+        """Count a step that has rested, of so many rows and seconds; a no-op by default."""
 
     def most_nodes(self, usual: int, most: int) -> int:
         """

@@ -106,8 +106,11 @@ class StageRecord:
 
     def rests(self, request_ids: Sequence[Hashable]) -> bool:
         """Return whether no level paid for the same rows in one of the latest steps, since when none was drafted."""
+        return self._num_rests > 0 and self._resting == request_ids
+
+    def rested(self) -> None:
+        """Count a step in which `rests` was true."""
         self._num_rests -= 1
-        return self._num_rests >= 0 and self._resting == request_ids
 
     def for_trial(self, rows: StepRows, idle: np.ndarray) -> np.ndarray:
         """

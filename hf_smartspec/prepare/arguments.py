@@ -17,7 +17,7 @@ from transformers.generation import StopStringCriteria
 
 from ..target_model.compat import is_synchronized
 from ..validate import check_seed
-from .checks import check_holds_tokens, check_mask, check_settings, check_source_options, check_token_ids
+from .checks import check_mask, check_settings, check_source_options, check_token_ids
 from .config import SmartSpecConfig
 from .sources import Assistant
 
@@ -102,8 +102,6 @@ def _checked_settings(model: PreTrainedModel, kwargs: dict[str, Any], seed: Any)
     check_source_options(kwargs)
     for name in ("inputs", "input_ids", "decoder_input_ids"):
         if kwargs.get(name) is not None:
-            if not model.config.is_encoder_decoder and kwargs.get("inputs_embeds") is None:
-                check_holds_tokens(kwargs[name], name)
             check_token_ids(model, kwargs[name], name)
     if not model.config.is_encoder_decoder:
         check_mask(kwargs.get("attention_mask"))

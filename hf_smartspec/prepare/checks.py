@@ -77,7 +77,8 @@ def check_token_ids(model: PreTrainedModel, ids: Any, name: str = "input_ids") -
 
     Raises:
         TypeError: for anything but an integer tensor.
-        ValueError: for another shape than [batch, length], an empty batch, and ids outside the vocabulary.
+        ValueError: for another shape than [batch, length], an empty batch, empty texts as tokenizers return them (as
+            floats), and ids outside the vocabulary.
     """
     if not isinstance(ids, torch.Tensor):
         raise TypeError(
@@ -88,6 +89,11 @@ def check_token_ids(model: PreTrainedModel, ids: Any, name: str = "input_ids") -
         raise ValueError(f"`{name}` is an empty batch (shape {list(ids.shape)}): pass at least one sequence.")
     if name == "inputs" and model.main_input_name != "input_ids":
         return  # features of a speech or vision encoder
+    if ids.is_floating_point() and ids.dim() == 2 and not ids.shape[1]:  # what tokenizers return for empty text
+        raise ValueError(
+            f"`{name}` holds no tokens (shape {list(ids.shape)}): pass at least one per row, such as the tokenizer's "
+            "`bos_token_id`."
+        )
     if ids.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"`{name}` must be token ids of dtype torch.int64, got {ids.dtype}.")
     if ids.dim() != 2:
@@ -102,15 +108,6 @@ def check_token_ids(model: PreTrainedModel, ids: Any, name: str = "input_ids") -
             raise ValueError(
                 f"`{name}` must lie in [0, {num_embeddings}), the model's vocabulary; got {lowest} to {highest}."
             )
-
-
-def check_holds_tokens(ids: Any, name: str) -> None:
-    """Raise `ValueError` if `ids` are of shape [batch, 0], as tokenizers return them (as floats) for empty text."""
-    if isinstance(ids, torch.Tensor) and ids.is_floating_point() and ids.dim() == 2 and len(ids) and not ids.shape[1]:
-        raise ValueError(
-            f"`{name}` holds no tokens (shape {list(ids.shape)}): pass at least one per row, such as the tokenizer's "
-            "`bos_token_id`."
-        )
 
 
 def check_mask(mask: Any) -> None:

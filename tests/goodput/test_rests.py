@@ -15,15 +15,14 @@ LEVELS = DraftCost(3e-3, 3e-4, is_autoregressive=True, source="levels")
 CALL = DraftCost(per_call=6e-3, source="call")
 
 
-def step(policy, drafters, truths=None):
+def step(policy, drafters):
     """Decide a step and let it pass, without accepted nodes."""
-    rows, rng = rows_of(drafters), np.random.default_rng(0)
-    truths = [np.zeros(64, np.int64)] * len(drafters) if truths is None else truths
+    rows, rng, truths = rows_of(drafters), np.random.default_rng(0), [np.zeros(64, np.int64)] * len(drafters)
     proposed = drafted(policy, rows, drafters, truths, rng)
     verified = policy.select(rows, proposed)
     sizes = [len(tree) for tree in verified]
     seconds = StepSeconds(0.0, float(line().seconds(*rows.forward_size(sum(sizes), 1 + max(sizes)))))
-    policy.observe(StepOutcome(rows, proposed, verified, [0] * len(rows), seconds, [line[:1] for line in truths]))
+    policy.observe(StepOutcome(rows, proposed, verified, [0] * len(rows), seconds, [truth[:1] for truth in truths]))
     return rows
 
 
@@ -48,8 +47,11 @@ def test_the_auction_is_called_again_after_three_steps_and_for_other_rows():
     policy, drafters = resting(CALL)
     assert not policy.rests([0, 1, 2]), "a row has ended"
     assert not policy.rests([0, 1, 2, 4]), "another one has begun"
-    assert [policy.rests(range(4)) for _ in range(4)] == [True, True, True, False]
     saved = policy._probe_seconds
+    for _ in range(3):
+        assert policy.rests(range(4)) and policy.rests(range(4)), "asking changes nothing"
+        policy.rested(4, StepSeconds(0.0, 0.02, 0.0))
+    assert not policy.rests(range(4))
     step(policy, drafters)
     plain = policy._plan.plain_seconds
     assert policy._probe_seconds == pytest.approx(saved + 4 * 0.01 * plain), "time for trials is saved meanwhile, too"
