@@ -70,7 +70,6 @@ _PLACES = {
 _ROOMS = [
     *("candidates", "cpu", "decoding", "drafts", "generate", "goodput", "online", "prepare", "sampling", "serving"),
     *("replicas", "simulator", "target_model"),
-    "sharing",  # the old name of replicas
 ]
 _MODULES = {name: module for module, names in _PLACES.items() for name in names.split()}
 __all__ = sorted(_MODULES)

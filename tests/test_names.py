@@ -1,11 +1,9 @@
 """The names of the package: all there, and none imported before it is asked for."""
 
 import ast
-import importlib
 import inspect
 import subprocess
 import sys
-import warnings
 
 import pytest
 
@@ -34,30 +32,6 @@ def test_every_public_name_is_there_and_listed():
 def test_importing_the_package_imports_neither_torch_nor_transformers():
     code = "import sys, hf_smartspec; print(sorted({'torch', 'transformers', 'numba'} & set(sys.modules)))"
     assert run(code).strip() == "[]"
-
-
-MOVED = [
-    ("candidates.growing", "GrowingCandidates", "candidates"),
-    ("candidates.translated.source", "TranslatedDraftCandidates", "candidates"),
-    ("sharing", "SharedOutputs", "replicas"),
-    ("sharing.routing", "Affinity", "replicas.routing"),
-    ("serving.stand_in.server", "own_settings", "serving.transformers_batching.server"),
-]
-
-
-def test_documented_names_that_have_moved_are_still_there_and_say_so(monkeypatch):
-    tops = {".".join(["hf_smartspec", *old.split(".")[: old.startswith("sharing") or 2]]) for old, _, _ in MOVED}
-    for name in [name for name in sys.modules if any(name == top or name.startswith(f"{top}.") for top in tops)]:
-        monkeypatch.delitem(sys.modules, name)  # another test may have imported it
-    for old, name, new in MOVED:
-        found = {}
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            exec(f"from hf_smartspec.{old} import {name} as found", found)
-        assert found["found"] is getattr(importlib.import_module(f"hf_smartspec.{new}"), name)
-        said = [str(item.message) for item in caught if item.filename == "<string>"]
-        assert len(said) == (0 if old.startswith("sharing.") else 1), old  # of one module, which warns once
-        assert all(f"from `hf_smartspec.{new.partition('.')[0]}" in text for text in said), said
 
 
 def test_help_and_typing_errors_need_no_torch():
