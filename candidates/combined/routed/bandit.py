@@ -147,10 +147,6 @@ class DrafterBandit:
         """Kinds of text that requests had."""
         return list(self._kinds)
 
-    def num_bytes(self) -> int:
-        """Return the bytes of the kept sketches of texts."""
-        return self.neighbours.num_bytes()
-
     # On disk
 
     def save(self, path: str | Path) -> None:

@@ -54,10 +54,6 @@ class TextClassifier:
         """The labels that it has learnt."""
         return list(self._rows)
 
-    def num_bytes(self) -> int:
-        """Return the bytes of its counts."""
-        return self._counts.nbytes
-
     def learn(self, texts: Sequence[Text], labels: Sequence[str]) -> None:
         """Learn from texts (strings, or token ids `[length]`: all of one kind) and their labels."""
         if len(texts) != len(labels):

@@ -29,9 +29,6 @@ class Neighbours:
         self._arms, self._values, self._weights = np.zeros(0, np.int64), np.zeros(0), np.zeros(0)
         self._next = 0  # the line that is written next: the oldest, once all are full
 
-    def num_bytes(self) -> int:
-        return self._sketches.nbytes
-
     def sketch(self, text: Text) -> np.ndarray:
         """
         Return the sketch of a text, float32 `[1024]`, of length 1 or 0, and count the text: how rare strings are is

@@ -20,7 +20,6 @@ from .bandit import DrafterBandit, Outcome
 from .classifier import TextClassifier
 from .features import Text
 from .lanes import Lane, RequestLog
-from .memory import RoutedMemory, memory_of
 from .routers import predictor_of, readable
 
 logger = get_logger(__name__)
@@ -202,14 +201,6 @@ class RoutedCandidates(TreeCandidateGenerator):
             ValueError: if it is no such file, or has none of these drafters.
         """
         self.bandit.load(path)
-
-    def memory(self) -> RoutedMemory:
-        """Return the bytes of all drafters at present, those not in use included."""
-        router = self.bandit.num_bytes()
-        if isinstance(self.router, TextClassifier):
-            router += self.router.num_bytes()
-        target = None if self._target is None else self._target()
-        return memory_of({name: lanes.source for name, lanes in self._lanes.items()}, target, router)
 
     def bytes_per_token(self) -> int:
         """Return the most of one drafter: every request has one."""

@@ -117,7 +117,6 @@ def test_the_latest_outcomes_are_kept():
     sketches = [neighbours.sketch(f"text number {number}") for number in range(100)]
     for number, sketch in enumerate(sketches):
         neighbours.add(sketch, number % 3, float(number), 0.5)
-    assert neighbours.num_bytes() == 40 * 1024 * 4
     for number in (60, 75, 99):
         arms, values, weights = neighbours.nearest(sketches[number])
         assert values[0] == number and arms[0] == number % 3 and len(values) == 8
@@ -199,7 +198,7 @@ def test_a_bandit_that_is_saved_goes_on_as_it_would_have(tmp_path, num):
     second.load(path)
     for bandit in (first, second):
         random_world(bandit, 30, 5)
-    assert first.kinds == second.kinds and first.num_bytes() >= second.num_bytes() > 0
+    assert first.kinds == second.kinds
     for kind in ("", "ja", "code"):
         assert first.goodput(kind) == second.goodput(kind)
         sketch = first.neighbours.sketch(ARTICLES["en"])

@@ -19,7 +19,6 @@ from hf_smartspec import (
 from hf_smartspec.candidates import FusedCandidates, StagedCandidates
 from hf_smartspec.candidates.forwarding import unwrapped
 from hf_smartspec.candidates.request import SourceRequest
-from hf_smartspec.target_model.model_state import forget
 
 from ....covering import exhaustive
 from ....generate.helpers import PAD, VOCAB_SIZE, noisy_copy, prompts, set_special_tokens, tiny_llama, tiny_tokenizer
@@ -168,7 +167,6 @@ def test_a_classifier_learns_from_the_tags_of_some_requests(model, drafters):
     for ids, name in ((low[8:], "model"), (high[8:], "lookup")):
         model.generate(torch.from_numpy(ids), max_new_tokens=2, assistant=routed)
         assert routed.statistics()[name].requests - before[name].requests >= 15
-    assert routed.memory().router > routed.router.num_bytes() > 0
 
 
 @pytest.mark.parametrize(
@@ -243,32 +241,6 @@ def test_in_transformers_own_loop(model):
     ids = torch.tensor([[3, 4, 5, 3, 4, 5, 3, 4]])
     drafted, logits = routed.get_candidates(ids)
     assert drafted.tolist()[0][:11] == [3, 4, 5, 3, 4, 5, 3, 4, 5, 3, 4] and logits is None
-
-
-# Memory
-
-
-def test_memory_is_that_of_all_drafters(model, drafters):
-    routed = RoutedCandidates(drafters | {"same": drafters["model"], "suffix": "suffix"})
-    assert routed.memory().total == 0, "not loaded yet"
-    model.generate(**prompts([5]), max_new_tokens=NEW, assistant=SmartSpecConfig(routed, tag="suffix"))
-    memory = routed.memory()
-    size = sum(item.nbytes for item in drafters["model"].parameters())
-    assert size <= memory.drafters["model"].weights < size + 1000, "rotary frequencies"
-    assert memory.drafters["lookup"] == (0, None) and memory.drafters["suffix"].state > 0
-    weights = {name: found.weights for name, found in memory.drafters.items()}
-    assert weights["eagle"] > 0 and weights["medusa"] > 0
-    assert memory.weights == sum(weights.values()) - weights["same"], "every tensor once"
-    assert memory.total == memory.weights + memory.state + memory.router
-    with Engine(model, SmartSpecConfig(routed, num_nodes=4)) as engine:
-        name = engine.add_request([3, 4, 5], max_new_tokens=200, tag="model", streaming=True)
-        for output in engine.request_id_iter(name):
-            if len(output.generated_tokens) > 2 and not output.is_finished():
-                assert routed.memory().drafters["model"].state > 0
-                engine.cancel_request(name)
-    assert routed.memory().drafters["model"].state > 0, "kept for the next one"
-    forget(drafters["model"])
-    assert routed.memory().drafters["model"].state == 0
 
 
 # Refusals
