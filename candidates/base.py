@@ -208,10 +208,6 @@ class TreeCandidateGenerator(AssistedDecodingSource):
         """
         return [label_of(self)] * len(tree)
 
-    def num_bytes(self) -> int | None:
-        """Return the bytes of what it keeps of texts at present (keys and values, trees, ...); None if unknown."""
-        return None
-
     def bytes_per_token(self) -> int:
         """
         Return the bytes of keys and values that it computes for every token of a text; engines count them. By default

@@ -60,9 +60,6 @@ class ForwardingSource(TreeCandidateGenerator):
     def drafted_by(self, request_id: Hashable, tree: DraftTree) -> list[str]:
         return self.source.drafted_by(request_id, tree)
 
-    def num_bytes(self) -> int | None:
-        return self.source.num_bytes()
-
     def bytes_per_token(self) -> int:
         return self.source.bytes_per_token()
 

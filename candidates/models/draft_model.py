@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ...drafts.tree import DraftTree
 from ...sampling.noise import NoiseKeys
 from ...target_model.cache.footprint import Footprint
-from ...target_model.cache.kept_memory import borrow_memory, kept_bytes, release_memory
+from ...target_model.cache.kept_memory import borrow_memory, release_memory
 from ...target_model.compat import num_positions
 from ...target_model.encoded import EncodedForward
 from ...target_model.forward.chains import ChainForward
@@ -155,11 +155,6 @@ class DraftModelCandidates(GrowingCandidates):
     def _signature(self, levels: list[DraftLevel], width: int) -> Hashable:
         known = super()._signature(levels, width)
         return None if known is None else (known, self.vocabulary)
-
-    def num_bytes(self) -> int | None:
-        """Return the bytes of keys and values, and of memory that is kept for those of further requests."""
-        own = super().num_bytes()
-        return None if own is None else own + kept_bytes(self.model)
 
     def _give_up_forward(self) -> None:
         if isinstance(self._forward, PackedForward):

@@ -92,10 +92,6 @@ class EarlyExitCandidates(GrowingCandidates):
         state.tokens += tokens.tolist()
         state.num_generated += len(tokens)
 
-    def num_bytes(self) -> int | None:
-        """Return 0: keys and values are the target's."""
-        return 0
-
     def propose(
         self, request_ids: Sequence[Hashable], max_nodes: Sequence[int], price: LevelPrice | None = None
     ) -> list[DraftTree]:

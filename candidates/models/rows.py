@@ -52,13 +52,6 @@ class RowCandidates(TreeCandidateGenerator):
         if not self._states:
             self._give_up_forward()
 
-    def num_bytes(self) -> int | None:
-        """Return the bytes of keys, values and states in a slot cache; None for forwards without one."""
-        if self._forward is None:
-            return 0
-        cache = getattr(self._forward, "cache", None)
-        return None if cache is None else cache.num_lines * cache.bytes_per_line + cache.num_state_bytes
-
     def _give_up_forward(self) -> None:
         """Drop the forward: no request is left."""
         self._forward = None

@@ -91,9 +91,6 @@ class TokenRecyclingCandidates(TreeCandidateGenerator):
         """Remove what was kept of a namespace's texts."""
         self._matrices.pop(namespace, None)
 
-    def num_bytes(self) -> int:
-        return sum(array.nbytes for matrix in list(self._matrices.values()) for array in matrix)
-
 
 class _Matrix(NamedTuple):
     """Likeliest tokens after each token, `[tokens, 8]` int32 (-1: not known), and their shares, float32."""

@@ -29,7 +29,6 @@ int8_at, int32_at, int64_at = (_pointer_to(kind) for kind in (types.int8, types.
 float32_at, float64_at = _pointer_to(types.float32), _pointer_to(types.float64)
 bfloat16_at = _pointer_to(types.uint16)  # as bits, since numba has no bfloat16
 widened = written(types.float32, types.uint16)(float32_of)
-narrowed = written(types.uint16, types.float32)(bfloat16_of)
 
 power_of_two = written(types.float32, types.int32)(power_of_two_of)
 fused = written(types.float32, *[types.float32] * 3)(fused_of)

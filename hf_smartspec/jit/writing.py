@@ -12,7 +12,7 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 I8, I16, I32, I64 = map(ir.IntType, (8, 16, 32, 64))
-FLOAT, HALF = ir.FloatType(), ir.HalfType()
+FLOAT = ir.FloatType()
 
 
 class _BFloat(ir.Type):

@@ -172,7 +172,7 @@ class Replayer:
             for request_id in rows:
                 self.source.stop(request_id)
             source: Any = self.source
-            if hasattr(source, "num_bytes") and hasattr(source, "num_cached_tokens"):
+            if hasattr(source, "num_cached_tokens"):
                 tally.num_bytes, tally.num_cached_tokens = int(source.num_bytes()), int(source.num_cached_tokens())
 
     def _fill(self, rows: dict[int, _Row], waiting: Iterator[tuple[int, Recording]], tally: Tally) -> bool:

@@ -56,12 +56,6 @@ def release_memory(forward: PackedForward) -> None:
                 state.memory = kept
 
 
-def kept_bytes(model: PreTrainedModel) -> int:
-    """Return the bytes of keys and values kept for a model's next call; 0 while a call uses them."""
-    kept = state_of(model).memory
-    return 0 if kept is None else _bytes(kept.memories)
-
-
 def _bytes(memories: list[torch.Tensor]) -> int:
     return sum(memory.element_size() * memory.numel() for memory in memories)
 

@@ -366,10 +366,3 @@ def test_rows_whose_memory_moves_get_their_own_drafts(way):
             text += generator.integers(3, VOCAB_SIZE, 4).tolist()
             source.observe(name, np.array(text[-4:]))
     assert max(slabs) > 1
-
-
-def test_states_of_hybrids_count_as_memory():
-    source = DraftModelCandidates(shared_model("mamba2"))
-    names = list(start(source))
-    source.propose(names, [2] * len(names))
-    assert source.num_bytes() == source._forward.cache.num_state_bytes > 0, "it has no keys and values"

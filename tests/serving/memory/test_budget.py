@@ -55,7 +55,7 @@ def test_draft_models_have_a_slot_for_every_token_of_the_target(machine, model):
     source = DraftModelCandidates(draft)
     source.begin(SourceRequest("a", np.array([5, 9])))
     source.propose(["a"], [2])
-    per_token = source.num_bytes() // source._forward.cache.num_lines
+    per_token = source._forward.cache.bytes_per_line
     assert source.bytes_per_token() == per_token > 0
     for assistant in (draft, ["suffix", draft], SuffixTreeCandidates()):
         memory = Engine(model, assistant, max_kv_bytes=bound)._memory
