@@ -47,7 +47,7 @@ class DecodingLoop:
         policy: LengthPolicy,
         limits: ModelLimits,
         max_prefill_tokens: int | None = None,
-        on_failure: Callable[[DecodingCall, Exception], None] | None = None,
+        on_failure: Callable[[DecodingCall, BaseException], None] | None = None,
         release: Callable[[Request], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
         ranks: Ranks | None = None,
@@ -393,8 +393,8 @@ class DecodingLoop:
         """Call the function. If it fails, by code of these rows' calls (processors, ...), only these calls fail."""
         try:
             return function(*args)
-        except Exception as error:
-            if self.on_failure is None:
+        except BaseException as error:  # `SystemExit` too: one call's code must not end the others
+            if self.on_failure is None or isinstance(error, KeyboardInterrupt):
                 raise
             for call in dict.fromkeys(request.call for request in rows):
                 self.remove(call)

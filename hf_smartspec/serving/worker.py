@@ -358,7 +358,7 @@ class EngineRunner:
         output.finish_reason = "length" if is_full else "stop"
         self._answer(pending, output)
 
-    def _on_failure(self, call: DecodingCall, error: Exception) -> None:
+    def _on_failure(self, call: DecodingCall, error: BaseException) -> None:
         self._fail(self._pending[call], "error", repr(error))
 
     def _fail_all(self, reason: str, error: str) -> None:
@@ -385,7 +385,7 @@ class EngineRunner:
     def _answer(self, pending: PendingRequest, output: EngineOutput) -> None:
         streamer = pending.call.batch.streamer
         if streamer is not None:
-            with suppress(Exception):  # errors of a user's streamer do not concern the engine
+            with suppress(Exception, SystemExit):  # errors of a user's streamer do not concern the engine
                 streamer.end()
         self.num_answered += 1
         self.results.put(output)

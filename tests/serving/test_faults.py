@@ -20,39 +20,49 @@ def model():
 
 
 class Fails(LogitsProcessor):
+    def __init__(self, error):
+        self.error = error
+
     def __call__(self, input_ids, scores):
         if input_ids.shape[1] > 8:
-            raise ArithmeticError("of the user")
+            raise self.error("of the user")
         return scores
 
 
 class FailsToo(StoppingCriteria):
+    def __init__(self, error):
+        self.fails = Fails(error)
+
     def __call__(self, input_ids, scores, **kwargs):
-        return Fails()(input_ids, torch.zeros(1, 1)) is None
+        return self.fails(input_ids, torch.zeros(1, 1)) is None
 
 
 class FailsWhileStreaming(BaseStreamer):
+    def __init__(self, error):
+        self.error = error
+
     def put(self, value):
-        Fails()(torch.zeros(1, 9), None) if value.numel() == 1 else None
+        Fails(self.error)(torch.zeros(1, 9), None) if value.numel() == 1 else None
 
     def end(self):
-        raise ArithmeticError("again")
+        raise self.error("again")
 
 
+@pytest.mark.parametrize("error", [ArithmeticError, SystemExit])
 @pytest.mark.parametrize(
     "fault",
     [
-        {"logits_processor": LogitsProcessorList([Fails()])},
-        {"stopping_criteria": StoppingCriteriaList([FailsToo()])},
-        {"streamer": FailsWhileStreaming()},
+        lambda error: {"logits_processor": LogitsProcessorList([Fails(error)])},
+        lambda error: {"stopping_criteria": StoppingCriteriaList([FailsToo(error)])},
+        lambda error: {"streamer": FailsWhileStreaming(error)},
     ],
     ids=["processor", "criterion", "streamer"],
 )
-def test_faults_of_one_request(model, fault):
+def test_faults_of_one_request(model, fault, error):
     requests = random_requests(6)
     with Engine(model, suffix(), max_batch_size=4) as engine:
         names = [engine.add_request(asked.prompt, **asked.arguments) for asked in requests[:3]]
-        bad = engine.add_request([3, 4, 5], max_new_tokens=20, eos_token_id=None, **fault)
+        bad = engine.add_request([3, 4, 5], max_new_tokens=20, eos_token_id=None, **fault(error))
         names += [engine.add_request(asked.prompt, **asked.arguments) for asked in requests[3:]]
         outputs = [engine.get_result(name, timeout=TIMEOUT) for name in names]
         failure = engine.get_result(bad, timeout=TIMEOUT)
