@@ -299,6 +299,17 @@ def test_picking_token_by_token_comes_to_the_same(on_cpu, on_device, accelerator
     assert outputs[0].statistics.accepted_tokens > 0
 
 
+def test_scores_without_probabilities_have_no_sample_there_either(accelerator):
+    scores = torch.randn(4, 40)
+    scores[1], scores[2, 3], scores[3] = torch.nan, torch.inf, torch.nan
+    seeds, positions = [1, 2, 3, None], [0, 1, 2, 3]
+    expected = noise.noisy_argmax(scores, seeds, positions)
+    assert expected[1:] == [noise.NO_TOKEN, noise.NO_TOKEN, 0]
+    with accelerator.counting() as counts:
+        assert noise.noisy_argmax(scores.to(DEVICE), seeds, positions) == expected
+    assert counts["waits"] <= 2, "for the copy of these scores, and for the picks"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_trials_compare_layers_by_the_layout_of_their_own_forward(dtype, accelerator):
     """Later forwards are laid out in the same memory of the device."""

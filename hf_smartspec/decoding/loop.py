@@ -272,8 +272,9 @@ class DecodingLoop:
             assert len(trees) == len(ended), "picks belong to a draft under verification"
             paths = accepted_paths(trees, [request.picks for request in ended])
             for request, path in zip(ended, paths):
-                follow(request, path)
+                self._attempt([request], follow, request, path)
             alive = set(self.calls)  # without calls that have failed meanwhile
+            ended = [request for request in ended if request.call in alive]
             others = [request for request in others if not request.picks and request.call in alive]
             return ended + self._verify_in_rounds(others)
 
@@ -284,7 +285,9 @@ class DecodingLoop:
             still: list[Request] = []
             for rows in alike(ready):
                 tokens = self._attempt(rows, pick_next, rows) or []
-                still += [request for request, token in zip(rows, tokens) if advance(request, token)]
+                for request, token in zip(rows, tokens):
+                    if self._attempt([request], advance, request, token):
+                        still.append(request)
             for call in dict.fromkeys(request.call for request in ready):
                 if not call.picker.is_known:  # processors and criteria may share state, so that they are called in turn
                     self._attempt(call.requests, call.batch.report)

@@ -11,7 +11,7 @@ from ..cpu.screening import Picks
 from ..device import fetch_together, has_float64, to_device
 from ..drafts.kernels.trees import walk
 from ..drafts.tree import DraftTree
-from ..sampling.noise import noisy_argmax, uniform_noise
+from ..sampling.noise import NO_TOKEN, noisy_argmax, uniform_noise
 from .call import Place, Request
 
 _TOP_LINES = 32  # lines of a step whose likeliest tokens sources get: more would cost more than sources learn
@@ -238,17 +238,26 @@ def follow(request: Request, path: list[int]) -> None:
     """Append the picks along the accepted path and the one after it, unless the row ends before."""
     batch, picks = request.call.batch, request.picks
     tokens = [picks[0], *[picks[node + 1] for node in path]] if path else picks[:1]
-    if batch.cannot_stop_within(request, tokens):
+    if tokens[-1] != NO_TOKEN and batch.cannot_stop_within(request, tokens):
         request.extend(tokens)
         request.path = path
         return
     for num_accepted, token in enumerate(tokens):
-        request.append(token)
-        batch.check_stop(request)
+        _append(request, token)
         if not batch.is_active(request):
             path = path[:num_accepted]
             break
     request.path = path
+
+
+def _append(request: Request, token: int) -> None:
+    if token == NO_TOKEN:
+        raise RuntimeError(
+            "No token can be sampled, since the model's logits, or what logits processors made of them, are NaN or "
+            "infinite. `remove_invalid_values=True` replaces such scores."
+        )
+    request.append(token)
+    request.call.batch.check_stop(request)
 
 
 def pick_next(rows: Sequence[Request]) -> list[int]:
@@ -268,8 +277,7 @@ def pick_next(rows: Sequence[Request]) -> list[int]:
 
 def advance(request: Request, token: int) -> bool:
     """Append the token, and return whether the draft holds it, so that the same forward has the next logits."""
-    request.append(token)
-    request.call.batch.check_stop(request)
+    _append(request, token)
     if not request.is_active:
         return False
     assert request.tree is not None, "the request has no draft under verification"

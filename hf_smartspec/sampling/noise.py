@@ -8,13 +8,15 @@ import numpy as np
 import torch
 from transformers import LogitsProcessor
 
-from ..device import has_float64, send_together
+from ..device import fetch_together, has_float64, send_together
 from ..validate import check_seed
 from .kernels.noise import likely_picks
 from .top import argmax
 
 # Upper bound of the noise of a uniform variate of 52 bits: -log(-log(1 - 2**-53)).
 _LARGEST_NOISE = 36.74
+
+NO_TOKEN = -1  # in place of a sample of scores that have none
 
 _MOST_LIKELY = 8  # tokens that may be the highest but for rounding
 _CPU_BLOCK, _BLOCK = 2**16, 2**24  # scores processed at a time, on a CPU and on other devices
@@ -112,11 +114,18 @@ def add_gumbel_noise(scores: torch.Tensor, seeds: Sequence[int | None], position
 
 def noisy_argmax(scores: torch.Tensor, seeds: Sequence[int | None], positions: Sequence[int]) -> list[int]:
     """
-    Return `argmax(add_gumbel_noise(...))`. On a CPU, compiled code finds the few tokens, mostly one, that are the
-    highest but for rounding, and only their noise is made.
+    Return `argmax(add_gumbel_noise(...))`, and `NO_TOKEN` for rows with a seed whose highest score is infinite or NaN:
+    softmax makes no probabilities of these, so that `torch.multinomial` raises. On a CPU, compiled code finds the few
+    tokens, mostly one, that are the highest but for rounding, and only their noise is made.
     """
     if scores.device.type != "cpu" or scores.dtype != torch.float32:
-        return argmax(add_gumbel_noise(scores, seeds, positions))
+        noisy = add_gumbel_noise(scores, seeds, positions).float()
+        best = noisy.argmax(dim=-1, keepdim=True)
+        tokens, highest = (item[:, 0].tolist() for item in fetch_together([best, noisy.gather(1, best)]))
+        return [
+            token if seed is None or math.isfinite(score) else NO_TOKEN
+            for token, score, seed in zip(tokens, highest, seeds)
+        ]
     scores, picks = scores.contiguous(), argmax(scores)
     for line, (seed, position) in enumerate(zip(seeds, positions)):
         if seed is not None:
@@ -125,10 +134,11 @@ def noisy_argmax(scores: torch.Tensor, seeds: Sequence[int | None], positions: S
 
 
 def _noisy_pick(scores: torch.Tensor, seed: int, position: int, best: int) -> int:
-    """Return the arg max of a line with noise; `best` is that of the line without."""
-    tokens, num = np.empty(_MOST_LIKELY, np.int64), _MOST_LIKELY + 1
-    if math.isfinite(scores[best]):
-        num = likely_picks(scores.data_ptr(), len(scores), _keys([seed], [position])[0], best, tokens)
+    """Return `noisy_argmax` of a line with a seed; `best` is its arg max without noise."""
+    if not math.isfinite(scores[best]):
+        return NO_TOKEN
+    tokens = np.empty(_MOST_LIKELY, np.int64)
+    num = likely_picks(scores.data_ptr(), len(scores), _keys([seed], [position])[0], best, tokens)
     if num == 1:
         return int(tokens[0])
     if num > len(tokens):

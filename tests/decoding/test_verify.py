@@ -5,7 +5,9 @@ The statistical tests have fixed seeds, so they pass or fail once and for all. H
 implementation would fail any of them with a probability of 1e-6; each shows as well that it would notice a wrong one.
 """
 
+from contextlib import nullcontext
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,16 +15,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import logits_process as hf
+from transformers.generation.stopping_criteria import EosTokenCriteria
 
 import hf_smartspec
 from hf_smartspec import DraftModelCandidates, DraftTree, SeededGumbelLogitsProcessor, SmartSpecConfig
 from hf_smartspec.candidates.models.draft_model import SharedVocabulary
 from hf_smartspec.decoding import verify
+from hf_smartspec.decoding.batch import DecodingBatch
 from hf_smartspec.decoding.call import Place, Request
-from hf_smartspec.decoding.verify import accepted_path, coupled_picks, rejection_picks, typical_picks
-from hf_smartspec.sampling.noise import add_gumbel_noise, draft_seed, gumbel_noise
+from hf_smartspec.decoding.verify import accepted_path, coupled_picks, follow, rejection_picks, typical_picks
+from hf_smartspec.sampling.noise import NO_TOKEN, add_gumbel_noise, draft_seed, gumbel_noise
 from hf_smartspec.sampling.top import argmax
 
 from ..covering import exhaustive
@@ -43,6 +47,28 @@ def a_request(seed: int | None, num_generated: int = 0, tree: DraftTree | None =
 
 def at_cursors(*requests: Request) -> list[Place]:
     return [Place.at_cursor(request) for request in requests]
+
+
+def test_a_place_without_a_sample_raises_only_where_the_text_comes_to_it():
+    outcomes = []
+    for path in ([], [0]):
+        request = a_request(5, tree=DraftTree.chain([7]))
+        request.picks = [7, NO_TOKEN] if path else [8, NO_TOKEN]
+        batch = DecodingBatch([request], StoppingCriteriaList(), None)
+        request.call = SimpleNamespace(batch=batch)
+        with pytest.raises(RuntimeError, match="No token can be sampled") if path else nullcontext():
+            follow(request, path)
+        outcomes.append(request.tokens)
+    assert outcomes == [[8], [7]]
+
+
+def test_no_sample_is_needed_after_the_end():
+    request = a_request(5, tree=DraftTree.chain([7]))
+    request.picks = [7, NO_TOKEN]
+    batch = DecodingBatch([request], StoppingCriteriaList([EosTokenCriteria(7)]), None)
+    request.call = SimpleNamespace(batch=batch)
+    follow(request, [0])
+    assert request.tokens == [7] and request.stopped_at == 1
 
 
 def fits(counts: np.ndarray, probabilities: np.ndarray) -> float:

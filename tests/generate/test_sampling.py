@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 import hf_smartspec
@@ -337,3 +337,35 @@ def test_typical_acceptance_keeps_more_and_changes_nothing_in_greedy_rows(model,
             assert bool((is_own | is_typical).all()) and (method == "typical" or bool(is_own.all()))
             others += int((~is_own).sum())
     assert others > 0
+
+
+class Breaks(LogitsProcessor):
+    """Gives some tokens a score of which softmax makes no probability, at the sixth step."""
+
+    def __init__(self, value, tokens):
+        self.value, self.tokens = value, tokens
+
+    def __call__(self, input_ids, scores):
+        if input_ids.shape[1] != IDS.shape[1] + 5:
+            return scores
+        scores = scores.clone()
+        scores[:, self.tokens] = self.value
+        return scores
+
+
+@pytest.mark.parametrize("verification", ["coupled", *exhaustive(["rejection"], ["typical"])])
+@pytest.mark.parametrize(
+    ("value", "tokens"), [(torch.nan, slice(None)), (torch.nan, [5]), (torch.inf, [5]), (-torch.inf, slice(None))]
+)
+def test_scores_without_probabilities_raise_as_without_speculation(model, value, tokens, verification):
+    """And greedy rows go on as they do there."""
+    settings = BATCH | {"max_new_tokens": 9, "eos_token_id": None}
+    settings["logits_processor"] = LogitsProcessorList([Breaks(value, tokens)])
+    assistant = SmartSpecConfig(noisy_copy(model), verification=verification)
+    with pytest.raises(RuntimeError, match="probability tensor"):
+        model.generate(**settings, do_sample=True)
+    expected = model.generate(**settings)
+    with hf_smartspec.enabled(model):
+        with pytest.raises(RuntimeError, match="No token can be sampled"):
+            model.generate(**settings, do_sample=True, seed=SEED, assistant=assistant)
+        assert torch.equal(model.generate(**settings, assistant=assistant), expected)

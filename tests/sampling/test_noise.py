@@ -1,6 +1,7 @@
 """Noise that can be repeated, and picks whose distribution it makes exact."""
 
 import math
+from math import inf, nan
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from scipy import stats
 from hf_smartspec import SeededGumbelLogitsProcessor
 from hf_smartspec.sampling import noise as module
 from hf_smartspec.sampling.noise import (
+    NO_TOKEN,
     add_gumbel_noise,
     add_noise,
     draft_seed,
@@ -148,7 +150,20 @@ def test_the_pick_of_few_tokens_is_that_of_full_noise(line, seed, position, time
     lines = torch.stack([line, -line]).repeat(1, times)
     for scores in (lines, lines.bfloat16(), lines.where(lines.abs() < 0.5, torch.nan)):
         expected = argmax(add_gumbel_noise(scores, [seed, None], [position, 0]))
+        if not scores[0].max().isfinite():
+            expected[0] = NO_TOKEN
         assert noisy_argmax(scores, [seed, None], [position, 0]) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("value", "tokens"), [(nan, slice(None)), (nan, [5]), (inf, [5]), (-inf, slice(None))])
+def test_scores_without_probabilities_have_no_sample(dtype, value, tokens):
+    scores = torch.randn(3, 9, dtype=dtype)
+    scores[1:, tokens] = value
+    with pytest.raises(RuntimeError, match="probability tensor"):
+        torch.multinomial(scores[1].softmax(-1), 1)
+    picks = noisy_argmax(scores, [1, 2, None], [0, 0, 0])
+    assert picks[0] != NO_TOKEN == picks[1] and picks[2] == int(scores[2].argmax())
 
 
 def test_picks_among_scores_with_noise_that_round_to_the_same():

@@ -72,6 +72,25 @@ def test_faults_of_one_request(model, fault, error):
         assert output.generated_tokens == asked.alone(model)
 
 
+def test_scores_that_are_not_a_number_are_one_requests_own():
+    """Tokens of these requests are picked together."""
+    model, bad = tiny_llama(), 7
+    with torch.no_grad():
+        model.get_input_embeddings().weight[bad] = torch.nan
+        model.lm_head.weight[bad] = 0.0  # never among the best, so that no request generates it
+    settings = {"do_sample": True, "top_k": 4, "max_new_tokens": 8, "eos_token_id": None}
+    requests = [Asked([8 + index, 20, 9, 30], settings, seed=index) for index in range(4)]
+    with Engine(model, suffix(), max_batch_size=4) as engine:
+        with engine.pause():
+            names = [engine.add_request(asked.prompt, **asked.arguments) for asked in requests]
+            names.append(engine.add_request([8, bad, 9], **settings, seed=1))
+        *outputs, failure = [engine.get_result(name, timeout=TIMEOUT) for name in names]
+    assert failure.finish_reason == "error" and "No token can be sampled" in failure.error
+    assert not failure.generated_tokens
+    for asked, output in zip(requests, outputs):
+        assert output.error is None and output.generated_tokens == asked.alone(model)
+
+
 def test_a_forward_that_fails_ends_those_that_were_in_it(model, caplog):
     requests = random_requests(6)
     with Engine(model, suffix(), max_batch_size=3) as engine:
