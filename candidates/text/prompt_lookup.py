@@ -12,6 +12,7 @@ from ..base import TreeCandidateGenerator
 from ..request import SourceRequest
 
 _BORDER = -1  # between texts; no token
+_MOST_INDEXED = 2**20  # tokens of references whose indexes are kept for further requests, about half a gigabyte
 
 
 class _Index:
@@ -105,7 +106,7 @@ class PromptLookupCandidates(TreeCandidateGenerator):
         self.default_num_nodes = num_tokens
         self.max_ngram, self.min_ngram, self.first = max_ngram, min_ngram, first
         self._texts: dict[Hashable, _Text] = {}
-        self._references: dict[tuple[int, ...], _References] = {}  # by identities of texts, as long as these exist
+        self._references: dict[tuple[int, ...], _References] = {}  # by identities of texts
 
     @classmethod
     def published(cls, num_tokens: int = 10, max_ngram: int = 3) -> "PromptLookupCandidates":
@@ -123,12 +124,19 @@ class PromptLookupCandidates(TreeCandidateGenerator):
             return None
         texts = tuple(references)  # the caller's sequence may change, or make its items anew
         key = tuple(map(id, texts))  # the rows of a call have the same ones, which are indexed once
-        known = self._references.get(key)
+        known = self._references.pop(key, None)
         if known is None:
-            known = self._references[key] = _References(self.max_ngram, texts)
+            known = _References(self.max_ngram, texts)
             drop = partial(_drop_references, ref(self), key)
             known.texts = [ref(text, drop) for text in texts]
+        self._references[key] = known  # the last, as the one most recently used
+        # A few texts that live long have any number of choices among them.
+        while len(self._references) > 1 and self._num_indexed() > _MOST_INDEXED:
+            self._references.pop(next(iter(self._references)), None)
         return known
+
+    def _num_indexed(self) -> int:
+        return sum([len(item.tokens) for item in list(self._references.values())])
 
     def propose(self, request_ids: Sequence[Hashable], max_nodes: Sequence[int]) -> list[DraftTree]:
         return [self._propose(self._texts[name], limit) for name, limit in zip(request_ids, max_nodes)]

@@ -118,6 +118,22 @@ def test_references_are_indexed_once_as_long_as_they_exist(monkeypatch):
     assert not source._references, "of texts that exist no more, nothing is kept"
 
 
+def test_of_many_choices_among_texts_that_live_the_least_recently_used_are_dropped(monkeypatch):
+    texts = [np.array([5, 6, 10 + number]) for number in range(6)]
+    monkeypatch.setattr(prompt_lookup, "_MOST_INDEXED", 3 * 8)  # two texts and their borders are eight tokens
+    source = PromptLookupCandidates()
+    pairs = [(0, 1), (0, 2), (0, 3), (0, 1), (0, 4)]
+    for pair in pairs:
+        source.begin(SourceRequest(pair, np.array([1, 6]), references=[texts[number] for number in pair]))
+    kept = [(id(texts[first]), id(texts[second])) for first, second in [(0, 3), (0, 1), (0, 4)]]
+    assert list(source._references) == kept
+    trees = source.propose(pairs[:3], [1] * 3)
+    assert [tree.tokens.tolist() for tree in trees] == [[11], [12], [13]], "running requests keep theirs"
+    long = [np.array([5, 6, 7] * 9)]
+    source.begin(SourceRequest("long", np.array([1, 6]), references=long))
+    assert [len(item.tokens) for item in source._references.values()] == [28]
+
+
 def test_references_are_not_mixed_up_with_later_ones():
     """The caller's list changes, so that another text may come to lie where the first one lay."""
     source, references = PromptLookupCandidates(), [np.array([5, 6, 7, 8])]
