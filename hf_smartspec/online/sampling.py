@@ -11,6 +11,7 @@ from transformers import DynamicCache, EncoderDecoderCache, LogitsProcessor, Log
 from ..candidates.committed import LAST
 from ..sampling.top import likeliest_tokens
 from ..target_model.compat import cache_name
+from ..target_model.logits import LogitScaling
 from .samples import Sample
 
 
@@ -149,10 +150,12 @@ def taught(
         for layer in dict.fromkeys(layers)
     }
     head: Any = target.get_output_embeddings()
+    scaling = LogitScaling.of(target)
     samples = []
     for row, (prompt, response) in enumerate(texts):
         first, end = len(prompt), len(prompt) + len(response)
-        ids, probs = _top(head(output.last_hidden_state[row, first - 1 : end - 1]), top_k)
+        logits = scaling.apply(head(output.last_hidden_state[row, first - 1 : end - 1]))
+        ids, probs = _top(logits, top_k)
         hidden = {layer: item[row, : end - 1].cpu() for layer, item in states.items()}
         right = np.zeros(len(response), bool)
         samples.append(Sample(prompt.astype(np.int32), response.astype(np.int32), ids, probs, right, is_greedy, hidden))

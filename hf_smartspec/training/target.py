@@ -8,6 +8,7 @@ from torch import nn
 from transformers import LlamaConfig, PreTrainedModel
 
 from ..target_model.compat import shared_value
+from ..target_model.logits import LogitScaling
 
 CALM = 0.3  # of the final norm's weights: logits that are too sure cost the first updates
 NOISE = 0.05  # of random weights beside those that pass a hidden state on
@@ -118,12 +119,13 @@ def target_probs(
     where the text's own next token, in `tokens` (`[n]`), is none of these: such places are not learnt.
     """
     output: Any = target.get_output_embeddings()
+    scaling = LogitScaling.of(target)
     if ids is None:
-        return output(hidden).float().softmax(dim=-1)
+        return scaling.apply(output(hidden)).float().softmax(dim=-1)
     if type(output) is nn.Linear:  # most of the cost of all tokens is saved
         logits = nn.functional.linear(hidden, output.weight[ids], None if output.bias is None else output.bias[ids])
     else:  # with adapters, for example
         logits = output(hidden).index_select(-1, ids)
     ordered = ids.sort().values  # `torch.isin` would wait for a GPU
     is_own = ordered[torch.searchsorted(ordered, tokens).clamp(max=len(ids) - 1)] == tokens
-    return logits.float().softmax(dim=-1) * is_own[:, None]
+    return scaling.apply(logits).float().softmax(dim=-1) * is_own[:, None]

@@ -1,17 +1,22 @@
 """Texts of the target, of the drafter and of both."""
 
 import numpy as np
+import pytest
 import torch
 
 from hf_smartspec.online.sampling import MixedWithTarget, sampled, taught
 
+from ..models import new_model
 from .helpers import new_drafter, new_target, sample_of
 
 PROMPTS = [np.array([5, 6, 7, 8]), np.array([9, 10])]
 
 
-def test_what_the_target_thinks_of_texts():
-    target = new_target()
+@pytest.mark.parametrize(
+    "make", [new_target, lambda: new_model("gemma2", final_logit_softcapping=2.0)], ids=["plain", "capped"]
+)
+def test_what_the_target_thinks_of_texts(make):
+    target = make()
     texts = [(PROMPTS[0], np.array([11, 12, 13])), (PROMPTS[1], np.array([14, 15, 16, 17, 18]))]
     for sample, (prompt, response) in zip(taught(target, texts, 8, (0, 1, -1)), texts):
         wanted = sample_of(target, prompt, response, (0, 1, -1))

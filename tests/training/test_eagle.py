@@ -16,7 +16,7 @@ from hf_smartspec.training import loop
 from hf_smartspec.training.checkpoints import newest_checkpoint
 from hf_smartspec.training.eagle import EagleTraining, frequent_tokens, new_heads
 from hf_smartspec.training.loop import Schedule, train
-from hf_smartspec.training.target import target_states
+from hf_smartspec.training.target import target_probs, target_states
 from hf_smartspec.training.texts import Text, collate
 
 from ..candidates.heads.published_eagle import random_heads
@@ -105,6 +105,27 @@ def test_what_is_learnt_from_is_what_will_be_drafted(target, kind):
             losses.append(-(torch.stack(probs) * logits.log_softmax(-1)).sum(-1).mean())
     expected_loss = sum(0.8**step * loss for step, loss in enumerate(losses))
     torch.testing.assert_close(module(**batch)["loss"].detach(), expected_loss)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        ("gemma2", {"final_logit_softcapping": 2.0}),
+        *exhaustive(("cohere", {"logit_scale": 0.3}), ("granite", {"logits_scaling": 5.0})),
+    ],
+)
+@torch.no_grad()
+def test_probabilities_are_those_of_capped_and_scaled_logits(architecture, options):
+    target, own = new_model(architecture, **options), torch.tensor([90, 3, 5, 40])
+    text = torch.tensor([[9, 3, 40, 7, 90, 5]])
+    _, hidden = target_states(target, (0,), text)
+    logits, following = target(text).logits[0, :-1], text[0, 1:]
+    assert not torch.allclose(target.get_output_embeddings()(hidden)[0, :-1], logits, atol=0.01)
+    found = target_probs(target, None, hidden[0, :-1], following)
+    torch.testing.assert_close(found, logits.softmax(-1))
+    found = target_probs(target, own, hidden[0, :-1], following)
+    expected = logits[:, own].softmax(-1) * torch.isin(following, own)[:, None]
+    torch.testing.assert_close(found, expected)
 
 
 def test_accuracy_is_what_is_counted_by_hand(target):

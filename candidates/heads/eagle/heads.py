@@ -14,6 +14,7 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ....target_model.drafters.features import FeatureStep, Layers
+from ....target_model.logits import LogitScaling
 from ....target_model.written.decoder import WrittenDecoder
 from ....target_model.written.inputs import Features
 from ....target_model.written.parts import MLP, Called, Fused, Halves, Map, RMSNorm, written_activation, written_map
@@ -256,9 +257,7 @@ def _plan(heads: EagleHeads) -> DecoderPlan:
         layers=[_layer_plan(heads, layer) for layer in range(heads.num_layers)],
         final_norm=_norm(heads, "norm") or nn.Identity(),
         head=head,
-        logits_divisor=1.0,
-        logits_multiplier=1.0,
-        logits_softcap=None,
+        logit_scaling=LogitScaling(),
         fused=[],
         calls_modules=isinstance(head, Called),
         features=features,

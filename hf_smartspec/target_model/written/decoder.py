@@ -16,6 +16,7 @@ from ..attention.tree_attention import packed_attention
 from ..cache.slot_cache import SlotCache
 from ..cache.slot_layer import SlotLayer
 from ..layout.step_layout import StepLayout
+from ..logits import LogitScaling
 from ..recurrent.cache import StateCache
 from .compiled import CompiledDecoder, can_compile
 from .delta import run_delta
@@ -93,7 +94,7 @@ class WrittenDecoder:
                 return self._run(given, keep)
             if self._is_tried:
                 found = compiled.run(given, frozenset(layers or ()), keep, layout.best_only and not self._scales)
-                return found if isinstance(found, Picks) else self._scaled(found)
+                return found if isinstance(found, Picks) else self.plan.logit_scaling.apply(found)
             return self._try(compiled, given, keep)
 
     def _try(
@@ -103,7 +104,7 @@ class WrittenDecoder:
         found, reason = None, "its results differ"
         restore = given.cache.remember() if isinstance(given.cache, StateCache) else None
         try:
-            found = self._scaled(compiled.run(given))
+            found = self.plan.logit_scaling.apply(compiled.run(given))
         except Exception as error:  # compilers raise errors of many types
             reason = repr(error)
         if restore is not None:
@@ -164,13 +165,12 @@ class WrittenDecoder:
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Compute logits `[M, vocab_size]` from hidden states `[M, hidden_size]` after the final norm."""
-        return self._scaled(self.plan.head(x))
+        return self.plan.logit_scaling.apply(self.plan.head(x))
 
     @property
     def _scales(self) -> bool:
         """Return whether logits are scaled, which may round different ones to the same."""
-        plan = self.plan
-        return plan.logits_softcap is not None or not plan.logits_divisor == plan.logits_multiplier == 1.0
+        return self.plan.logit_scaling != LogitScaling()
 
     def check_weights(self) -> None:
         """Forget copies of weights that have changed, as far as `Watch` does not see it; once per use of the model."""
@@ -178,16 +178,6 @@ class WrittenDecoder:
             compiled.check_screen()
         if self._known is not None:
             self._known.check(module_of(self.plan.rotary))
-
-    def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
-        plan = self.plan
-        if plan.logits_divisor != 1.0:
-            logits = logits / plan.logits_divisor
-        if plan.logits_multiplier != 1.0:
-            logits = logits * plan.logits_multiplier
-        if plan.logits_softcap is not None:
-            logits = torch.tanh(logits / plan.logits_softcap) * plan.logits_softcap
-        return logits
 
 
 def first_input(plan: FeaturePlan, embeds: torch.Tensor, features: Features) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ..attention.tree_attention import layer_window
 from ..compat import shared_value
+from ..logits import LogitScaling
 from .delta import MAPS, DeltaPlan, delta_plan
 from .forwards import foreign_code, unknown_mentions
 from .parts import (
@@ -136,9 +137,7 @@ class DecoderPlan:
     layers: list[LayerPlan]
     final_norm: Map
     head: Map
-    logits_divisor: float
-    logits_multiplier: float
-    logits_softcap: float | None
+    logit_scaling: LogitScaling
     fused: list[Fused]
     calls_modules: bool = False
     features: FeaturePlan | None = None
@@ -194,9 +193,7 @@ class _Recognition:
             layers=layers,
             final_norm=self._norm(norm),
             head=self._map([head]),
-            logits_divisor=float(shared_value(self.config, "logits_scaling") or 1.0),
-            logits_multiplier=float(getattr(self.model, "logit_scale", None) or 1.0),
-            logits_softcap=shared_value(self.config, "final_logit_softcapping"),
+            logit_scaling=LogitScaling.of(self.model),
             fused=self.fused,
             calls_modules=self.calls_modules,
         )

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from hf_smartspec.cpu.quantized import quantize
+from hf_smartspec.target_model.logits import LogitScaling
 from hf_smartspec.target_model.written import registry, trial, written_decoder
 from hf_smartspec.target_model.written.decoder import WrittenDecoder
 from hf_smartspec.target_model.written.parts import RMSNorm
@@ -177,7 +178,7 @@ def test_scores_of_large_vocabularies_are_widened_a_few_lines_at_a_time():
 def test_wrong_logits_are_refused():
     model = distinct(new_model("llama", dtype=torch.bfloat16))
     plan = make_plan(model)[0]
-    plan.logits_multiplier = 1.05
+    plan.logit_scaling = LogitScaling(multiplier=1.05)
     with pytest.raises(UnknownStructureError, match=r"the logits differ by .* roundings"):
         check(model, WrittenDecoder(plan))
 
