@@ -16,6 +16,7 @@ from ...cpu.quantized import native
 from ...cpu.quantized.product import has_right_kernels
 from ...cpu.screening import Screen, can_screen
 from ...cpu.tensor_checks import is_plain, is_vector
+from ...log import get_logger
 from ..attention.seen_lines import has_few_tokens
 from ..cache.slot_cache import SlotCache
 from ..layout.step_layout import StepLayout
@@ -25,6 +26,8 @@ from .inputs import DecoderInput
 from .parts import MLP, Fused, Halves, RMSNorm, gate_of
 from .plan import DecoderPlan, FeaturePlan, LayerPlan
 from .program import ForwardProgram, products_of
+
+logger = get_logger(__name__)
 
 _LEAST, _MOST = 16, 256  # tokens for which programs have room: their memory is kept
 # Forwards from a change of the head to its next screen, which pays for its building only after many forwards: more
@@ -110,7 +113,14 @@ class CompiledDecoder:
             if self._screen is None and self._num_left:
                 self._num_left -= 1
                 return None
-            screen = self._screen = self._screen or Screen(weight)
+            if self._screen is None:
+                try:
+                    self._screen = Screen(weight)
+                except (MemoryError, RuntimeError) as error:  # torch's allocator raises the latter
+                    logger.warning_once(f"Heads are read whole for a while: there is no room for a copy ({error}).")
+                    self._forget_screen()  # so that it is tried again later
+                    return None
+            screen = self._screen
         return screen if screen.is_finite else None
 
     def check_screen(self) -> None:

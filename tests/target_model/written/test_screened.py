@@ -1,5 +1,7 @@
 """Greedy decoding by the best tokens of a screened head: the tokens of the whole head."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -150,6 +152,24 @@ def test_a_screen_is_kept_from_call_to_call(monkeypatch):
     for assistant in ("none", "prompt_lookup", "none"):
         generate(model, assistant)
     assert len(built) == 1 and written_decoder(model) is not None
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room"), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+def test_heads_are_read_whole_where_there_is_no_memory_for_a_screen(error, monkeypatch, screened):
+    """And a screen is tried again, not at every forward."""
+    monkeypatch.setattr(compiled, "_LEAST_WAIT", 4)
+    model, tried = enabled(), []
+
+    def make(weight):
+        tried.append(len(screened))
+        if len(tried) < 3:
+            raise error
+        return Screen(weight)
+
+    monkeypatch.setattr(compiled, "Screen", make)
+    assert torch.equal(generate(model, "none"), plain(model))
+    assert [later - first for first, later in pairwise(tried)] == [5, 9]
+    assert any(screened) and not any(screened[: tried[-1]])
 
 
 def test_programs_of_an_outdated_screen_are_dropped(monkeypatch):
