@@ -20,7 +20,7 @@ class UsageError(Exception):
 
 @contextmanager
 def usage_errors(
-    prefix: str = "", *kinds: type[Exception], reason: Callable[[Exception], object] = str
+    prefix: str = "", *kinds: type[Exception], reason: Callable[[Exception], object] | None = None
 ) -> Iterator[None]:
     """
     Raise `UsageError` in place of these errors.
@@ -28,13 +28,21 @@ def usage_errors(
     Args:
         prefix (`str`): Beginning of the message, such as the option's name.
         kinds (exceptions): By default `OSError`, `TypeError` and `ValueError`.
-        reason (`Callable`): Returns the rest of the message.
+        reason (`Callable`, *optional*): Returns the rest of the message; by default, the error's own.
     """
     kinds = kinds or (OSError, TypeError, ValueError)
     try:
         yield
     except kinds as error:
-        raise UsageError(": ".join(filter(None, [prefix, str(reason(error))]))) from error
+        rest = _reason(error, prefix) if reason is None else str(reason(error))
+        raise UsageError(": ".join(filter(None, [prefix, rest]))) from error
+
+
+def _reason(error: Exception, prefix: str) -> str:
+    """Return an error's message, without its number and path where `prefix` names that path."""
+    if isinstance(error, OSError) and error.strerror and repr(str(error.filename)) in prefix:
+        return error.strerror
+    return str(error)
 
 
 def checked(parse: Callable[[str], Any], is_valid: Callable[[Any], bool], wanted: str) -> Callable[[str], Any]:

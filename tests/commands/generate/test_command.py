@@ -109,8 +109,8 @@ def test_a_stop_string_ends_the_text(embedded, capsys):
     [
         (["x", "--model", "./nothing"], "no such model folder: './nothing'"),
         (["x", "--assistant", "sufix"], "Unknown `assistant` preset 'sufix'"),
-        (["x", "--file", "/no/file.txt"], "cannot read '/no/file.txt'"),
-        (["x", "--file", "/no/file.jsonl"], "cannot read '/no/file.jsonl'"),
+        (["x", "--file", "/no/file.txt"], "cannot read '/no/file.txt': No such file or directory (see"),
+        (["x", "--file", "/no/file.jsonl"], "cannot read '/no/file.jsonl': No such file or directory (see"),
         (["x", " \n"], "prompt 2 is empty"),
         (["x", "--temperature", "0", "--top-p", "0.5"], "--temperature 0 always takes the most probable token"),
         (["x", "--draft", "./nothing"], "no such model folder: './nothing'"),
@@ -119,7 +119,10 @@ def test_a_stop_string_ends_the_text(embedded, capsys):
         (["x", "--overwrite"], "--overwrite is for --dataset"),
         (["x", "--top-p", "1.5"], "must be above 0 and at most 1, got 1.5"),
         (["x", "--json", "/no/folder/x.json"], "cannot write"),
-        (["x", "--chat-template", "/no/template"], "--chat-template: cannot read '/no/template'"),
+        (
+            ["x", "--chat-template", "/no/template"],
+            "--chat-template: cannot read '/no/template': No such file or directory (see",
+        ),
         (["word " * 2100], "tokens are too many: the model reads and writes 2048"),
     ],
 )
