@@ -56,7 +56,7 @@ class TableCandidates(TreeCandidateGenerator):
     def start(self, request_id: Hashable, prompt: np.ndarray) -> None:
         assert isinstance(request_id, LoadRequest), "ids of simulated requests are LoadRequests"
         ranks, probs = request_id.ranks, request_id.probs
-        assert ranks is not None and probs is not None, "`with_acceptance` gives requests their drafts"
+        assert ranks is not None and probs is not None, "requests bring their drafts"
         self._num_seen[request_id] = 0
         # The i-th candidate, if wrong, is the right token plus i + 1, so that siblings differ.
         self._chains[request_id] = request_id.response + (ranks != 0), np.ascontiguousarray(probs[:, 0], np.float32)

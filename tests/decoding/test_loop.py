@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.load.requests import with_acceptance
 from benchmarks.step.overhead import host
 from benchmarks.step.overhead.host import make_setting
 from hf_smartspec import DraftTree, SmartSpecConfig, SuffixTreeCandidates
@@ -11,7 +12,7 @@ from hf_smartspec.candidates import StagedCandidates
 from hf_smartspec.decoding import source_guard
 from hf_smartspec.decoding.loop import DecodingLoop
 from hf_smartspec.goodput import CostModel, DraftCost, FixedLength, PrefillGate
-from hf_smartspec.simulator import LoadRequest, SimulatedEngine, TableCandidates, with_acceptance
+from hf_smartspec.simulator import LoadRequest, SimulatedEngine, TableCandidates
 
 from ..cases import left_padded
 from ..models import shared_model

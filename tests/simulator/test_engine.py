@@ -6,6 +6,8 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
+from benchmarks.load.arrivals import Trace
+from benchmarks.load.requests import of_trace, with_acceptance
 from hf_smartspec import Engine, PromptLookupCandidates, SmartSpecConfig, SuffixTreeCandidates
 from hf_smartspec.candidates import StagedCandidates
 from hf_smartspec.candidates.base import NoCandidates
@@ -23,10 +25,8 @@ from hf_smartspec.simulator import (
     Served,
     SimulatedEngine,
     TableCandidates,
-    Trace,
     poisson,
     tree_size,
-    with_acceptance,
 )
 from hf_smartspec.simulator.results import pooled
 from hf_smartspec.simulator.sources import TimedCandidates
@@ -229,7 +229,7 @@ def test_drafting_and_the_rest_of_a_step_take_their_time():
 def test_prompts_that_begin_alike_share_their_prefix():
     blocks = [np.array([7, 8]), np.array([7, 9])]
     trace = Trace(np.array([0.0, 100.0]), np.array([1000, 1024]), np.array([3, 3]), blocks)
-    requests = LoadRequest.of_trace(trace, rng())
+    requests = of_trace(trace, rng())
     engine = SimulatedEngine(COST, NoCandidates())
     result = engine.run(requests, NoSpeculation())
     assert engine.memory.num_reused == 512

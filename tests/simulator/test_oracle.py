@@ -5,11 +5,12 @@ import copy
 import numpy as np
 import pytest
 
+from benchmarks.load.requests import with_acceptance
 from benchmarks.load.simulate.world import World
 from hf_smartspec.goodput import CostModel, DraftCost
 from hf_smartspec.goodput.papers.policies import Oracle
 from hf_smartspec.goodput.policy import StepRows
-from hf_smartspec.simulator import SimulatedEngine, TableCandidates, poisson, with_acceptance
+from hf_smartspec.simulator import SimulatedEngine, TableCandidates, poisson
 from hf_smartspec.simulator.oracle import DraftOracle
 
 from ..covering import exhaustive

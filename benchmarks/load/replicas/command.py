@@ -14,11 +14,13 @@ from hf_smartspec.commands.common.arguments import UsageError
 from hf_smartspec.commands.common.recordings import Fields, Recording, read_requests, tokenize
 from hf_smartspec.goodput import CostModel, DraftCost, GoodputAuction
 from hf_smartspec.replicas.routing import Affinity, LeastLoaded, PowerOfTwo, RoundRobin, Router
-from hf_smartspec.simulator import Device, LoadRequest, SimulatedEngine, SimulatedFleet, datasheet_cost, poisson
+from hf_smartspec.simulator import LoadRequest, SimulatedEngine, poisson
 
 from ...kit.models import choose_model, files_of, tokenizer_of
 from ...kit.session import Case, Section, new_session, print_head
 from ...kit.tables import Column
+from ..devices import Device, datasheet_cost
+from .fleet import SimulatedFleet
 
 _DRAFT_COST = DraftCost(per_call=2e-5, per_row=1e-5)
 _MAX_PROMPT, _MAX_BATCH_SIZE, _SYSTEM_FROM = 1024, 32, 2**30

@@ -12,13 +12,15 @@ from rich.console import Console
 from benchmarks.kit.plots import check_folder
 from hf_smartspec.commands.common.arguments import UsageError
 from hf_smartspec.commands.common.recordings import Fields, Recording, read_requests, tokenize
-from hf_smartspec.simulator import LoadRequest, read_trace, with_acceptance
+from hf_smartspec.simulator import LoadRequest
 
 from ...kit.claims import Claim
 from ...kit.models import choose_model, files_of, tokenizer_of
 from ...kit.plots import Panel, plot_lines
 from ...kit.session import Case, Section, new_session, print_head
 from ...kit.tables import Lines, Row, Rows, print_lines
+from ..arrivals import read_trace
+from ..requests import of_trace, with_acceptance
 from .figures import FIGURES
 from .world import ALPHA, Figure, World
 
@@ -76,7 +78,7 @@ def _trace_requests(path: Path, args: argparse.Namespace, world: World) -> list[
         raise UsageError(f"--traces: {error}") from error
     if args.trace_rate:
         trace = trace.at_rate(args.trace_rate)
-    requests = LoadRequest.of_trace(trace.shortened(_MAX_TRACE_PROMPT, _MAX_TRACE_OUTPUT), world.rng(16))
+    requests = of_trace(trace.shortened(_MAX_TRACE_PROMPT, _MAX_TRACE_OUTPUT), world.rng(16))
     if args.trace_seconds:
         requests = [item for item in requests if item.arrival <= args.trace_seconds]
     return with_acceptance(requests, world.rng(17).beta(10 * ALPHA, 10 * (1 - ALPHA), len(requests)), world.rng(18))

@@ -21,9 +21,9 @@ from hf_smartspec.simulator import (
     gamma,
     poisson,
     tree_size,
-    with_acceptance,
 )
 
+from ..requests import with_acceptance
 from .world import ALPHA, CLOSE, HEADS, LENGTH, Figure, World, llama_3_cost, lookup_table
 
 _RATES = (2.0, 6.0, 14.0)  # requests per second

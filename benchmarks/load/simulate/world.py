@@ -17,9 +17,10 @@ from hf_smartspec.goodput import (
 )
 from hf_smartspec.goodput.papers.length import expected_length
 from hf_smartspec.goodput.papers.policies import BatchLookupTable
-from hf_smartspec.simulator import Device, LoadRequest, LoadResult, SimulatedEngine, TableCandidates, datasheet_cost
+from hf_smartspec.simulator import LoadRequest, LoadResult, SimulatedEngine, TableCandidates
 
 from ...kit.claims import Claim
+from ..devices import Device, datasheet_cost
 
 LENGTH = 128  # tokens of prompts and of outputs, where all have the same
 ALPHA = 0.7

@@ -21,12 +21,13 @@ from hf_smartspec.commands.load.policies import Policies, is_fixed
 from hf_smartspec.commands.load.report import Cell, Point, latency_ratios, summaries
 from hf_smartspec.commands.load.runs import Twin, calibrate, new_requests, serve, warm_up
 from hf_smartspec.goodput import LengthPolicy
-from hf_smartspec.simulator import LoadResult, alternating, read_trace
+from hf_smartspec.simulator import LoadResult
 
 from ...kit.claims import Claim
 from ...kit.models import described, new_setup
 from ...kit.session import Case, Section, new_session, print_head
 from ...kit.tables import Row
+from ..arrivals import alternating, read_trace
 from .arguments import BUSY, QUIET
 
 _NAME = "timeline"

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.load.requests import with_acceptance
 from benchmarks.load.simulate.figures import figure_3, figure_5, figure_sssd
 from benchmarks.load.simulate.world import LENGTH, World, llama_3_cost
 from hf_smartspec.commands.common.recordings import Recording
@@ -17,7 +18,7 @@ from hf_smartspec.commands.load.runs import Exploration, Twin, new_requests, wit
 from hf_smartspec.goodput import CostModel, DraftCost, FixedLength, NoSpeculation
 from hf_smartspec.goodput.papers.policies import BatchLookupTable
 from hf_smartspec.prepare.sources import resolve
-from hf_smartspec.simulator import LoadResult, SimulatedEngine, TableCandidates, with_acceptance
+from hf_smartspec.simulator import LoadResult, SimulatedEngine, TableCandidates
 from hf_smartspec.simulator.oracle import DraftOracle
 from tests.generate.helpers import noisy_copy, tiny_llama
 

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from ..goodput.cost import CostModel
+from hf_smartspec.goodput import CostModel
 
 
 class Device(NamedTuple):

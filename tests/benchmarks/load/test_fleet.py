@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from benchmarks.load.replicas.fleet import SimulatedFleet
 from hf_smartspec import PromptLookupCandidates, SuffixTreeCandidates
 from hf_smartspec.candidates.base import NoCandidates
 from hf_smartspec.goodput import CostModel, FixedLength, NoSpeculation
 from hf_smartspec.replicas.routing import Affinity, LeastLoaded, RoundRobin
-from hf_smartspec.simulator import LoadRequest, SimulatedEngine, SimulatedFleet
-
-from .helpers import rng
+from hf_smartspec.simulator import LoadRequest, SimulatedEngine
+from tests.simulator.helpers import rng
 
 COST = CostModel(alpha=1e-6, gamma=1e-3, delta=20e-3)
 

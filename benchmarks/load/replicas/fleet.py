@@ -3,11 +3,10 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..goodput.policy import LengthPolicy
-from ..replicas.routing import ReplicaLoad, Router
-from .engine import Run, SimulatedEngine
-from .requests import LoadRequest
-from .results import LoadResult
+from hf_smartspec.goodput import LengthPolicy
+from hf_smartspec.replicas.routing import ReplicaLoad, Router
+from hf_smartspec.simulator import LoadRequest, LoadResult, SimulatedEngine
+from hf_smartspec.simulator.engine import Run
 
 
 @dataclass
