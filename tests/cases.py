@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -240,7 +240,3 @@ def _prompts(rng: random.Random, batch: int) -> tuple[tuple[int, ...], ...]:
         words = (phrase[i % len(phrase)] if rng.random() < 0.8 else rng.randrange(1, VOCAB_SIZE) for i in range(length))
         prompts[tuple(words)] = None
     return tuple(prompts)
-
-
-def with_eos(setting: Setting, *tokens: int) -> Setting:
-    return replace(setting, name=f"{setting.name}/eos{tokens}", eos=tokens)

@@ -1,8 +1,6 @@
 """`python -m benchmarks`: what it lists, accepts and refuses."""
 
 import importlib
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +8,7 @@ import pytest
 from benchmarks.benches import BENCHES, load_parser, parse
 from hf_smartspec.commands.main import COMMANDS, IN_A_CHECKOUT
 
+from ..commands.helpers import check_imports
 from .helpers import bench
 
 
@@ -30,23 +29,8 @@ def test_a_misspelt_name_gets_one_line(capsys):
 
 
 def test_help_and_refusals_import_neither_torch_nor_transformers():
-    """A new process has imported nothing yet."""
-    script = """
-import sys
-from benchmarks.__main__ import main
-from benchmarks.benches import BENCHES
-
-for words in [[], ["--help"], ["typo"], *([name, word] for name in BENCHES for word in ("--help", "--typo"))]:
-    try:
-        status = main(words)
-    except SystemExit as end:
-        status = end.code
-    assert status == (0 if "--help" in words else 2), words
-    heavy = {"torch", "transformers", "numba", "numpy"} & sys.modules.keys()
-    assert not heavy, (words, heavy)
-"""
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-2000:]
+    main = "from benchmarks.__main__ import main; from benchmarks.benches import BENCHES"
+    check_imports(main, "([name] for name in BENCHES)")
 
 
 def test_arguments_offer_what_benches_know():

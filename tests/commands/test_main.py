@@ -18,7 +18,7 @@ from hf_smartspec.target_model.forward.packed import PackedForward
 from hf_smartspec.training.medusa import MedusaTraining
 
 from ..covering import IS_EXHAUSTIVE, exhaustive
-from .helpers import call
+from .helpers import call, check_imports
 
 SHORT = ["--num-prompts", "3", "--batch-sizes", "3", "--max-new-tokens", "12", "--samples", "0", "--threads", "1"]
 
@@ -50,22 +50,7 @@ WITHOUT_RESULTS = {("completion",), ("demo",), ("serve",), ("transformers",)}
 
 
 def test_help_and_refusals_of_every_command_import_neither_torch_nor_transformers():
-    """In a process of its own, where nothing has been imported yet."""
-    script = """
-import sys
-from hf_smartspec.commands.main import COMMANDS, main
-
-for words in [[], ["--help"], ["typo"], *([*path, word] for path in COMMANDS for word in ("--help", "--typo"))]:
-    try:
-        status = main(words)
-    except SystemExit as end:
-        status = end.code
-    assert status == (0 if "--help" in words else 2), words
-    heavy = {"torch", "transformers", "numba", "numpy"} & sys.modules.keys()
-    assert not heavy, (words, heavy)
-"""
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-2000:]
+    check_imports("from hf_smartspec.commands.main import COMMANDS, main", "COMMANDS")
 
 
 def test_arguments_offer_what_commands_know():

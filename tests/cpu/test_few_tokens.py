@@ -11,12 +11,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import linear
 
-import hf_smartspec
 from hf_smartspec.cpu import few_tokens
 from hf_smartspec.cpu.few_tokens import can_multiply, few_token_linear, product
 from hf_smartspec.cpu.kernels.tiles import num_lanes
 
-from ..models import new_model
+from .helpers import check_decoding, numbers
 
 pytestmark = pytest.mark.skipif(
     not few_tokens.has_kernels(torch.float32), reason="there are no compiled products for this CPU"
@@ -24,10 +23,6 @@ pytestmark = pytest.mark.skipif(
 
 DTYPES = (torch.float32, torch.bfloat16)
 NUMBERS = (*range(1, 17), 64, 131)  # of tokens: every tile, more than one, and more than stay in the cache at once
-
-
-def numbers(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(shape[-1]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -193,14 +188,7 @@ def test_traced_products_are_torchs():
 
 
 def test_decoding_multiplies_with_compiled_code(monkeypatch):
-    calls, run = [], few_tokens.run_operator
-    monkeypatch.setattr(few_tokens, "run_operator", lambda *arguments: (calls.append(arguments), run(*arguments)))
-    model, ids = new_model("llama"), torch.arange(3, 12)[None]
-    arguments = {"max_new_tokens": 12, "do_sample": False}
-    with hf_smartspec.enabled(model):
-        actual = model.generate(ids, **arguments, assistant="auto")
-    assert len(calls) > 50
-    assert torch.equal(model.generate(ids, **arguments), actual)
+    check_decoding(few_tokens, monkeypatch)
 
 
 @pytest.mark.parametrize(

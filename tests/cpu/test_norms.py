@@ -6,20 +6,15 @@ from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-import hf_smartspec
 from hf_smartspec.cpu import norms
 from hf_smartspec.cpu.norms import can_norm, few_token_rms_norm, gated_rms_norm
 from hf_smartspec.target_model.written.parts import RMSNorm, written_norm
 
-from ..models import new_model
+from .helpers import check_decoding, numbers
 
 pytestmark = pytest.mark.skipif(not norms.has_norms(torch.float32), reason="there are no compiled norms for this CPU")
 
 DTYPES = (torch.float32, torch.bfloat16)
-
-
-def numbers(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(shape[-1]))
 
 
 def new_norm(kind: type[nn.Module], size: int, dtype: torch.dtype) -> nn.Module:
@@ -90,14 +85,7 @@ def test_anything_else_is_torchs(change):
 
 
 def test_decoding_norms_with_compiled_code(monkeypatch):
-    calls, run = [], norms.run_operator
-    monkeypatch.setattr(norms, "run_operator", lambda *arguments: (calls.append(arguments), run(*arguments)))
-    model, ids = new_model("llama"), torch.arange(3, 12)[None]
-    arguments = {"max_new_tokens": 12, "do_sample": False}
-    with hf_smartspec.enabled(model):
-        actual = model.generate(ids, **arguments, assistant="auto")
-    assert len(calls) > 50
-    assert torch.equal(model.generate(ids, **arguments), actual)
+    check_decoding(norms, monkeypatch)
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from hf_smartspec.candidates.heads.eagle.heads import EagleHeads
 from hf_smartspec.drafts.tree import DraftTree
 from hf_smartspec.target_model.drafters.features import FeatureForward
 from hf_smartspec.target_model.layout.rows import RowInput
-from hf_smartspec.training import loop
 from hf_smartspec.training.checkpoints import newest_checkpoint
 from hf_smartspec.training.eagle import EagleTraining, frequent_tokens, new_heads
 from hf_smartspec.training.loop import Schedule, train
@@ -215,35 +214,6 @@ def test_what_is_learnt_is_saved_loaded_and_resumed(target, tmp_path):
     train(resumed, texts, tmp_path / "checkpoints", schedule, newest_checkpoint(tmp_path / "checkpoints"))
     for name, item in module.heads.parts.state_dict().items():
         assert torch.equal(resumed.heads.parts.state_dict()[name], item), "there is nothing left to do"
-
-
-@pytest.mark.exhaustive  # by the loop that all share: tests of Medusa's heads show it
-def test_training_goes_on_where_it_was_interrupted(target, tmp_path, monkeypatch):
-    schedule = Schedule(steps=12, batch_size=4, max_length=MAX_LENGTH)
-    texts = texts_of(32)
-
-    def new():
-        return EagleTraining(target, new_heads(target, neurons=16), 2)
-
-    whole = new()
-    train(whole, texts, tmp_path / "whole", schedule)
-    forward, calls = EagleTraining.forward, []
-
-    def failing(self, input_ids, labels):
-        calls.append(1)
-        if len(calls) == 8:
-            raise KeyboardInterrupt
-        return forward(self, input_ids, labels)
-
-    monkeypatch.setattr(loop, "SAVE_SECONDS", 0)
-    with monkeypatch.context() as patch:
-        patch.setattr(EagleTraining, "forward", failing)
-        with pytest.raises(KeyboardInterrupt):
-            train(new(), texts, tmp_path / "parts", schedule)
-    resumed = new()
-    train(resumed, texts, tmp_path / "parts", schedule, newest_checkpoint(tmp_path / "parts"))
-    for name, item in whole.heads.parts.state_dict().items():
-        torch.testing.assert_close(resumed.heads.parts.state_dict()[name], item)
 
 
 def test_texts_that_are_too_short_teach_nothing(target):

@@ -2,8 +2,7 @@
 
 import pytest
 
-from hf_smartspec.commands.common import models
-
+from ...commands.helpers import check_demo_is_needed
 from ..helpers import bench
 
 
@@ -20,10 +19,4 @@ from ..helpers import bench
     ],
 )
 def test_a_bench_says_what_to_pass(arguments, needed, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(models, "_PARTS", ("no such file",))
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "data.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
-    assert bench(*(argument.format(file="data.jsonl") for argument in arguments)) == 2
-    error = capsys.readouterr().err
-    remedy = f"name {needed}, or call this in a checkout" if needed else "package: call this in a checkout"
-    assert "come with the repository, not the package" in error and remedy in error and error.count("\n") == 1
+    check_demo_is_needed(bench, arguments, needed, tmp_path, monkeypatch, capsys)

@@ -5,12 +5,7 @@ import pytest
 from hf_smartspec.commands.common import models
 
 from ...folders import save_tiny_models
-from ..helpers import call
-
-
-@pytest.fixture(autouse=True)
-def _no_demo(monkeypatch):
-    monkeypatch.setattr(models, "_PARTS", ("no such file",))
+from ..helpers import call, check_demo_is_needed
 
 
 @pytest.mark.parametrize(
@@ -25,15 +20,11 @@ def _no_demo(monkeypatch):
     ],
 )
 def test_a_command_says_what_to_pass(arguments, needed, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "data.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
-    assert call(*(argument.format(file="data.jsonl") for argument in arguments)) == 2
-    error = capsys.readouterr().err
-    remedy = f"name {needed}, or call this in a checkout" if needed else "package: call this in a checkout"
-    assert "come with the repository, not the package" in error and remedy in error and error.count("\n") == 1
+    check_demo_is_needed(call, arguments, needed, tmp_path, monkeypatch, capsys)
 
 
 def test_prompts_are_missing_where_only_the_model_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(models, "_PARTS", ("no such file",))
     monkeypatch.chdir(tmp_path)
     assert call("bench", "load", "--model", save_tiny_models(tmp_path) / "target") == 2
     assert "name FILE, or call this in a checkout" in capsys.readouterr().err

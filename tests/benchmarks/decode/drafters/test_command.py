@@ -94,24 +94,6 @@ def test_the_part_of_blocks_needs_a_block_drafter(folder, monkeypatch, capsys):
     assert "no block drafter is among --drafters" in capsys.readouterr().err
 
 
-@pytest.mark.exhaustive  # all benches resume by their kit
-def test_what_has_been_measured_is_not_measured_again(folder, tmp_path, monkeypatch):
-    out = tmp_path / "results.json"
-    options = ["--nodes", "4", "--parts", "steps", "trees", "--json", out]
-    assert call(folder, *drafters(folder), *options, "--kinds", "first") == 0
-    first = json.loads(out.read_text())["results"]
-    assert call(folder, *drafters(folder), *options, "--resume") == 0
-    report = json.loads(out.read_text())
-    assert report["reference"] == "draft" and report["results"]["trees"] == first["trees"]
-    steps = report["results"]["steps"]
-    assert (
-        set(steps) == {"first, 4 nodes", "second, 4 nodes"}
-        and steps["first, 4 nodes"] == first["steps"]["first, 4 nodes"]
-    )
-    monkeypatch.setattr(runs, "measure", None)
-    assert call(folder, *drafters(folder), *options, "--resume") == 0
-
-
 def test_other_options_are_no_resumption(folder, tmp_path, capsys):
     out = tmp_path / "results.json"
     options = ["--drafters", "suffix", "--parts", "steps", "--json", out]

@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM
 from benchmarks.decode.peers import command, measuring
 from benchmarks.decode.peers.known import Peer
 from benchmarks.decode.peers.processes import Answer, PeerError
-from hf_smartspec.commands import main as cli
 from tests.benchmarks import helpers
 from tests.folders import save_tiny_models
 
@@ -20,7 +19,6 @@ SIZES = ["--parameters", "0", "--batch-sizes", "1", "4", "--num-prompts", "2", "
 class FakeProcess:
     """A peer that says what the model would, and takes a second per row."""
 
-    interrupted_at = None
     fails = False
 
     def __init__(self, folder, job, calls):
@@ -30,8 +28,6 @@ class FakeProcess:
 
     def decode(self, way, rows):
         self.calls.append((self.job["kind"], way, rows))
-        if len(self.calls) == FakeProcess.interrupted_at:
-            raise KeyboardInterrupt
         if FakeProcess.fails and way == "lookup":
             raise PeerError("no such way today")
         arguments = {"max_new_tokens": self.job["num_tokens"], "do_sample": False, "eos_token_id": None}
@@ -51,7 +47,6 @@ def demo(tmp_path, monkeypatch):
     rows = [{"prompt": f"{n} and {n} and", "category": "sql" if n % 2 else "chat"} for n in range(6)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr(command, "demo_folder", lambda *_: tmp_path)
-    monkeypatch.setattr(FakeProcess, "interrupted_at", None)
     monkeypatch.setattr(FakeProcess, "fails", False)
     jobs, calls = [], []
 
@@ -148,25 +143,6 @@ def test_rows_say_how_fast_and_how_equal(bench, demo):
     assert mixed["seconds"] == 4.0 and mixed["tokens_per_second"] == 5.0
     assert all(row["num_same_rows"] == row["num_rows"] for row in rows.values())
     assert all(row["num_same_tokens"] == row["num_tokens"] for row in rows.values())
-
-
-@pytest.mark.exhaustive  # all benches resume by their kit
-def test_what_is_measured_is_not_measured_again(bench, demo, tmp_path, capsys):
-    (_, calls), options = demo, ("--kinds", "float32", "--resume")
-    FakeProcess.interrupted_at = 9  # the first group is measured, and the second is warming up
-    assert bench(*options)[0] == cli.INTERRUPTED
-    before = rows_of(json.loads((tmp_path / "out.json").read_text()))
-    assert set(before) == {("float32, chat, batch 1", f"transformers, {way}") for way in ("plain", "lookup")}
-    assert "lookup" in capsys.readouterr().out
-    FakeProcess.interrupted_at = None
-    calls.clear()
-    status, report = bench(*options)
-    rows = rows_of(report)
-    assert status == 0 and len(rows) == 5 and all(rows[name] == row for name, row in before.items())
-    assert len([item for item in calls if item != "closed"]) == 2 * (4 + 1)  # SQL, and the batch
-    calls.clear()
-    assert bench(*options)[0] == 0 and calls == ["closed"]
-    assert bench(*options, "--num-prompts", "1")[0] == 2 and "options" in capsys.readouterr().err
 
 
 def test_batches_of_one_kind_where_there_are_enough(bench):
