@@ -333,7 +333,8 @@ class StateCache(StateRows):
             sees = step.causal if is_piece else step.sees
             return scan(query, key, value, decay, beta, state, sees, before)
 
-        return self._scan_all(run, (heads, size, value_size), query * scale, key, value, rates_of(decay, rates), beta)
+        memory = self.states(self._key, value, heads, size, value_size)
+        return step.scan(run, self._key, memory, query * scale, key, value, rates_of(decay, rates), beta)
 
     def scan_diagonal(
         self,
@@ -361,44 +362,4 @@ class StateCache(StateRows):
             output, trail = scan_levels(query, key, value, decay, rates, state, levels, before)
             return output, trail if is_piece else trail._replace(last=None)  # no states are kept beside the rows' own
 
-        return self._scan_all(run, rates.shape, query, key, value, decay)
-
-    def _scan_all(
-        self,
-        run: Callable[..., tuple[torch.Tensor, Any]],
-        shape: Sequence[int],
-        *given: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """
-        Run the pieces of prompts and the tails, each with `run`.
-
-        Args:
-            run (`Callable`): Takes the states of some rows, whether it runs pieces, what the step before has left, and
-                the rows' inputs, with nodes as their third dimension. Returns outputs, and what it leaves.
-            shape (sequence of `int`): Shape of a state.
-            given (`torch.Tensor` of shape `[N, ...]`, *optional*): Inputs.
-
-        Returns:
-            Outputs of shape `[N, ...]`.
-        """
-        step, own, query, value = self.step, self._key, given[0], given[2]
-        assert query is not None and value is not None
-        if own in step.scanned:
-            raise NotImplementedError("Layers with several recurrences are not packed.")  # those of Zamba
-        memory = self.states(own, value, *shape)
-        output = torch.empty_like(value, dtype=query.dtype) if step.rounds else None
-        for entries, tokens in step.rounds:
-            parts = [None if item is None else item[tokens].transpose(1, 2) for item in given]
-            found, scanned = run(memory[entries], True, None, *parts)
-            memory[entries] = scanned.state_at_end(memory[entries])
-            output[tokens] = found.transpose(1, 2)  # type: ignore[index]
-        parts = [None if item is None else step.tails(item).transpose(1, 2) for item in given]
-        before = None if step.before is None else step.before.scanned[own].of(step.own)
-        found, step.scanned[own] = run(memory[step.at], False, before, *parts)
-        tails = found.transpose(1, 2).flatten(0, 1)
-        if step.unpadded is not None:
-            tails = tails[step.unpadded]
-        if output is None:
-            return tails
-        output[step.tokens] = tails
-        return output
+        return step.scan(run, self._key, self.states(self._key, value, *rates.shape), query, key, value, decay)

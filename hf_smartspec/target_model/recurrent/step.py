@@ -1,7 +1,8 @@
 """The plan of recurrent layers for one packed forward: every token's ancestors, and the pieces that scans run."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -238,6 +239,47 @@ class RecurrentStep:
     def tails(self, values: torch.Tensor) -> torch.Tensor:
         """Return the values of the tails' tokens, `[R, W, ...]`, of those of all tokens, `[N, ...]`."""
         return values.unflatten(0, self.shape) if self.tail is None else values[self.tail]
+
+    def scan(
+        self,
+        run: Callable[..., tuple[torch.Tensor, Any]],
+        key: Key,
+        memory: torch.Tensor,
+        *given: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """
+        Run the pieces of prompts and the tails, each with `run`.
+
+        Args:
+            run (`Callable`): Takes the states of some rows, whether it runs pieces, what the step before has left, and
+                the rows' inputs, with nodes as their third dimension. Returns outputs, and what it leaves.
+            key (`Key`): The recurrence.
+            memory (`torch.Tensor` of shape `[entries, ...]`): Its states, of which the pieces' are written.
+            given (`torch.Tensor` of shape `[N, ...]`, *optional*): Inputs: queries, keys, values and others.
+
+        Returns:
+            Outputs of shape `[N, ...]`.
+        """
+        query, value = given[0], given[2]
+        assert query is not None and value is not None
+        if key in self.scanned:
+            raise NotImplementedError("Layers with several recurrences are not packed.")  # those of Zamba
+        output = torch.empty_like(value, dtype=query.dtype) if self.rounds else None
+        for entries, tokens in self.rounds:
+            parts = [None if item is None else item[tokens].transpose(1, 2) for item in given]
+            found, scanned = run(memory[entries], True, None, *parts)
+            memory[entries] = scanned.state_at_end(memory[entries])
+            output[tokens] = found.transpose(1, 2)  # type: ignore[index]
+        parts = [None if item is None else self.tails(item).transpose(1, 2) for item in given]
+        before = None if self.before is None else self.before.scanned[key].of(self.own)
+        found, self.scanned[key] = run(memory[self.at], False, before, *parts)
+        tails = found.transpose(1, 2).flatten(0, 1)
+        if self.unpadded is not None:
+            tails = tails[self.unpadded]
+        if output is None:
+            return tails
+        output[self.tokens] = tails
+        return output
 
     def ends_of(self, rows: Sequence[CacheRow], paths: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows' numbers, and the last token of each path in its tail; -1 if it is empty."""
