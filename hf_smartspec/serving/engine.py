@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils.logging import tqdm
 
 from ..decoding.learning import Learning
 from ..decoding.statistics import GenerationStatistics
@@ -29,6 +28,7 @@ from .logprobs import LogprobsRecorder
 from .memory.base import RequestMemory
 from .memory.budget import Budget
 from .memory.choice import memory_of
+from .offline import OfflineCalls, answers
 from .outputs import EngineOutput, PendingRequest, Results
 from .preparation import RequestPreparation, check_positions
 from .prompts import check_prompts, prompt_ids
@@ -133,8 +133,7 @@ class Engine:
         )  # fmt: skip
         weakref.finalize(self, EngineRunner.ask_to_end, self._runner)
         self._num_names = 0
-        self._lock, self._offline = threading.Lock(), threading.Lock()
-        self._num_offline = 0  # calls of `generate` for which the engine runs
+        self._lock, self._offline = threading.Lock(), OfflineCalls()
 
     def _new_memory(self, max_batch_size: int, budget: Budget) -> RequestMemory:
         return memory_of(self.model, max_batch_size, budget)
@@ -318,33 +317,8 @@ class Engine:
         """
         self._runner.check_thread()
         check_prompts(prompts)
-        with self._offline:
-            is_own = self._num_offline > 0 or not self.is_running
-            self._num_offline += is_own
-        names: list[str] = []
-        try:
-            for prompt in prompts:
-                names.append(self.new_name())  # first: an interrupt may come as soon as the request is queued
-                self.add_request(prompt, request_id=names[-1], **kwargs)
-            self.start()
-            with tqdm(total=len(names), desc="generating", unit=" requests", disable=not progress_bar) as progress:
-                outputs = []
-                for name in names:
-                    output = self.results.get(name)
-                    assert output is not None, "another reader has taken the output"
-                    outputs.append(output)
-                    progress.update()
-            return outputs
-        except BaseException:
-            for name in names:
-                self.cancel_request(name, discard=True)
-            raise
-        finally:
-            if is_own:
-                with self._offline:
-                    self._num_offline -= 1
-                    if not self._num_offline:
-                        self.stop()
+        with self._offline.running(self):
+            return answers(self, prompts, progress_bar, kwargs)
 
     # Life
 
