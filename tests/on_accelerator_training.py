@@ -5,8 +5,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from hf_smartspec.training.blocks import BlockTraining, new_drafter
+from hf_smartspec.training.blocks import BlockTraining
 from hf_smartspec.training.eagle import EagleTraining, new_heads
+from hf_smartspec.training.new_blocks import new_drafter
 from hf_smartspec.training.texts import Text, collate
 
 from .accelerator import DEVICE, Accelerator

@@ -9,9 +9,10 @@ import torch
 import hf_smartspec
 from hf_smartspec.candidates.heads.blocks.drafter import BlockDrafter
 from hf_smartspec.training import blocks, loop
-from hf_smartspec.training.blocks import BlockTraining, new_drafter, unused_token
+from hf_smartspec.training.blocks import BlockTraining
 from hf_smartspec.training.checkpoints import newest_checkpoint
 from hf_smartspec.training.loop import Schedule, train
+from hf_smartspec.training.new_blocks import new_drafter, unused_token
 from hf_smartspec.training.texts import IGNORED, Text, collate
 
 from ..candidates.heads.blocks.published import markov_step

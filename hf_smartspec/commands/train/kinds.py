@@ -16,10 +16,11 @@ from ...candidates.heads.blocks.scores import VANILLA
 from ...candidates.heads.eagle.files import is_eagle_checkpoint
 from ...candidates.heads.eagle.heads import EagleHeads
 from ...candidates.heads.medusa.heads import is_medusa_checkpoint
-from ...training.blocks import BlockTraining, new_drafter, unused_token
+from ...training.blocks import BlockTraining
 from ...training.draft import DraftTraining
 from ...training.eagle import EagleTraining, frequent_tokens, new_heads
 from ...training.medusa import MedusaTraining
+from ...training.new_blocks import new_drafter, unused_token
 from ...training.texts import Text
 from ..common.arguments import UsageError, usage_errors
 from ..common.models import load_draft

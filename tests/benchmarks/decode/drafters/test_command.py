@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM
 from benchmarks.decode.drafters import command, runs
 from benchmarks.decode.drafters.report import block_claims, flat
 from hf_smartspec.commands.speed.loop import PLAIN
-from hf_smartspec.training.blocks import new_drafter
 from hf_smartspec.training.eagle import new_heads
+from hf_smartspec.training.new_blocks import new_drafter
 from tests.folders import save_tiny_models
 
 from ....commands.helpers import save_fitted_heads
