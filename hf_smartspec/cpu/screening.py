@@ -40,10 +40,13 @@ class Picks(NamedTuple):
         tokens (list of `int`): The best token of every line; ties go to the lowest token, as in `torch.argmax`.
         scores (`torch.Tensor` of shape `[M, vocab_size]`, float32): Scores by the int8 copy: `tokens` need not have the
             highest ones.
+        bounds (`np.ndarray` of shape `[M, chunks]`, float32): Upper bounds on the scores of `CHUNK` neighbouring tokens
+            each.
     """
 
     tokens: list[int]
     scores: torch.Tensor
+    bounds: np.ndarray
 
 
 class Screen:
@@ -148,7 +151,7 @@ def best_tokens(x: torch.Tensor, weight: torch.Tensor, screen: Screen) -> Picks 
     own.set_scores(program, scores)
     program.run(torch.get_num_threads())
     tokens = own.tokens(len(x))
-    return None if tokens is None else Picks(tokens, scores)
+    return None if tokens is None else Picks(tokens, scores, own.bounds[: len(x)].copy())
 
 
 class ScreenOperators:
@@ -169,6 +172,7 @@ class ScreenOperators:
         self._held = screen, rounded  # only addresses are known to the program
         chunks = -(-num_outputs // CHUNK)
         self._memory = [torch.empty(room, size, dtype=torch.float32, device="cpu") for size in (2, chunks, chunks)]
+        self.bounds = self._memory[2].numpy()
         self._products = torch.empty(room, chunks, dtype=x.dtype, device="cpu")
         self.best, self.places = np.empty((room, chunks), np.float32), np.empty((room, chunks), np.int64)
         places = dict(zip(("levels", "steps", "offsets"), rounded.addresses))

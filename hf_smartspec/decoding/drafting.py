@@ -10,6 +10,7 @@ import numpy as np
 
 from ..candidates.base import label_of
 from ..drafts.merge import Draft, first_drafters, join
+from ..drafts.price import LevelPrice
 from ..drafts.tree import DraftTree
 from ..goodput.estimates.decayed import DecayedMean
 from ..goodput.policy import LengthPolicy, StepOutcome, StepRows, StepSeconds
@@ -18,7 +19,7 @@ from ..target_model.forward.ranks import Ranks
 from .alarm import AcceptanceAlarm
 from .call import ModelLimits, Request
 from .policy_rows import policy_rows
-from .source_guard import GuardedSources
+from .source_guard import GuardedSources, fitting
 from .statistics import GenerationStatistics, Timed
 
 _EMPTY = DraftTree.empty()
@@ -27,8 +28,8 @@ _NEWEST = 0.1  # least weight of the newest draft in the mean of accepted length
 
 class StepDrafts(NamedTuple):
     """
-    Drafts of one step: the proposed trees, and the selected ones, which are verified. Where the policy rests, there are
-    none, and no `policy_rows`.
+    Drafts of one step: the proposed trees, and the selected ones, which are verified. Where the policy is not called,
+    there are none, and no `policy_rows`.
     """
 
     policy_rows: StepRows | None
@@ -88,6 +89,7 @@ class Drafting:
         self._has_learnt = False  # whether the latest step had drafts and no prompts
         self._seconds_selecting = 0.0  # in all steps, for sources that draft in one call
         self._seconds_meanwhile = 0.0  # spent on learning while a device computed
+        self._first_price: LevelPrice | None = None  # of the first stage, in the latest step that the policy decided
         # Accepted lengths by source, for sources after the first one: a running mean that begins with one token.
         self._lengths: defaultdict[str, DecayedMean] = defaultdict(partial(DecayedMean, _NEWEST, 1.0, 1))
 
@@ -102,42 +104,61 @@ class Drafting:
         into the trees where the policy finds them worth their cost. Of all nodes, it selects those to verify.
         """
         rows = [request for request, tokens in feeds.items() if request.num_uncached == len(tokens)]
-        if self._rests(rows, feeds):
-            return self._without_drafts(rows)
-        start = self.seconds()
+        start, asks_first = self.seconds(), False
+        if self._may_rest(rows, feeds):
+            names = [request.request_id for request in rows]
+            if self.policy.rests(names):
+                return self._without_drafts(rows, start)
+            asks_first = self.policy.asks_first(names)
         observed = self.statistics.seconds_observe - self._seconds_meanwhile
         if self._has_learnt:
             self._seconds_learning = observed - self._seconds_observed
         self._seconds_observed = observed
         with self._timed("seconds_select"):
             step = policy_rows(rows, feeds, num_waiting, self.policy, self._lengths)
+        first = self._ask_first(step.stages[0], rows) if asks_first else None
+        if first is not None and not any([len(tree.tokens) for row, tree in first.items() if row.stopped_at is None]):
+            return self._without_drafts(rows, start, has_asked=True)
         if self.ranks is None:
-            proposed, selected = self._propose_and_select(step, rows)
+            proposed, selected = self._propose_and_select(step, rows, first)
         else:
-            proposed, selected = self.ranks.trees(lambda: self._propose_and_select(step, rows), len(rows))
+            proposed, selected = self.ranks.trees(lambda: self._propose_and_select(step, rows, first), len(rows))
         drafts = StepDrafts(step, rows, proposed, selected, start)
         if self.is_traced:
             _begin_traces(drafts, self.sources)
         return drafts
 
-    def _rests(self, rows: list[Request], feeds: dict[Request, np.ndarray]) -> bool:
-        """Return whether the policy is not called for a step; several processes always call it."""
+    def _may_rest(self, rows: list[Request], feeds: dict[Request, np.ndarray]) -> bool:
+        """Return whether the policy need not decide about a step; with several processes, it always does."""
         has_prompts = len(rows) < len(feeds) or any([len(tokens) > 1 for tokens in feeds.values()])
-        if self.ranks is not None or self.is_traced or has_prompts:
-            return False
-        return self.policy.rests([request.request_id for request in rows])
+        return not (self.ranks is not None or self.is_traced or has_prompts)
 
-    def _without_drafts(self, rows: list[Request]) -> StepDrafts:
+    def _without_drafts(self, rows: list[Request], start: StepSeconds, has_asked: bool = False) -> StepDrafts:
         trees = [_EMPTY] * len(rows)
         self.sources.count(dict(zip(rows, trees)))
-        self.has_asked, self._asked_with_needs, self._has_learnt = False, set(), False
-        return StepDrafts(None, rows, trees, trees, self.seconds())
+        self.has_asked, self._asked_with_needs, self._has_learnt = has_asked, set(), False
+        return StepDrafts(None, rows, trees, trees, start)
 
-    def _propose_and_select(self, step: StepRows, rows: list[Request]) -> tuple[list[DraftTree], list[DraftTree]]:
-        """Ask the sources stage by stage, then the policy. Return the proposed trees, and the selected ones."""
+    def _ask_first(self, stage: Stage, rows: list[Request]) -> dict[Request, DraftTree] | None:
+        """
+        Return what the first source proposes; None where it is not asked before the policy: if it drafts by level, as
+        the next one does where the first has failed, or needs what is passed on as its own time.
+        """
+        asked = {request: cap for request, cap in zip(rows, stage.caps.tolist()) if cap > 0}
+        if stage.is_by_level or not asked or any([request.chain.sources[stage.position].needs for request in asked]):
+            return None
+        return self._proposals(stage, asked, self._first_price)
+
+    def _propose_and_select(
+        self, step: StepRows, rows: list[Request], first: dict[Request, DraftTree] | None
+    ) -> tuple[list[DraftTree], list[DraftTree]]:
+        """
+        Ask the sources stage by stage, then the policy; not the first one if it has proposed already. Return the
+        proposed trees, and the selected ones.
+        """
         trees = [_EMPTY] * len(rows)
         for stage in step.stages:
-            trees = self._with_stage(step, stage, rows, trees)
+            trees = self._with_stage(step, stage, rows, trees, first if stage is step.stages[0] else None)
         with self._timed("seconds_select"):
             before = self.clock()
             self._count(step, rows, trees)
@@ -184,8 +205,15 @@ class Drafting:
             drafted = {request: tree for request, tree, waits in zip(rows, trees, waiting.tolist()) if not waits}
         self.sources.count(drafted)
 
-    def _with_stage(self, step: StepRows, stage: Stage, rows: list[Request], trees: list[DraftTree]) -> list[DraftTree]:
-        """Return the trees with the drafts of one more stage."""
+    def _with_stage(
+        self,
+        step: StepRows,
+        stage: Stage,
+        rows: list[Request],
+        trees: list[DraftTree],
+        known: dict[Request, DraftTree] | None,
+    ) -> list[DraftTree]:
+        """Return the trees with the drafts of one more stage, which may be known."""
         with self._timed("seconds_select"):
             max_nodes = self.policy.max_nodes(step, stage, trees)
             _check_number(self.policy, "gave", len(max_nodes), "limits", len(rows))
@@ -194,14 +222,16 @@ class Drafting:
             stage.asked = np.maximum(np.minimum(max_nodes, stage.caps), 0).astype(np.int64, copy=False)
             asked = {request: number for request, number in zip(rows, stage.asked.tolist()) if number > 0}
             price = self.policy.price(step, stage) if asked else None
+        if stage is step.stages[0]:
+            self._first_price = price
         if not asked:
             return trees
-        with self._timed("seconds_draft"):
-            before = self.clock()
-            self.sources.catch_up(stage.position, asked)
-            padding, asked = _split_padding(asked, stage.position)
-            proposals = padding | self.sources.propose(stage.position, asked, price)
-            stage.seconds = self.clock() - before
+        if known is None:
+            proposals = self._proposals(stage, asked, price)
+        else:
+            proposals = {
+                request: fitting(known[request], limit) for request, limit in asked.items() if request in known
+            }
         with self._timed("seconds_select"):
             before = self.clock()
             stage.proposed = [proposals.get(request, _EMPTY) for request in rows]
@@ -213,6 +243,16 @@ class Drafting:
                 joined = join(trees, drafted, step.caps) if any([len(tree.tokens) for tree in trees]) else drafted
             self._count_as_drafting(stage, self.clock() - before)
         return joined
+
+    def _proposals(self, stage: Stage, asked: dict[Request, int], price: LevelPrice | None) -> dict[Request, DraftTree]:
+        """Return the drafts of a stage's sources, and add their time to the stage's."""
+        with self._timed("seconds_draft"):
+            before = self.clock()
+            self.sources.catch_up(stage.position, asked)
+            padding, asked = _split_padding(asked, stage.position)
+            proposals = padding | self.sources.propose(stage.position, asked, price)
+            stage.seconds += self.clock() - before
+        return proposals
 
     def observe(
         self, drafts: StepDrafts, accepted: Sequence[int], tokens: Sequence[np.ndarray], may_wait: bool = False

@@ -199,7 +199,7 @@ class GuardedSources:
             if len(trees) != len(asked):
                 raise ValueError(f"{type(source).__name__} returned {len(trees)} trees for {len(asked)} requests.")
             check_trees(trees, self.vocab_size)
-            return {request: _fitting(tree, limit) for (request, limit), tree in zip(asked.items(), trees)}
+            return {request: fitting(tree, limit) for (request, limit), tree in zip(asked.items(), trees)}
         except Exception as error:
             first_error = first_error or error
             if len(asked) == 1:
@@ -247,7 +247,7 @@ class GuardedSources:
         self._has_warned = True
 
 
-def _fitting(tree: DraftTree, limit: int) -> DraftTree:
+def fitting(tree: DraftTree, limit: int) -> DraftTree:
     """Return at most `limit` nodes of a draft; of sampled drafts, without their probabilities."""
     if len(tree.tokens) > limit:
         tree = tree.most_likely(limit)

@@ -32,7 +32,9 @@ _MOST_DEBT = 50
 _BASELINE_INTERVAL = 200  # steps with speculation in a row before one without: the cost of plain steps stays known
 _TRIAL_STEPS = 8  # drafts before the first judgement on whether drafting pays
 _DEEPEST = 32  # levels of an autoregressive draft that are considered
-_MOST_RESTS = 3  # steps in a row that the auction is not called for: its own time counts in the steps of a small model
+# Steps in a row that the auction is not called for, whose own time counts in the steps of a small model: after one in
+# which no source was asked, and where a source is asked that finds nothing.
+_MOST_RESTS, _MOST_EMPTY = 3, 7
 _UNPROMISING = 0.3  # tokens: another source is tried beside drafts that promise less
 
 
@@ -100,8 +102,10 @@ class GoodputAuction(LengthPolicy):
         self._probe_seconds = 0.0  # time saved for the next probe of drafts
         self._trial_seconds = 0.0  # time saved for the next trial of a size
         self._num_since_baseline = 0
-        self._resting: Sequence[Hashable] | None = None  # rows of the latest step, if no source was asked in it
-        self._num_rests = 0  # steps since then
+        # Rows of the latest step that was decided, if no source was asked in it, or if calls of its first one pay.
+        self._resting: Sequence[Hashable] | None = None
+        self._paying: Sequence[Hashable] | None = None
+        self._num_rests = 0  # steps since that one
         self._size = 1  # tokens of the latest step, drafts included
 
     # 1. Before each stage drafts
@@ -111,12 +115,22 @@ class GoodputAuction(LengthPolicy):
             return False
         return all([record.rests(request_ids) for record in self._records_by_level()])
 
+    def asks_first(self, request_ids: Sequence[Hashable]) -> bool:
+        if self._num_rests == _MOST_EMPTY or self._paying != request_ids:
+            return False
+        return all([record.rests(request_ids) for record in self._records_by_level()])
+
     def rested(self, num_rows: int, seconds: StepSeconds) -> None:
         self._num_rests += 1
         for record in self._records_by_level():
             record.rested()
-        self._save_time(self._plan)
-        self._speedups[size_class(num_rows)].add(num_rows, num_rows, _SPEEDUP_DECAY)
+        plan = self._plan
+        self._save_time(plan)
+        plain_tokens = num_rows * (1 + seconds.draft / plan.plain_seconds)
+        self._speedups[size_class(num_rows)].add(plain_tokens, num_rows, _SPEEDUP_DECAY)
+        if self._paying is not None and plan.rows is not None:
+            cost = plan.rows.stages[0].cost
+            self.records[cost].add_profit(cost, num_rows, 0.0, seconds.draft)
 
     def _records_by_level(self) -> list[StageRecord]:
         """Return the records of the latest step's sources that are asked by level."""
@@ -236,9 +250,10 @@ class GoodputAuction(LengthPolicy):
     def _pays(self, rows: StepRows, stage: Stage, caps: np.ndarray) -> bool:
         """Return whether to ask a source that drafts all levels in one call."""
         record, size = self.records[stage.cost], size_class(len(rows))
-        seconds, benefit = record.seconds(stage.cost, caps > 0), record.benefits[size]
-        if benefit.num < _TRIAL_STEPS or benefit.mean > seconds:
+        seconds, profit = record.seconds(stage.cost, caps > 0), record.profits[size]
+        if profit.num < _TRIAL_STEPS or profit.mean > 0:
             record.trials.reset()
+            self._plan.pays = profit.num >= _TRIAL_STEPS
             return True
         if self._probe_seconds < seconds:
             return False
@@ -331,6 +346,8 @@ class GoodputAuction(LengthPolicy):
         self._size = rows.num_batched + won.num_nodes
         is_idle = not (won.num_nodes or asked or plan.is_baseline or rows.num_prefill_tokens)
         self._resting = rows.request_ids if is_idle and len(rows) and rows.caps.all() else None
+        others_may_rest = all([stage.is_by_level for stage in rows.stages[1:]])
+        self._paying = rows.request_ids if plan.pays and others_may_rest else None
         return forest.keep(mask)
 
     def _winners(self, rows: StepRows, forest: Forest, mask: np.ndarray) -> tuple[Won, Won]:
@@ -376,7 +393,8 @@ class GoodputAuction(LengthPolicy):
             saved = accepted * plan.plain_seconds / (max(speedup.rate, 1.0) * len(rows)) - plan.added_seconds
             if plan.break_even is None:
                 for stage, share in plan.shares.items():
-                    self.records[stage.cost].benefits[size].add(saved * share)
+                    if not stage.is_by_level:
+                        self.records[stage.cost].add_profit(stage.cost, len(rows), saved * share, stage.seconds)
             speedup.add(plan.plain_tokens, len(rows) + accepted, _SPEEDUP_DECAY)
         if rows.num_remaining is not None:
             self._paces.learn(rows, outcome.accepted)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .cost_fit import Measurements, fit_coefficients
-from .kernels.forwards import by_tokens, correct
+from .kernels.forwards import by_tokens, correct, write_doubts
 
 _NUM_BINS = 21  # bins of the running correction,
 _BINS = 2.0 ** np.arange(_NUM_BINS)  # at 1, 2, 4, ... tokens per forward
@@ -214,13 +214,10 @@ class CostModel:
 
     def doubt(self, batched: Any, other: float) -> Any:
         """Return the log standard deviation of the cost of sizes (numbers or `[n]`) relative to that of another."""
-        difference = self._weights(batched) - self._weights(other)
-        return np.sqrt(np.maximum(((difference @ self._doubt) * difference).sum(-1), 0.0))
-
-    def _weights(self, batched: Any) -> np.ndarray:
-        """Return the weights of all bins in the log factors of sizes, `[..., bins]` float64."""
-        place = np.add(*self._bin(batched))[..., None]
-        return np.maximum(1 - np.abs(np.arange(_NUM_BINS) - place), 0.0)
+        sizes = np.array(batched, np.float64, ndmin=1)
+        doubts = np.empty_like(sizes)
+        write_doubts(sizes, other, self._doubt, doubts)
+        return doubts if np.ndim(batched) else doubts[0]
 
     @cached_property
     def _curve(self) -> tuple[np.ndarray, np.ndarray]:

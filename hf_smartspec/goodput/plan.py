@@ -51,6 +51,7 @@ class Plan:
         row_seconds (`float`, *optional*): Part of `plain_seconds` that each row adds; computed where it is needed.
         worth (`float` or `np.ndarray` of shape `[rows]`): Worth of a token of each row, 1 in the mean.
         is_baseline (`bool`): Whether the step runs without speculation, so that the cost of such steps stays known.
+        pays (`bool`): Whether a source that drafts in one call is asked since its calls pay, and not as a trial.
         plain_tokens (`float`): Tokens that plain decoding would have yielded in the step's time.
         break_even (`float`, *optional*): Where more nodes are verified than pay by the expected costs: seconds of the
             forward, without prompts, above which they do not.
@@ -68,6 +69,7 @@ class Plan:
     row_seconds: float | None = None
     worth: Any = 1.0
     is_baseline: bool = False
+    pays: bool = False
     plain_tokens: float = 0.0
     break_even: float | None = None
     added_seconds: float = 0.0

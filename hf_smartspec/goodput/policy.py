@@ -198,8 +198,17 @@ class LengthPolicy(ABC):
         """
         return False
 
+    def asks_first(self, request_ids: Sequence[Hashable]) -> bool:
+        """
+        Return whether a step of these rows, without prompts, begins with the first source, if that drafts in one call:
+        it is asked for as much as the rows' caps allow, at the price of the latest step. Where it proposes nothing,
+        only `rested` is called for the step. Else the step goes on as ever, with the proposal in place of another call.
+        False by default.
+        """
+        return False
+
     def rested(self, num_rows: int, seconds: StepSeconds) -> None:  # noqa: B027
-        """Count a step that has rested, of so many rows and seconds; a no-op by default."""
+        """Count a step without drafts that was not decided about, of so many rows and seconds; a no-op by default."""
 
     def most_nodes(self, usual: int, most: int) -> int:
         """

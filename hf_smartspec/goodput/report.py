@@ -121,11 +121,14 @@ class LoggedPolicy(LengthPolicy):
     def rests(self, request_ids: Sequence[Hashable]) -> bool:
         return self._num_steps % _EVERY > 0 and self.policy.rests(request_ids)  # the others are looked back at
 
+    def asks_first(self, request_ids: Sequence[Hashable]) -> bool:
+        return self._num_steps % _EVERY > 0 and self.policy.asks_first(request_ids)
+
     def rested(self, num_rows: int, seconds: StepSeconds) -> None:
         self._num_steps += 1
         self._nodes[0] += num_rows
-        self._seconds["verify"] += seconds.forward
-        self._seconds["other"] += seconds.draft + seconds.other
+        for name, value in zip(("draft", "verify", "other"), seconds):
+            self._seconds[name] += value
         self.policy.rested(num_rows, seconds)
 
     def max_nodes(self, rows: StepRows, stage: Stage, trees: Sequence[DraftTree]) -> np.ndarray | list[int]:

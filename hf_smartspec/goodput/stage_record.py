@@ -18,7 +18,9 @@ _EDGES = np.array([0.0, 0.05, 0.15, 0.3, 0.5, 0.75, 1.0, 1.5, 2.2, 3.2, 5.0])  #
 _PRIOR = np.append(1.0, np.exp(-1.5 * _EDGES))  # prior of the novelty share, which falls with the promise
 _HALF_LIFE = 300.0  # of an accepted level, in accepted levels of its bin
 _STRENGTH = 4.0  # weight of the prior, in levels
-_NEWEST = 0.1  # least weight of the newest step in the running benefit of drafting
+_NEWEST = 0.1  # least weight of the newest step in the time around drafts,
+_NEWEST_PROFIT = 0.03  # and of the newest call in what calls bring: text that can be drafted comes in pieces
+_PAUSE = 3.0  # times the usual time of a call: more is a pause of the process
 _RESTS = 15  # steps in which levels that did not pay are not weighed again
 _MOST_LEFT_OUT = 8  # measurements in a row that are skipped since they include prompts
 # Tokens of a row since its latest draft that are read in a draft's own time: those of the deepest draft, and one.
@@ -32,8 +34,8 @@ def size_class(num_rows: int) -> int:
     return num_rows.bit_length()
 
 
-def _no_benefits() -> defaultdict[int, DecayedMean]:
-    return defaultdict(partial(DecayedMean, _NEWEST))
+def _no_profits() -> defaultdict[int, DecayedMean]:
+    return defaultdict(partial(DecayedMean, _NEWEST_PROFIT))
 
 
 class StageRecord:
@@ -44,8 +46,8 @@ class StageRecord:
 
     def __init__(self) -> None:
         self.timer, self.acceptance, self.novelty = DraftTimer(), AcceptanceEstimator(), Novelty()
-        # Seconds saved by drafts less those of verifying them, by `size_class`; of first sources that draft at once.
-        self.benefits = _no_benefits()
+        # Seconds saved by a call less those of drafting and verifying, by `size_class`; of sources that draft at once.
+        self.profits = _no_profits()
         # Seconds that a step with drafts takes besides levels and the forward, by the same classes; from 0 on, since
         # the first steps compile.
         self._overheads: defaultdict[int, DecayedMean] = defaultdict(partial(DecayedMean, _NEWEST, num=1 / _NEWEST))
@@ -61,13 +63,18 @@ class StageRecord:
         if number != self._number:
             self._number = number
             self.acceptance.decay_counts()
-            self.benefits = _no_benefits()
+            self.profits = _no_profits()
             self._num_rests = 0
             self.trials.reset()
 
     def seconds(self, cost: DraftCost, levels: np.ndarray) -> float:
         """Return the seconds to draft so many levels (`[rows]` int), and to learn from these drafts."""
         return self._seconds_of_levels(cost, levels) + (self.overhead(len(levels)) if levels.any() else 0.0)
+
+    def add_profit(self, cost: DraftCost, num_rows: int, saved: float, spent: float) -> None:
+        """Learn the seconds that a call in a step of so many rows has saved, and those that it took."""
+        usual = self._seconds_of_levels(cost, np.ones(num_rows, np.int64))
+        self.profits[size_class(num_rows)].add(saved - min(spent, _PAUSE * usual))
 
     def overhead(self, num_rows: int) -> float:
         """Return the seconds that a step of `num_rows` rows with drafts takes besides levels and the forward."""

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from ..device import fetch_together
-from .kernels.best import find_best
+from .kernels.best import find_best, find_likeliest
 
 # Bits of infinity, and integers as wide as the scores.
 _BITS = {
@@ -82,6 +82,25 @@ def best_of(scores: torch.Tensor, count: int, num_lines: int, with_argmax: bool)
         return Top(tokens[:, 0].tolist() + argmax(scores[num_lines:]), tokens.numpy(), shares.numpy())
     best, *top = fetch_together([_rounded(scores).argmax(dim=-1), tokens, shares])
     return Top(best.tolist(), *top)
+
+
+def best_by_bounds(
+    scores: torch.Tensor, bounds: np.ndarray, chunk: int, count: int, num_lines: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """
+    Return `tokens` and `shares` of `Top` for scores on the CPU, of which `bounds` show where the best ones are.
+
+    Args:
+        scores (`torch.Tensor` of shape `[rows, vocab_size]`, float32): Contiguous and finite.
+        bounds (`np.ndarray` of shape `[rows, chunks]`, float32): No score of a chunk of tokens exceeds its bound.
+        chunk (`int`): Tokens in a chunk; the last one may have fewer.
+    """
+    rows, vocab_size = scores.shape
+    num_lines, count = min(num_lines, rows), min(count, vocab_size)
+    best, shares = np.empty((num_lines, count), np.int64), np.empty((num_lines, count), np.float32)
+    if count:
+        find_likeliest(scores[:num_lines].numpy(), bounds[:num_lines], chunk, best, shares)
+    return best, shares
 
 
 def likeliest_tokens(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

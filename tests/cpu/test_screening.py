@@ -35,6 +35,8 @@ def test_best_tokens_are_those_of_the_product(num_outputs, num_inputs, num_token
     found = best_tokens(x, weight, Screen(weight))
     assert found.tokens == expected(x, weight)
     assert found.scores.shape == (num_tokens, num_outputs)
+    for chunk, bounds in zip(found.scores.split(CHUNK, dim=1), found.bounds.T, strict=True):
+        assert (chunk.amax(dim=1).numpy() <= bounds).all()
 
 
 @settings(max_examples=60, deadline=None)

@@ -3,16 +3,23 @@
 import numpy as np
 import pytest
 
-from hf_smartspec import Engine, SmartSpecConfig
+import hf_smartspec
+from hf_smartspec import DraftTree, Engine, SmartSpecConfig
+from hf_smartspec.drafts.merge import join
 from hf_smartspec.goodput import DraftCost, FixedLength, GoodputAuction, NoSpeculation, StepOutcome, StepSeconds
+from hf_smartspec.goodput.policy import Stage, StepRows
 from hf_smartspec.goodput.report import LoggedPolicy
+from hf_smartspec.simulator import LoadRequest, SimulatedEngine
 
-from ..generate.helpers import tiny_llama
+from ..generate.helpers import Oracle as Knowing
+from ..generate.helpers import prompts, tiny_llama
 from ..serving.helpers import Asked, check_all
+from ..sources import Oracle
 from .simulation import Drafter, drafted, line, rows_of, simulate
 
 LEVELS = DraftCost(3e-3, 3e-4, is_autoregressive=True, source="levels")
 CALL = DraftCost(per_call=6e-3, source="call")
+TEXT = DraftCost(per_call=1e-4, source="text")
 
 
 def step(policy, drafters):
@@ -114,3 +121,167 @@ def test_reports_look_back_at_plain_decoding_too():
     report = policy.report()
     assert 0 < simulated.rested < 80 and report.nodes_per_row == {0: 80}
     assert report.goodput == pytest.approx(simulated.goodput)
+
+
+class Seldom(Oracle):
+    """Knows the text, and proposes three of its tokens where its length is a multiple of ten, else nothing."""
+
+    num_calls = 0
+
+    def propose(self, request_ids, max_nodes):
+        self.num_calls += 1
+        return super().propose(request_ids, max_nodes)
+
+    def draft(self, text, limit):
+        return super().draft(text, min(limit, 0 if len(text) % 10 else 3))
+
+
+class Counted(GoodputAuction):
+    num_decisions = 0
+
+    def select(self, rows, trees):
+        self.num_decisions += 1
+        return super().select(rows, trees)
+
+
+def test_a_source_whose_calls_pay_is_asked_at_every_step_and_the_auction_where_it_finds_something():
+    text, policy = np.arange(1000) % 250 + 3, Counted(line())
+    source = Seldom([text.tolist()])
+    result = SimulatedEngine(line(), source, DraftCost(1e-5)).run([LoadRequest(0.0, text[:15], 900, text[15:])], policy)
+    counts = result.statistics
+    assert counts.accepted_tokens > 0.95 * 3 * 900 / 10, "every chance is taken"
+    assert source.num_calls > 0.95 * counts.forwards
+    found, nothing = counts.drafted_tokens / 3, counts.forwards - counts.drafted_tokens / 3
+    assert policy.num_decisions < 1.2 * found + nothing / 8 + 20
+
+
+def test_only_a_step_whose_source_pays_lets_the_next_ones_begin_with_it():
+    policy, drafters = GoodputAuction(line()), [Drafter(0.9, cost=CALL)] * 2
+    simulate(policy, drafters, line(), steps=8, noise=0)
+    assert not policy.asks_first(range(2)), "the first calls are trials"
+    simulate(policy, drafters, line(), steps=8, noise=0)
+    assert not policy.asks_first(range(3)), "another row has begun"
+    for _ in range(7):
+        assert policy.asks_first(range(2)) and not policy.rests(range(2))
+        policy.rested(2, StepSeconds(0.0, 0.02, 0.0))
+    assert not policy.asks_first(range(2)), "the auction sees a step without drafts now and then"
+    policy, wrong = resting(CALL)
+    assert not policy.asks_first(range(4))
+    while not step(policy, wrong).stages[0].asked.any():
+        pass
+    assert not policy.asks_first(range(4)), "that was a trial"
+
+
+def of_two_sources(policy, finds, accuracy, rng):
+    """Let a step of a source that finds a token or nothing pass, and of one that drafts by level for the same row."""
+    caps, truth, trees = np.array([5]), np.arange(3, 9), [DraftTree.empty()]
+    rows = StepRows([0], np.array([200]), caps, stages=[Stage(TEXT, caps), Stage(LEVELS, caps, position=1)])
+    for stage in rows.stages:
+        stage.asked = np.minimum(policy.max_nodes(rows, stage, trees), caps)
+        if stage.asked.any():
+            size = min(5 if stage.position else int(finds), int(stage.asked[0]))
+            right = rng.random(size) < (accuracy if stage.position else 0.9)
+            stage.proposed = [DraftTree.chain(np.where(right, truth[:size], 2), [0.9] * size)]
+            stage.seconds = stage.cost.per_call * (size if stage.position else 1)
+            trees = join(trees, policy.calibrated(rows, stage, stage.proposed), caps)
+    verified = policy.select(rows, trees)
+    accepted = len(verified[0].path_along(truth))
+    seconds = StepSeconds(0.0, float(line().seconds(*rows.forward_size(len(verified[0])))))
+    policy.observe(StepOutcome(rows, trees, verified, [accepted], seconds, [truth[: accepted + 1]]))
+
+
+@pytest.mark.parametrize("accuracy", [0.9, 0.0])
+def test_steps_begin_with_the_first_source_only_while_a_later_one_rests(accuracy):
+    policy, rng, allowed = GoodputAuction(line()), np.random.default_rng(0), []
+    for number in range(600):
+        allowed.append(policy.asks_first([0]))
+        of_two_sources(policy, number % 3 == 0, accuracy, rng)
+    assert (sum(allowed[200:]) > 100) == (accuracy == 0.0)
+    assert accuracy == 0.0 or not any(allowed[200:])
+
+
+class Eager(FixedLength):
+    """Lets every step begin with the source."""
+
+    def __init__(self):
+        super().__init__(4)
+        self.num_empty, self.sizes, self.most = 0, [], 4
+
+    def asks_first(self, request_ids):
+        return True
+
+    def rested(self, num_rows, seconds):
+        assert seconds.draft > 0, "that of asking"
+        self.num_empty += 1
+
+    def max_nodes(self, rows, stage, trees):
+        return np.minimum(super().max_nodes(rows, stage, trees), self.most)
+
+    def select(self, rows, trees):
+        self.sizes.append(max(map(len, trees)))
+        return super().select(rows, trees)
+
+
+class SeldomKnowing(Knowing):
+    """Knows the texts, and proposes where their length is a multiple of three."""
+
+    num_calls = 0
+
+    def propose(self, request_ids, max_nodes):
+        self.num_calls += 1
+        trees = super().propose(request_ids, max_nodes)
+        return [
+            tree.most_likely(len(tree) * (not len(self._texts[name]) % 3)) for name, tree in zip(request_ids, trees)
+        ]
+
+
+@pytest.mark.parametrize(("sizes", "most"), [([5], 4), ([5, 9, 2], 4), ([5], 1)])
+def test_what_was_proposed_first_is_verified_and_asked_for_once(sizes, most):
+    model, batch, policy = tiny_llama(), prompts(sizes), Eager()
+    policy.most = most
+    asked = {**batch, "max_new_tokens": 30, "do_sample": False}
+    expected = model.generate(**asked)
+    source = SeldomKnowing(expected, batch["attention_mask"])
+    with hf_smartspec.enabled(model):
+        actual = model.generate(**asked, assistant=SmartSpecConfig(source, policy=policy))
+    assert actual.tolist() == expected.tolist()
+    assert policy.num_empty > 0 and all(policy.sizes[1:-1]), "the policy decides where something was proposed"
+    assert max(policy.sizes) == most, "no more than the policy allows"
+    assert source.num_calls <= policy.num_empty + len(policy.sizes), "none is asked twice in a step"
+
+
+class Failing(SeldomKnowing):
+    def propose(self, request_ids, max_nodes):
+        if self.num_calls == 4:
+            raise RuntimeError("the source has broken")
+        return super().propose(request_ids, max_nodes)
+
+
+class ByLevel(SeldomKnowing):
+    """A later source, which notes its prices."""
+
+    is_autoregressive = heeds_prices = True
+
+    def propose(self, request_ids, max_nodes, price=None):
+        self.prices.append(price)
+        return super().propose(request_ids, max_nodes)
+
+
+def test_after_a_failure_the_next_source_is_not_asked_before_the_policy():
+    """It drafts by level: the policy sets a price, or does not ask it."""
+    model, batch = tiny_llama(), prompts([5])
+    asked = {**batch, "max_new_tokens": 30, "do_sample": False}
+    expected = model.generate(**asked)
+    first, later = (cls(expected, batch["attention_mask"]) for cls in (Failing, ByLevel))
+    later.prices, policy = [], Counted(line())
+    policy.asks_first = lambda request_ids: True
+    with hf_smartspec.enabled(model):
+        actual = model.generate(**asked, assistant=SmartSpecConfig([first, later], policy=policy))
+    assert actual.tolist() == expected.tolist() and first.num_calls == 4
+    assert None not in later.prices
+
+
+def test_reports_count_the_time_of_asking_as_drafting():
+    policy = LoggedPolicy(NoSpeculation())
+    policy.rested(2, StepSeconds(0.5, 1.0, 0.25))
+    assert policy.report().seconds == {"draft": 0.5, "prefill": 0.0, "verify": 1.0, "other": 0.25}

@@ -165,7 +165,7 @@ def test_levels_are_weighed_anew_when_a_row_has_ended_its_prefill():
 def test_a_step_without_drafts_costs_two_estimates_and_no_forest(monkeypatch):
     """One of its own time, and one to learn from: nothing that only drafts need is computed."""
     policy, calls, source = GoodputAuction(line()), [], DraftCost(per_call=10.0, source="call")
-    policy.records[source].benefits[4].num = 100  # has been judged
+    policy.records[source].profits[4].num = 100  # has been judged
     step_of_nothing(policy, alone(source, range(8)))  # builds what is kept
     estimate = type(policy.cost).seconds
     monkeypatch.setattr(type(policy.cost), "seconds", lambda *arguments: calls.append(1) or estimate(*arguments))
@@ -330,6 +330,6 @@ def test_probabilities_that_are_no_numbers_say_nothing_for_ever():
         kept = policy.select(rows, trees)
         truth = [np.arange(9)] * 2
         policy.observe(StepOutcome(rows, trees, kept, [0, 0], StepSeconds(0.0, 0.02, 0.0), truth))
-    benefits = [benefit for record in policy.records.values() for benefit in record.benefits.values()]
-    assert benefits and all(np.isfinite(benefit.mean) for benefit in benefits)
+    profits = [profit for record in policy.records.values() for profit in record.profits.values()]
+    assert profits and all(np.isfinite(profit.mean) for profit in profits)
     assert len(kept[0]) > 2

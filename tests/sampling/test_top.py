@@ -1,11 +1,12 @@
 """Arg max and top k, against torch's."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_smartspec.sampling.top import argmax, best_of, likeliest_tokens, top_tokens
+from hf_smartspec.sampling.top import argmax, best_by_bounds, best_of, likeliest_tokens, top_tokens
 
 
 @given(st.lists(st.lists(st.integers(-3, 3), min_size=5, max_size=5), min_size=1, max_size=4))
@@ -61,3 +62,22 @@ def test_the_best_of_the_first_lines_come_with_the_arg_max_of_all(vocab_size, dt
     torch.testing.assert_close(torch.from_numpy(best.shares), expected.values.float().softmax(dim=-1))
     assert torch.equal(scores[:3].gather(1, torch.from_numpy(best.tokens)), expected.values)
     assert best_of(scores, 6, 3, False).argmax == []
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    rows=st.integers(1, 3),
+    vocab_size=st.integers(1, 90),
+    chunk=st.integers(1, 40),
+    count=st.integers(0, 12),
+    looseness=st.sampled_from([0.0, 1.0, 9.0]),
+)
+def test_bounds_of_chunks_change_nothing(seed, rows, vocab_size, chunk, count, looseness):
+    rng = np.random.default_rng(seed)
+    scores = rng.integers(-3, 4, (rows, vocab_size)).astype(np.float32)  # with many ties
+    starts = np.arange(0, vocab_size, chunk)
+    bounds = np.maximum.reduceat(scores, starts, axis=1) + looseness * rng.random((rows, len(starts)), np.float32)
+    tokens, shares = best_by_bounds(torch.from_numpy(scores), bounds, chunk, count, 2)
+    expected = best_of(torch.from_numpy(scores), min(count, vocab_size), 2, with_argmax=False)
+    assert tokens.tolist() == expected.tokens.tolist()
+    assert np.allclose(shares, expected.shares, atol=1e-6)

@@ -26,7 +26,7 @@ from .kernels.batch import (
     new_slots,
 )
 from .kernels.expand import BY_COUNTS, LEAST, LONGEST, MAX_TREES, NODES, WALKS, Scratch, new_scratch
-from .kernels.likely import lines_of, new_lines
+from .kernels.likely import new_lines, write_lines
 from .kernels.mix import Model, log_odds, new_model
 
 MOST_NODES = 2**12  # of a draft; a slot takes about 1.5 kB for each
@@ -168,10 +168,9 @@ class SuffixSlots:
     def write_likeliest(self) -> None:
         """Write to the model what was noted of the target's likeliest tokens: for all slots of a step at once."""
         for namespace, items in self._unwritten.items():
-            width = min([item.following.shape[1] for item in items])
-            parts = [(*item[:2], item.following[:, :width], item.shares[:, :width]) for item in items]
-            numbers, lines = lines_of(*map(np.concatenate, zip(*parts)))
-            self.model.likely[namespace, numbers] = lines
+            for before, tokens, following, shares in items:
+                following, shares = np.ascontiguousarray(following, np.int64), np.ascontiguousarray(shares, np.float32)
+                write_lines(self.model.likely[namespace], before, tokens, following, shares)
         self._unwritten.clear()
 
     def absorb(self, slot: int) -> None:

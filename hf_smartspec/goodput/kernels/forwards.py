@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from ...jit import compiled
+from ...jit import compiled, inner
 
 
 @compiled
@@ -29,10 +29,38 @@ def by_tokens(first, knots, curve, gamma, delta, log_factors, seconds, factors):
             seconds[number] = gamma * batched + delta
         factors[number] = 1.0
         if is_corrected:
-            place = min(max(math.log2(max(batched, 1)), 0.0), highest)
+            place = _place(batched, highest)
             low = int(place)
             share = place - low
             factors[number] = math.exp(log_factors[low] * (1.0 - share) + log_factors[low + 1] * share)
+
+
+@inner
+def _place(batched, highest):
+    return min(max(math.log2(max(batched, 1.0)), 0.0), highest)
+
+
+@compiled
+def write_doubts(sizes, other, covariance, doubts):
+    """
+    Write the standard deviations of the log factors of `sizes` (float64 `[n]`), each less that of the size `other`,
+    to `doubts` (float64 `[n]`). `covariance` is that of the log factors at 1, 2, 4, ... tokens.
+    """
+    highest = len(covariance) - 1.001
+    place = _place(other, highest)
+    places, weights = np.empty(4, np.int64), np.empty(4)
+    places[2], places[3] = int(place), int(place) + 1
+    weights[2], weights[3] = place - int(place) - 1.0, int(place) - place
+    for number in range(len(sizes)):
+        place = _place(sizes[number], highest)
+        low = int(place)
+        places[0], places[1] = low, low + 1
+        weights[0], weights[1] = 1.0 - (place - low), place - low
+        variance = 0.0
+        for one in range(4):
+            for two in range(4):
+                variance += weights[one] * weights[two] * covariance[places[one], places[two]]
+        doubts[number] = math.sqrt(max(variance, 0.0))
 
 
 @compiled

@@ -42,6 +42,44 @@ def find_best(bits, infinity, best):
                 keys[place], best[line, place] = key, token
 
 
+@compiled
+def find_likeliest(scores, bounds, chunk, best, shares):
+    """
+    Write the best tokens of every line to `best` (int64 `[lines, count]`), best first, and their probabilities among
+    these to `shares` (float32 `[lines, count]`). Ties go to the lowest token.
+
+    Args:
+        scores (float32 `[lines, vocab_size]`): Finite scores; `vocab_size` is at least `count`.
+        bounds (float32 `[lines, chunks]`): No score in a chunk of neighbouring tokens exceeds its bound.
+        chunk: Number of tokens in a chunk.
+    """
+    num_lines, vocab_size = scores.shape
+    count, num_chunks = best.shape[1], bounds.shape[1]
+    left, highest = np.empty(num_chunks, np.float32), np.empty(count, np.float32)
+    for line in range(num_lines):
+        left[:], highest[:], best[line] = bounds[line], -np.inf, vocab_size
+        for _ in range(num_chunks):  # the most promising first, so that few are read
+            place = left.argmax()
+            if left[place] < highest[count - 1]:
+                break
+            left[place] = -np.inf
+            for token in range(place * chunk, min((place + 1) * chunk, vocab_size)):
+                score, rank = scores[line, token], count
+                while rank > 0 and (
+                    score > highest[rank - 1] or (score == highest[rank - 1] and token < best[line, rank - 1])
+                ):
+                    rank -= 1
+                    if rank < count - 1:
+                        highest[rank + 1], best[line, rank + 1] = highest[rank], best[line, rank]
+                if rank < count:
+                    highest[rank], best[line, rank] = score, token
+        total = np.float32(0.0)
+        for rank in range(count):
+            shares[line, rank] = np.exp(highest[rank] - highest[0])
+            total += shares[line, rank]
+        shares[line] /= total
+
+
 def _key_of(builder, bits, infinity):
     """Return integers that order scores as their bits, scalars or vectors; 0 and -0 are equal, all NaN the highest."""
     kind, width = bits.type, getattr(bits.type, "element", bits.type).width

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from ...cpu.kernels.screen import CHUNK
 from ...cpu.screening import Picks
 from ...drafts.tree import DraftTree
-from ...sampling.top import Top, argmax, best_of
+from ...sampling.top import Top, argmax, best_by_bounds, best_of
 from ..attention.tree_attention import attention_configs, tree_attention_step
 from ..cache.footprint import Footprint
 from ..cache.slot_cache import SlotCache
@@ -105,7 +106,7 @@ class PackedForward(RaggedForward):
 
     def top(self, logits: Any, count: int, num_lines: int, with_argmax: bool) -> Top | None:
         if isinstance(logits, Picks):  # what is likely may be by scores that are nearly right
-            return best_of(logits.scores, count, num_lines, with_argmax=False)._replace(argmax=logits.tokens)
+            return Top(logits.tokens, *best_by_bounds(logits.scores, logits.bounds, CHUNK, count, num_lines))
         return best_of(logits, count, num_lines, with_argmax)
 
     def plan(self, inputs: list[RowInput]) -> PlannedForward:

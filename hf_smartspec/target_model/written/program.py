@@ -309,7 +309,9 @@ class ForwardProgram:
         if self.screening is None:
             return logits
         tokens = self.screening.tokens(num_kept)
-        return head(self.normed[:num_kept]) if tokens is None else Picks(tokens, logits)
+        if tokens is None:
+            return head(self.normed[:num_kept])
+        return Picks(tokens, logits, self.screening.bounds[:num_kept].copy())
 
     def _set_places(self, given: DecoderInput) -> list[torch.Tensor]:
         """Set the memory of layers, what tokens attend to, and rotary embeddings; return what must stay meanwhile."""

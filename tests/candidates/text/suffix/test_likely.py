@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from hf_smartspec import SuffixTreeCandidates
 from hf_smartspec.candidates.committed import Committed, Likeliest
 from hf_smartspec.candidates.request import SourceRequest
-from hf_smartspec.candidates.text.suffix.kernels.likely import NUM_LIKELY, lines_of
+from hf_smartspec.candidates.text.suffix.kernels.likely import NUM_LIKELY, after_one, after_two, new_lines, write_lines
+from hf_smartspec.jit import compiled
 
 CERTAIN = [0.99, 0.01]
 
@@ -111,12 +112,16 @@ def test_a_small_vocabulary_has_fewer_tokens_to_tell_of():
 
 @given(st.lists(st.tuples(st.integers(-1, 2**30), st.integers(0, 2**30)), min_size=1, max_size=40))
 def test_lines_are_found_again_by_their_tokens(pairs):
-    """The lines of any tokens stay within the table, and differ where tokens do, or else hold the key of the later."""
-    before, tokens = map(np.array, zip(*pairs))
+    """The last pair's lines are there; those of the others are, or hold the key of a later pair."""
+    before, tokens = np.array(pairs, np.int64).T.copy()
     following = np.tile(tokens[:, None], (1, 2))
-    numbers, lines = lines_of(before, tokens, following, np.full(following.shape, 0.5, np.float32))
-    again, same = lines_of(before[::-1], tokens[::-1], following[::-1], np.full(following.shape, 0.5, np.float32))
-    half = len(pairs)
-    assert (numbers[:half][::-1] == again[:half]).all() and (lines[half:][::-1] == same[half:]).all()
-    assert (lines[:, 0] > 0).all() and (lines[:, 2] == np.tile(tokens, 2)).all()
-    assert set(numbers[:half]).isdisjoint(numbers[half:]), "one token and two have lines of their own"
+    lines = new_lines(1)[0]
+    write_lines(lines, before, tokens, following, np.full(following.shape, 0.5, np.float32))
+    flat, found = lines.reshape(-1), [compiled(find.py_func) for find in (after_one, after_two)]
+    for place, (earlier, token) in enumerate(pairs):
+        one, two = found[0](flat, token), found[1](flat, earlier, token)
+        assert one != two
+        for at in (one, two):
+            assert at == -1 or flat[at + 2 : at + 4].tolist() == [token] * 2
+        assert min(one, two) >= 0 or place < len(pairs) - 1
+    assert np.count_nonzero(lines[:, 0]) <= 2 * len(pairs)
