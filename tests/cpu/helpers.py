@@ -1,4 +1,4 @@
-"""What tests of compiled operators share."""
+"""Helpers that tests of compiled operators share."""
 
 import torch
 

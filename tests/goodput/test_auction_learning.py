@@ -84,7 +84,7 @@ def test_sources_of_one_step_are_judged_by_what_each_of_them_costs(dear, is_firs
 
 
 def asks(policy, rows):
-    """Which rows any stage is asked for."""
+    """Return which rows any stage is asked for."""
     return sum(policy.max_nodes(rows, stage, [DraftTree.empty()] * len(rows)) for stage in rows.stages) > 0
 
 
@@ -121,7 +121,7 @@ def test_a_draft_model_is_asked_for_as_many_levels_as_pay():
 
 
 def test_the_price_of_a_node_is_what_it_costs_at_the_number_where_that_is_least():
-    """Also behind a step that several nodes share, and where one size has proved slow, as if more cost less."""
+    """Also after a step that several nodes share, and where one size has proved slow, as if more cost less."""
     draft, steps = DraftCost(heeds_prices=True), CostModel(0.0, 0.0, 0.0, knots=(1, 5, 65), curve=(0.01, 0.014, 0.02))
     slow = line(1e-3)
     for _ in range(200):
@@ -155,11 +155,11 @@ def test_levels_are_priced_where_they_stand_on_the_steps_of_a_forwards_cost():
     price, rate = policy.price(rows, rows.stages[0]), policy.records[draft].acceptance.rate
     totals = [sum(price.deeper[depth]) for depth in range(4)]
     assert totals[0] == totals[1] == pytest.approx(0.1 / rate), "the call alone"
-    assert totals[2] > 0.5 > totals[3], "the wall, and behind it"
+    assert totals[2] > 0.5 > totals[3], "the wall, and what comes after it"
     assert totals[2] < (1.0 + 0.1) / rate, "several levels share the wall"
     assert price.beyond(1) == price and sum(price.beyond(3)[:2]) == totals[2]
     assert price.beyond(99)[:2] == price.deeper[-1]
-    assert price.beyond(0) == price, "a level behind none is the first, never the deepest"
+    assert price.beyond(0) == price, "a level after none is the first, never the deepest"
 
 
 def test_a_draft_model_is_not_given_up_before_its_bad_luck_is_proven():
