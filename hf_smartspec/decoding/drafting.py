@@ -89,7 +89,7 @@ class Drafting:
         self._has_learnt = False  # whether the latest step had drafts and no prompts
         self._seconds_selecting = 0.0  # in all steps, for sources that draft in one call
         self._seconds_meanwhile = 0.0  # spent on learning while a device computed
-        self._first_price: LevelPrice | None = None  # of the first stage, in the latest step that the policy decided
+        self._first_price: LevelPrice | None = None  # of the first stage when the policy was called last
         # Accepted lengths by source, for sources after the first one: a running mean that begins with one token.
         self._lengths: defaultdict[str, DecayedMean] = defaultdict(partial(DecayedMean, _NEWEST, 1.0, 1))
 
@@ -141,8 +141,8 @@ class Drafting:
 
     def _ask_first(self, stage: Stage, rows: list[Request]) -> dict[Request, DraftTree] | None:
         """
-        Return what the first source proposes; None where it is not asked before the policy: if it drafts by level, as
-        the next one does where the first has failed, or needs what is passed on as its own time.
+        Return what the first source proposes; None where the policy is called before it: for sources that draft by
+        level, such as a later one where the first has failed, and for those that need hidden states or scores.
         """
         asked = {request: cap for request, cap in zip(rows, stage.caps.tolist()) if cap > 0}
         if stage.is_by_level or not asked or any([request.chain.sources[stage.position].needs for request in asked]):
