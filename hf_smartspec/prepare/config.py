@@ -11,7 +11,7 @@ from ..candidates import TreeCandidateGenerator
 from ..candidates.base import most_nodes_of
 from ..decoding.learning import Learning
 from ..decoding.verify import METHODS
-from ..goodput.policy import FixedLength, LengthPolicy
+from ..goodput.policy import FixedLength, LengthPolicy, NoSpeculation
 from ..validate import is_integer
 from .policies import check_policy_name
 from .presets import is_source
@@ -166,6 +166,5 @@ class SmartSpecConfig:
         return self.fixed_policy_for(source)
 
     def fixed_policy_for(self, source: TreeCandidateGenerator) -> FixedLength:
-        if self.num_nodes is None:
-            return FixedLength(source.default_num_nodes, is_usual=True)
-        return FixedLength(self.num_nodes)
+        num_nodes = source.default_num_nodes if self.num_nodes is None else self.num_nodes
+        return FixedLength(num_nodes, is_usual=self.num_nodes is None) if num_nodes else NoSpeculation()
