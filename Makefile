@@ -24,7 +24,7 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 # Each process, of which tests start many, would compile everything again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup real demo bench docs licences test end-to-end test-all test-versions check lint types imports format clean
+.PHONY: help setup real demo bench docs licences test end-to-end test-both test-all test-versions check lint types imports format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F '|' '{ printf "make %-13s %s\n", $$1, $$2 }'
@@ -56,6 +56,11 @@ test: lint real  ## style and the tests
 end-to-end: real  ## the quick start, the pages' examples, demos, benches and other packages, as users run them
 	@echo "== from end to end"
 	@$(PYTEST) -m end_to_end
+
+# In one go, both import and collect once, and neither's last test leaves a worker alone.
+test-both: lint real  ## the tests of `test` and of `end-to-end`
+	@echo "== tests, those from end to end among them"
+	@$(PYTEST) --durations 30 -m "end_to_end or not end_to_end"
 
 test-all: check real  ## everything, with every combination of every option: long
 	@echo "== all tests"
