@@ -1,18 +1,37 @@
 """`python -m benchmarks tenants` on a tiny model."""
 
 import json
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
 pytest.importorskip("fastapi")
 pytest.importorskip("transformers.cli.serving.server")
 
+from benchmarks.load.tenants import server
+
 from .. import helpers
+
+
+@pytest.fixture
+def one_server(monkeypatch):
+    """Let all runs of a test ask the server that the first of them starts: they differ in what is asked only."""
+    start, started = server.tenant_server, []
+
+    @contextmanager
+    def shared(args):
+        if not started:
+            started.append(stack.enter_context(start(args)))
+        yield started[0]
+
+    with ExitStack() as stack:
+        monkeypatch.setattr(server, "tenant_server", shared)
+        yield
 
 
 @pytest.mark.long
 @pytest.mark.end_to_end
-def test_an_attacker_and_others(folder, tmp_path, capsys):
+def test_an_attacker_and_others(one_server, folder, tmp_path, capsys):
     out = tmp_path / "results.json"
     options = ["--model", folder / "target", "--tenants", "3", "--requests", "4", "--attack-tokens", "60"]
     assert helpers.bench("tenants", *options, "--most", "1e6", "--json", out) == 0
