@@ -11,6 +11,7 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 from numba import config
 from numba.core import event
@@ -338,6 +339,19 @@ def test_a_function_is_compiled_once_for_all_widths_and_constants(package):
     with event.install_listener("numba:compile", listener):
         assert total(5) == 20 + 20 + 20
     assert listener.names.count("scaled") == 1
+
+
+def test_functions_of_steps_are_compiled_before_they_are_called(package, monkeypatch):
+    lines = "@compiled_for('i8:1 f8', 'f4:2 f8')", "def first(numbers, factor):", "    return numbers[0] * factor"
+    (package / "ahead.py").write_text("\n".join(["from hf_smartspec.jit import compiled_for", *lines]))
+    monkeypatch.setattr(jit, "_ahead", [])
+    first, listener = importlib.import_module("kernels_of_a_test.ahead").first, Compiled()
+    with event.install_listener("numba:compile", listener):
+        jit.compile_ahead()
+        assert listener.names.count("first") == 2 and not jit._ahead
+        assert first(np.array([3]), 0.5) == 1.5 and list(first(np.full((1, 2), 2, np.float32), 0.5)) == [1.0, 1.0]
+        jit.compile_ahead()
+    assert listener.names.count("first") == 2
 
 
 def test_callbacks_are_compiled_once_and_called_by_their_address(package):

@@ -117,7 +117,7 @@ def can_screen(weight: torch.Tensor) -> bool:
 @cache
 def has_screening(dtype: torch.dtype) -> bool:
     """Return whether there is compiled code for this CPU that is faster, and its results are right."""
-    if widest() < _LEAST_VECTOR or not has_kernels(dtype) or not has_right_kernels():  # the latter two log why
+    if widest() < _LEAST_VECTOR or not has_kernels(dtype) or not has_right_kernels(dtype):  # the latter two log why
         return False
     generator = torch.Generator().manual_seed(0)
     weight, x = (torch.randn(shape, generator=generator, device="cpu").to(dtype) for shape in ((600, 80), (5, 80)))

@@ -1,15 +1,16 @@
 """
 Compilation to machine code by numba, for functions that run once per token or more.
 
-Before the first call, no function is compiled and no file is written or deleted. Machine code is kept on disk, in the
-folder that numba chooses: `NUMBA_CACHE_DIR`, else the package's own, else the user's.
+Before the first call, no function is compiled and no file is written or deleted; functions that steps of decoding call
+are compiled before the first step (`compile_ahead`). Machine code is kept on disk, in the folder that numba chooses:
+`NUMBA_CACHE_DIR`, else the package's own, else the user's.
 """
 
 import os
 import re
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache, cached_property
 from hashlib import blake2b
@@ -39,6 +40,47 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     dispatcher = _Dispatcher(function, targetoptions=_OPTIONS)
     dispatcher.enable_caching()
     return dispatcher
+
+
+def compiled_for(*arguments: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """
+    Return a decorator as `compiled`, for functions that steps of decoding call: `compile_ahead` compiles them before.
+
+    Args:
+        arguments (`str`): The types of a call's arguments: numba's short names, with the number of dimensions after
+            those of C-contiguous arrays, such as "i8 f4:2". One text for each combination of types that occurs.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        dispatcher: Any = compiled(function)
+        dispatcher.given = [tuple(map(_type_of, types_of_call.split())) for types_of_call in arguments]
+        _ahead.append(dispatcher)
+        return dispatcher
+
+    return decorate
+
+
+_ahead: list[Any] = []  # functions of `compiled_for` that have not been compiled ahead
+
+
+def _type_of(text: str) -> types.Type:
+    name, _, num_dimensions = text.partition(":")
+    kind = getattr(types, name)
+    return types.Array(kind, int(num_dimensions), "C") if num_dimensions else kind
+
+
+def compile_ahead() -> None:
+    """
+    Compile the functions of `compiled_for` in all imported modules, or load them from the disk, so that no step of
+    decoding waits for that.
+    """
+    if not _ahead:
+        return
+    with _progress:  # other threads wait until all are there
+        while _ahead:
+            for arguments in _ahead[0].given:
+                _ahead[0].compile(arguments)
+            del _ahead[0]  # and not before: who finds none left goes on
 
 
 def inner(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,6 +126,8 @@ class _Code(CFunc):
 
 
 class _Dispatcher(CPUDispatcher):
+    given: Sequence[tuple[types.Type, ...]] = ()  # of arguments, as `compiled_for` has them
+
     def enable_caching(self) -> None:
         self._cache: Any = _DiskCache(self.py_func)
 

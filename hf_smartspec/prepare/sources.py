@@ -29,6 +29,7 @@ from ..candidates.models.draft_model import SharedVocabulary
 from ..candidates.models.translated.source import TranslatedDraftCandidates
 from ..candidates.models.translated.translation import Translation
 from ..goodput import Calibrator
+from ..jit import compile_ahead
 from ..target_model.forward.ranks import is_sharded
 from ..target_model.model_state import state_of
 from ..target_model.private import warn_of_release
@@ -108,6 +109,7 @@ def resolve(assistant: Any, target: PreTrainedModel, drafters: Drafters | None =
     if isinstance(assistant, Assistant):
         return _with_tag_checked(assistant)
     warn_of_release()
+    compile_ahead()
     config = assistant if isinstance(assistant, SmartSpecConfig) else SmartSpecConfig(assistant)
     check_assistant(config)
     source = _as_source(config, target, Drafters() if drafters is None else drafters)

@@ -1,9 +1,9 @@
 """Nodes of a lattice of candidates in order of their path probability, by a heap (DDTree, arXiv 2604.12989)."""
 
-from ....jit import compiled, inner
+from ....jit import compiled_for, inner
 
 
-@compiled
+@compiled_for("f4:2 f4:4 i8:1 f8 i8:1 i8:3 f4:2 i8:1 i8:2 f8:1 i8:1")
 def best_nodes(first, given, limits, least, widths, nodes, probs, counts, entries, weights, heap):
     """
     Write the `limits[i]` nodes of the highest path probability of each row, the likeliest first, so that parents stand

@@ -1,10 +1,10 @@
 """Runs of tokens, whose attention is computed together."""
 
-from ...jit import compiled
+from ...jit import compiled_for
 from .attend import MOST_TOKENS
 
 
-@compiled
+@compiled_for("i8:1 i8:1")
 def divide(rows, runs):
     """
     Write the first token of each run, and the end of the last one, to `runs`; return the number of runs.
@@ -26,7 +26,7 @@ def divide(rows, runs):
     return number
 
 
-@compiled
+@compiled_for("i8:1 i8:1 i8:1 i8:1")
 def extent(runs, firsts, counts, prefix_counts):
     """
     Return the most tokens of a run, the lines that all tokens read in sum, and the most lines that a run reads, which

@@ -6,10 +6,10 @@ Arrays: `sizes` `[rows]` int64, nodes of each tree; `[nodes]` int64 are `row`, `
 children of committed tokens), `depths`, `tokens`; all are contiguous, so that each function is compiled once.
 """
 
-from ...jit import compiled
+from ...jit import compiled_for
 
 
-@compiled
+@compiled_for("i8:1 i8:1 i8:1 i8")
 def are_trees(sizes, parents, tokens, vocab_size):
     """
     Return whether trees that lie end to end are valid: `parents`, numbered within each tree, are -1 or come before
@@ -25,7 +25,7 @@ def are_trees(sizes, parents, tokens, vocab_size):
     return True
 
 
-@compiled
+@compiled_for("i8:1 i8:1 i8:1 i8:1 f4:1")
 def flatten(sizes, row, parents, depths, probs):
     """
     Set every node's row, parent among all nodes, and depth, from trees that lie end to end, with `parents` numbered
@@ -54,7 +54,7 @@ def flatten(sizes, row, parents, depths, probs):
     return True
 
 
-@compiled
+@compiled_for("i8:1 f8:1")
 def multiply_along_paths(parents, values):
     """Replace `values` (float64) by their products along the path from the root to each node."""
     num_nodes = len(parents)
@@ -63,7 +63,7 @@ def multiply_along_paths(parents, values):
             values[node] *= values[parents[node]]
 
 
-@compiled
+@compiled_for("i8:1 i8:1 i8:1 i8:1 i8:1 i8:1 i8:1 b1:1")
 def judge(row, parents, depths, tokens, truth, ends, nodes, is_true):
     """
     Find the nodes whose parent was accepted and whose depth is within the known continuation. Write their indices to
@@ -81,7 +81,7 @@ def judge(row, parents, depths, tokens, truth, ends, nodes, is_true):
     return num
 
 
-@compiled
+@compiled_for("i8:1 i8:1 b1:1 i8:1 i8:1 i8:1 i8:1")
 def select(sizes, parents, mask, places, nodes, own_parents, counts):
     """
     Keep the nodes of a `mask` (bool). Write their indices to `nodes`, their parents, numbered within the kept trees, to
@@ -100,7 +100,7 @@ def select(sizes, parents, mask, places, nodes, own_parents, counts):
     return num
 
 
-@compiled
+@compiled_for("i8:1 i8:1 i8:1 i8:1 i8:1 i8:1")
 def walk(sizes, parents, tokens, picks, path, counts):
     """
     Follow the target's picks through trees that lie end to end, with `parents` numbered within each tree. A token is

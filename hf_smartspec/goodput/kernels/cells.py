@@ -5,10 +5,10 @@ Arrays: `scores` `[nodes]` float64; `cells` `[nodes, levels]` int64, coarse leve
 float64, decayed counts.
 """
 
-from ...jit import compiled
+from ...jit import compiled_for
 
 
-@compiled
+@compiled_for("f8:1 i8:1 i8:1 f8:1 i8:1 i8:1 i8:2")
 def locate(scores, depths, lengths, edges, bins, starts, cells):
     """
     Write every node's cells to `cells`. A score's bin is the number of `edges` (float64) that it reaches; a depth's or
@@ -27,7 +27,7 @@ def locate(scores, depths, lengths, edges, bins, starts, cells):
         cells[node, 3] = starts[3] + place
 
 
-@compiled
+@compiled_for("f8:1 f8:1 i8:2 f8:1 f8 f8 f8:1")
 def estimate(num, hits, cells, scores, ratio, strength, probs):
     """
     Write probabilities (float64) to `probs`: from the raw score times `ratio`, level by level to the finest cell. Each
@@ -41,7 +41,7 @@ def estimate(num, hits, cells, scores, ratio, strength, probs):
         probs[node] = prob
 
 
-@compiled
+@compiled_for("f8:1 f8:1 f8 i8:2 f8:1")
 def count(num, hits, decay, cells, outcomes):
     """Decay all counts, then add nodes, accepted or not (`outcomes`, float64 1 or 0), with equal weight."""
     for cell in range(len(num)):

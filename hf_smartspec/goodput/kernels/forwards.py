@@ -4,10 +4,10 @@ import math
 
 import numpy as np
 
-from ...jit import compiled, inner
+from ...jit import compiled_for, inner
 
 
-@compiled
+@compiled_for("i8 f8:1 f8:1 f8 f8 f8:1 f8:1 f8:1")
 def by_tokens(first, knots, curve, gamma, delta, log_factors, seconds, factors):
     """
     Write the costs of forwards of `first`, `first` + 1, ... tokens: to `seconds` (float64) the time of their tokens by
@@ -40,7 +40,7 @@ def _place(batched, highest):
     return min(max(math.log2(max(batched, 1.0)), 0.0), highest)
 
 
-@compiled
+@compiled_for("f8:1 i8 f8:2 f8:1")
 def write_doubts(sizes, other, covariance, doubts):
     """
     Write the standard deviations of the log factors of `sizes` (float64 `[n]`), each less that of the size `other`,
@@ -63,7 +63,7 @@ def write_doubts(sizes, other, covariance, doubts):
         doubts[number] = math.sqrt(max(variance, 0.0))
 
 
-@compiled
+@compiled_for("i8 f8 f8 f8 f8:1 f8:1 f8 f8:2 f8:2 f8:1 f8:2")
 def correct(low, share, predicted, measured, sizes, limits, kept, drift, doubt, log_factors, new_doubt):
     """
     Do a step of a Kalman filter: correct the `log_factors` of all bins by the error of one measured step, the logarithm

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from ...jit import compiled
+from ...jit import compiled_for
 
 
-@compiled
+@compiled_for("i8:1 i8:1 f8:1 i8:1 i8 f8:1 f8:1 f8:1 i8:1 b1:1")
 def best_prefix(order, row, gains, widths, num_narrow, costs, seconds, factors, counts, mask):
     """
     Take the nodes (`order`, int64 `[n]`) one after the other up to the highest profit, tokens - price * seconds, for

@@ -5,13 +5,13 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic
 
-from ...jit import compiled
+from ...jit import compiled_for
 from ...jit.writing import call
 
 _BLOCK = 128  # tokens whose maximum is taken first: few blocks have a token that is among the best
 
 
-@compiled
+@compiled_for("i4:2 i8 i8:2", "i2:2 i8 i8:2")
 def find_best(bits, infinity, best):
     """
     Write the best tokens of every line to `best` (int64 `[lines, count]`), best first. NaN is the best score, as in
@@ -42,7 +42,7 @@ def find_best(bits, infinity, best):
                 keys[place], best[line, place] = key, token
 
 
-@compiled
+@compiled_for("f4:2 f4:2 i8 i8:2 f4:2")
 def find_likeliest(scores, bounds, chunk, best, shares):
     """
     Write the best tokens of every line to `best` (int64 `[lines, count]`), best first, and their probabilities among

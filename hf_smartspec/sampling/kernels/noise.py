@@ -6,7 +6,7 @@ import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 
-from ...jit import compiled, inner
+from ...jit import compiled_for, inner
 from ...jit.pointers import ahead, float32_at
 from ...jit.writing import written
 
@@ -26,7 +26,7 @@ def _leading_zeros(builder, number):
     return builder.ctlz(number, ir.Constant(ir.IntType(1), 0))
 
 
-@compiled
+@compiled_for("i8 i8 u8 i8 i8:1")
 def likely_picks(address, vocab_size, key, best, tokens):
     """
     Find the tokens of a line of scores that may have the highest score with noise, in spite of rounding.

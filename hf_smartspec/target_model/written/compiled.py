@@ -196,7 +196,7 @@ def _is_plain(item: Any, dtype: torch.dtype) -> bool:
     if scale is None:
         can_read = weight.is_cpu and weight.dtype is dtype and weight.is_contiguous()
     else:
-        can_read = native.can_read(weight, scale, *item.shape) and has_right_kernels()
+        can_read = native.can_read(weight, scale, *item.shape) and has_right_kernels(dtype)
     return (
         can_read
         and not item.shape[1] % 16

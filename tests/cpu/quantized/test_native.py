@@ -236,3 +236,10 @@ def test_where_nothing_can_be_compiled_torchs_operators_serve(monkeypatch):
         assert_equal(int8_linear(x, *arguments), plain_int8_linear(x, *arguments))
     finally:
         product.has_right_kernels.cache_clear()
+
+
+def test_a_dtype_is_tried_without_compiling_the_code_of_another(monkeypatch):
+    run, tried = native.run_operator, set()
+    monkeypatch.setattr(native, "run_operator", lambda dtype, *fields: tried.add(dtype) or run(dtype, *fields))
+    product.has_right_kernels.cache_clear()
+    assert product.has_right_kernels(torch.float32) and tried == {torch.float32}

@@ -5,7 +5,7 @@ verified token fills, and compiled code reads.
 
 import numpy as np
 
-from .....jit import compiled, inner
+from .....jit import compiled_for, inner
 
 # A line of the table has what the target last found likely after some tokens: a hash of these (0: the line is empty),
 # the bins of the shares of the likeliest tokens, four bits each, and these tokens, best first.
@@ -46,7 +46,7 @@ def _two_line(key):
     return _AFTER_ONE + (key * _SPREAD >> 15 & _AFTER_TWO - 1)
 
 
-@compiled
+@compiled_for("i4:2 i8:1 i8:1 i8:2 f4:2")
 def write_lines(lines, before, tokens, following, shares):
     """
     Write the likeliest tokens after tokens to a table; where two tokens share a line, the last one counts.

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from ....jit import compiled
+from ....jit import compiled_for
 
 
-@compiled
+@compiled_for("i8:1 i8:1 i8:1 i8 f8 f8:1 i8:1")
 def cheapest_split(slots, columns, widths, call, query, best, firsts):
     """
     Compute for the first 1, 2, ... rows the cost of their cheapest split, `best[n]` (float64 `[rows + 1]`), and where

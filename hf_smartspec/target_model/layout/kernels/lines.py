@@ -1,10 +1,10 @@
 """Copies of lines of keys and values in the memory of all layers."""
 
-from ....jit import compiled
+from ....jit import compiled_for
 from ....jit.pointers import int8_at
 
 
-@compiled
+@compiled_for("i8:1 i8:1 i8:2")
 def move_lines(addresses, line_bytes, moves):
     """
     Copy lines within every memory, one after the other.

@@ -1,9 +1,9 @@
 """Places of the nodes of draft trees in a padded batch, and the nodes that each attends to."""
 
-from ....jit import compiled
+from ....jit import compiled_for
 
 
-@compiled
+@compiled_for("i8:1 i8:1 i8:1 i8:1")
 def depths_of(sizes, parents, firsts, depths):
     """
     Compute the depths of the nodes of trees that lie end to end (`sizes` int64 `[trees]`; `parents` int64 `[nodes]`,
@@ -23,7 +23,7 @@ def depths_of(sizes, parents, firsts, depths):
     return num
 
 
-@compiled
+@compiled_for("i8:1 i8:1 i8:1 i8:1 i8:2 i8 i8 i8:1 i8:1 i8:1 i8:2 i8:2 i8:1")
 def lay_out(
     sizes, parents, firsts, depths, places, width, num_columns, positions, limits, pairs, nodes, seen, ancestors
 ):
@@ -65,7 +65,7 @@ def lay_out(
             start += sizes[tree]
 
 
-@compiled
+@compiled_for("i8:2 i8:3")
 def ancestor_bits(parents, bits):
     """
     Set the bits of the ancestors of every node of some trees, and of the node itself, 64 in each word.
