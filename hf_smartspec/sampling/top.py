@@ -99,7 +99,8 @@ def best_by_bounds(
     num_lines, count = min(num_lines, rows), min(count, vocab_size)
     best, shares = np.empty((num_lines, count), np.int64), np.empty((num_lines, count), np.float32)
     if count:
-        find_likeliest(scores[:num_lines].numpy(), bounds[:num_lines], chunk, best, shares)
+        first, (infinity, integers) = scores[:num_lines], _BITS[torch.float32]
+        find_likeliest(first.numpy(), first.view(integers).numpy(), infinity, bounds[:num_lines], chunk, best, shares)
     return best, shares
 
 

@@ -81,3 +81,16 @@ def test_bounds_of_chunks_change_nothing(seed, rows, vocab_size, chunk, count, l
     expected = best_of(torch.from_numpy(scores), min(count, vocab_size), 2, with_argmax=False)
     assert tokens.tolist() == expected.tokens.tolist()
     assert np.allclose(shares, expected.shares, atol=1e-6)
+
+
+@pytest.mark.parametrize("looseness", [0.0, 0.5, 99.0])  # few chunks, some, and all are read
+@pytest.mark.parametrize("decimals", [0, 4])  # with many ties, and with few
+def test_bounds_of_flat_scores_change_nothing(looseness, decimals):
+    rng, chunk, count = np.random.default_rng(decimals), 256, 6
+    scores = rng.normal(size=(5, 40 * chunk + 130)).round(decimals).astype(np.float32)
+    scores[1], scores[2] = 1.0, np.sort(scores[2])
+    scores[3] -= scores[3].max() + 1  # all below 0
+    bounds = np.maximum.reduceat(scores, np.arange(0, scores.shape[1], chunk), axis=1) + np.float32(looseness)
+    tokens, _ = best_by_bounds(torch.from_numpy(scores), bounds, chunk, count, 5)
+    expected = torch.from_numpy(scores).sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    assert tokens.tolist() == expected.tolist()

@@ -5,10 +5,11 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic
 
-from ...jit import compiled_for
+from ...jit import compiled_for, inner
 from ...jit.writing import call
 
 _BLOCK = 128  # tokens whose maximum is taken first: few blocks have a token that is among the best
+_PROMISING = 16  # chunks that are read in the order of their bounds
 
 
 @compiled_for("i4:2 i8 i8:2", "i2:2 i8 i8:2")
@@ -42,14 +43,16 @@ def find_best(bits, infinity, best):
                 keys[place], best[line, place] = key, token
 
 
-@compiled_for("f4:2 f4:2 i8 i8:2 f4:2")
-def find_likeliest(scores, bounds, chunk, best, shares):
+@compiled_for("f4:2 i4:2 i8 f4:2 i8 i8:2 f4:2")
+def find_likeliest(scores, bits, infinity, bounds, chunk, best, shares):
     """
     Write the best tokens of every line to `best` (int64 `[lines, count]`), best first, and their probabilities among
     these to `shares` (float32 `[lines, count]`). Ties go to the lowest token.
 
     Args:
-        scores (float32 `[lines, vocab_size]`): Finite scores; `vocab_size` is at least `count`.
+        scores (float32 `[lines, vocab_size]`): Finite scores, C-contiguous; `vocab_size` is at least `count`.
+        bits (int32 `[lines, vocab_size]`): Their bits.
+        infinity: Bits of the infinite score.
         bounds (float32 `[lines, chunks]`): No score in a chunk of neighbouring tokens exceeds its bound.
         chunk: Number of tokens in a chunk.
     """
@@ -58,26 +61,42 @@ def find_likeliest(scores, bounds, chunk, best, shares):
     left, highest = np.empty(num_chunks, np.float32), np.empty(count, np.float32)
     for line in range(num_lines):
         left[:], highest[:], best[line] = bounds[line], -np.inf, vocab_size
-        for _ in range(num_chunks):  # the most promising first, so that few are read
-            place = left.argmax()
+        # The most promising chunks first, so that few are read. Where scores are flat, bounds rule out hardly any, and
+        # the search for the next chunk would take longer than reading it: the rest is read in order.
+        for number in range(_PROMISING + num_chunks):
+            place = left.argmax() if number < _PROMISING else number - _PROMISING
             if left[place] < highest[count - 1]:
-                break
-            left[place] = -np.inf
-            for token in range(place * chunk, min((place + 1) * chunk, vocab_size)):
-                score, rank = scores[line, token], count
-                while rank > 0 and (
-                    score > highest[rank - 1] or (score == highest[rank - 1] and token < best[line, rank - 1])
-                ):
-                    rank -= 1
-                    if rank < count - 1:
-                        highest[rank + 1], best[line, rank + 1] = highest[rank], best[line, rank]
-                if rank < count:
-                    highest[rank], best[line, rank] = score, token
+                if number < _PROMISING:
+                    break
+            elif left[place] > -np.inf:
+                first, end = place * chunk, min((place + 1) * chunk, vocab_size)
+                _read_chunk(scores[line], bits[line], infinity, first, end, highest, best[line])
+                left[place] = -np.inf
         total = np.float32(0.0)
         for rank in range(count):
             shares[line, rank] = np.exp(highest[rank] - highest[0])
             total += shares[line, rank]
         shares[line] /= total
+
+
+@inner
+def _read_chunk(scores, bits, infinity, first, end, highest, best):
+    """Put the tokens from `first` on among the best ones, `best`, as far as their scores are among the `highest`."""
+    count, vocab_size = len(best), len(scores)
+    for start in range(first, end, _BLOCK):
+        stop, last = min(start + _BLOCK, end), best[count - 1]
+        if stop - start == _BLOCK and last < vocab_size:
+            key, least = _highest_key(bits, start, infinity), _key(bits, last, infinity)
+            if key < least or (key == least and start > last):
+                continue
+        for token in range(start, stop):
+            score, rank = scores[token], count
+            while rank > 0 and (score > highest[rank - 1] or (score == highest[rank - 1] and token < best[rank - 1])):
+                rank -= 1
+                if rank < count - 1:
+                    highest[rank + 1], best[rank + 1] = highest[rank], best[rank]
+            if rank < count:
+                highest[rank], best[rank] = score, token
 
 
 def _key_of(builder, bits, infinity):
