@@ -159,7 +159,15 @@ class SuffixSlots:
         self._state[at] = end
 
     def add_likeliest(self, slot: int, item: Likeliest) -> None:
-        """Note the target's likeliest tokens of a slot, for drafts of its namespace; the next draft writes them."""
+        """
+        Note the target's likeliest tokens of a slot, for drafts of its namespace; the next draft writes them.
+
+        Raises:
+            ValueError: if the arrays are of different lengths. Compiled code relies on it.
+        """
+        if not len(item.before) == len(item.tokens) == len(item.following) or item.following.shape != item.shares.shape:
+            shapes = ", ".join([str(array.shape) for array in item])
+            raise ValueError(f"likeliest tokens must be arrays of [n], [n], [n, k] and [n, k], got {shapes}.")
         items = self._unwritten.setdefault(self._state[slot * STATE + NAMESPACE], [])
         items.append(item)
         if len(items) >= _MOST_UNWRITTEN:

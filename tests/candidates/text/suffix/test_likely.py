@@ -43,6 +43,18 @@ def test_what_was_likely_behind_the_last_token_is_drafted_and_what_was_likely_be
     assert tree.parents[:2].tolist() == [-1, 0]
 
 
+@pytest.mark.parametrize("short", Likeliest._fields)
+def test_arrays_of_different_lengths_are_refused(short):
+    source, arrays = started(), [[9, 8], [3, 50], [[50], [60]], [[1.0], [1.0]]]
+    item = Likeliest(*map(np.array, arrays))
+    with pytest.raises(ValueError, match=r"must be arrays of \[n\], \[n\], \[n, k\] and \[n, k\], got .*\(1,"):
+        show(source, item._replace(**{short: getattr(item, short)[:1]}))
+    with pytest.raises(ValueError, match=r"got .*\(2, 0\)"):
+        show(source, item._replace(shares=item.shares[:, :0]))
+    show(source, item)
+    assert drafted(source).tokens.tolist()[:2] == [50, 60]
+
+
 def test_two_tokens_tell_more_than_one():
     source = started()
     show(source, likeliest(2, 3, [50, 51]))
