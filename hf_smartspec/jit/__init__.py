@@ -72,14 +72,15 @@ def _type_of(text: str) -> types.Type:
 def compile_ahead() -> None:
     """
     Compile the functions of `compiled_for` in all imported modules, or load them from the disk, so that no step of
-    decoding waits for that.
+    decoding waits for that. What cannot be compiled is left for those who call it, and get the error.
     """
     if not _ahead:
         return
     with _progress:  # other threads wait until all are there
         while _ahead:
             for arguments in _ahead[0].given:
-                _ahead[0].compile(arguments)
+                with suppress(Exception):  # compilers raise errors of many types
+                    _ahead[0].compile(arguments)
             del _ahead[0]  # and not before: who finds none left goes on
 
 

@@ -167,4 +167,6 @@ class SmartSpecConfig:
 
     def fixed_policy_for(self, source: TreeCandidateGenerator) -> FixedLength:
         num_nodes = source.default_num_nodes if self.num_nodes is None else self.num_nodes
-        return FixedLength(num_nodes, is_usual=self.num_nodes is None) if num_nodes else NoSpeculation()
+        if not num_nodes:
+            return NoSpeculation()
+        return FixedLength(num_nodes, is_usual=self.num_nodes is None)

@@ -49,13 +49,19 @@ class LogitScaling(NamedTuple):
     def of(cls, model: PreTrainedModel) -> "LogitScaling":
         """
         Return what the model's forward applies. Its config may have more: Gemma 3 with images does not cap its scores,
-        and Granite that hears does not scale them.
+        and Granite that hears does not scale them. Of forwards that are not transformers' own, all is taken that the
+        config has.
         """
-        names = set[str]().union(*(_names_in_forward(type(module)) for module in _around_head(model)))
+        modules = _around_head(model)
+        names = set[str]().union(*(_names_in_forward(type(module)) for module in modules))
         config: Any = model.config.get_text_config(decoder=True)
 
+        def value_of(name: str, entry: str) -> Any:
+            own = [getattr(module, name, None) for module in modules]  # Cohere's, which may have changed since
+            return next((value for value in own if isinstance(value, int | float)), shared_value(config, entry))
+
         def values(entries: dict[str, str]) -> list[float]:
-            found = [shared_value(config, entry) for name, entry in entries.items() if name in names]
+            found = [value_of(name, entry) for name, entry in entries.items() if name in names]
             return [float(value) for value in found if value]
 
         divisor, multiplier = (math.prod(values(entries), start=1.0) for entries in (_DIVISORS, _FACTORS))
@@ -82,18 +88,30 @@ def _around_head(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _names_in_forward(kind: type[nn.Module]) -> set[str]:
-    """Return the names and texts in a kind's forward, in those that it overrides, and in its functions they call."""
+    """
+    Return the names and texts in a kind's forward, in those that it calls by `super`, and in its functions they call;
+    all that forwards scale by where one is not transformers' own, since its helpers may be anywhere.
+    """
     found: set[str] = set()
-    left = [vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base)]
-    while left:
-        names = _names_in(getattr(inspect.unwrap(left.pop()), "__code__", None)) - found
-        found |= names
-        left += [item for name in names if isinstance(item := getattr(kind, name, None), FunctionType)]
+    for base in kind.__mro__:
+        if "forward" not in vars(base) or base is nn.Module:
+            continue
+        function = inspect.unwrap(vars(base)["forward"])
+        if not getattr(function, "__globals__", {}).get("__name__", "").startswith("transformers."):
+            return {*_DIVISORS, *_FACTORS, *_CAPS}
+        own = _names_in(function.__code__)
+        left = set(own)
+        while left:
+            called = getattr(kind, left.pop(), None)
+            further = _names_in(called.__code__) - own if isinstance(called, FunctionType) else set()
+            own |= further
+            left |= further
+        found |= own
+        if "super" not in own:
+            break
     return found
 
 
-def _names_in(code: CodeType | None) -> set[str]:
-    if code is None:
-        return set()
+def _names_in(code: CodeType) -> set[str]:
     texts = {item for item in code.co_consts if isinstance(item, str)}  # `getattr(config, "...")`
     return texts.union(code.co_names, *(_names_in(item) for item in code.co_consts if isinstance(item, CodeType)))

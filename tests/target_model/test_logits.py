@@ -94,3 +94,23 @@ def test_forwards_that_call_others_do_as_these():
 
     config = scaled(small_config(CONFIG_MAPPING["gemma2"]()))
     check(Own(config).eval())
+
+
+def test_a_scale_that_the_model_keeps_is_the_models():
+    model = small_model("cohere")
+    assert LogitScaling.of(model).multiplier == model.logit_scale
+    model.config.logit_scale *= 20  # which its forward does not read again
+    check(model)
+    model.logit_scale *= 3
+    check(model)
+
+
+def test_forwards_of_others_scale_by_all_that_the_config_has(monkeypatch):
+    kind = AutoModelForCausalLM._model_mapping[CONFIG_MAPPING["gemma2"]]
+    model, own = kind(scaled(small_config(CONFIG_MAPPING["gemma2"]()))).eval(), kind.forward
+
+    def forward(self, *args, **kwargs):
+        return own(self, *args, **kwargs)
+
+    monkeypatch.setattr(kind, "forward", forward)
+    check(model)
