@@ -33,8 +33,9 @@ _BASELINE_INTERVAL = 200  # steps with speculation in a row before one without: 
 _TRIAL_STEPS = 8  # drafts before the first judgement on whether drafting pays
 _DEEPEST = 32  # levels of an autoregressive draft that are considered
 # Steps in a row that the auction is not called for, whose own time counts in the steps of a small model: after one in
-# which no source was asked, or where a source is asked that finds nothing.
-_MOST_RESTS = 7
+# which no source was asked (with seven, wrong prices were mended too late), and where a source is asked that finds
+# nothing.
+_MOST_RESTS, _MOST_EMPTY = 5, 7
 _UNPROMISING = 0.3  # tokens: another source is tried beside drafts that promise less
 
 
@@ -116,7 +117,7 @@ class GoodputAuction(LengthPolicy):
         return all([record.rests(request_ids) for record in self._records_by_level()])
 
     def asks_first(self, request_ids: Sequence[Hashable]) -> bool:
-        if self._num_rests == _MOST_RESTS or self._paying != request_ids:
+        if self._num_rests == _MOST_EMPTY or self._paying != request_ids:
             return False
         return all([record.rests(request_ids) for record in self._records_by_level()])
 
