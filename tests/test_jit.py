@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from numba import config
 from numba.core import event
-from numba.core.errors import TypingError
 from transformers.utils import logging as transformers_logging
 
 import hf_smartspec
@@ -353,18 +352,6 @@ def test_functions_of_steps_are_compiled_before_they_are_called(package, monkeyp
         assert first(np.array([3]), 0.5) == 1.5 and list(first(np.full((1, 2), 2, np.float32), 0.5)) == [1.0, 1.0]
         jit.compile_ahead()
     assert listener.names.count("first") == 2
-
-
-def test_what_cannot_be_compiled_ahead_fails_for_those_who_call_it(monkeypatch):
-    def adds(text, number):
-        return text + number
-
-    monkeypatch.setattr(jit, "_ahead", [])
-    function = jit.compiled_for("f8:1 unicode_type")(adds)
-    jit.compile_ahead()
-    assert not jit._ahead
-    with pytest.raises(TypingError):
-        function(np.zeros(1), "a")
 
 
 def test_callbacks_are_compiled_once_and_called_by_their_address(package):

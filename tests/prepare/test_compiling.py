@@ -2,8 +2,10 @@
 
 import sys
 
+import numpy as np
 import pytest
 import torch
+from numba.core.errors import TypingError
 
 import hf_smartspec
 from hf_smartspec import Engine, jit
@@ -94,3 +96,15 @@ def test_what_is_not_compiled_ahead_is_found(within_steps, monkeypatch):
     monkeypatch.setattr(jit, "_ahead", [])
     _generate(new_model("llama"), "auto", 1)
     assert {"flatten", "best_prefix"} <= {name for name, _ in within_steps}
+
+
+def test_what_cannot_be_compiled_ahead_fails_for_those_who_call_it(monkeypatch):
+    def adds(text, number):
+        return text + number
+
+    monkeypatch.setattr(jit, "_ahead", [])
+    function = jit.compiled_for("f8:1 unicode_type")(adds)
+    jit.compile_ahead()
+    assert not jit._ahead
+    with pytest.raises(TypingError):
+        function(np.zeros(1), "a")

@@ -1,4 +1,4 @@
-"""What forwards do to their head's scores, in all of transformers."""
+"""Scores of heads become logits as in the models' own forwards, in all of transformers."""
 
 import pytest
 import torch

@@ -19,7 +19,7 @@ from ...cpu.norms import can_norm, few_token_rms_norm
 from ...cpu.quantized import Int8Linear
 from ...cpu.quantized.product import int8_linear
 from ...gpu import elementwise
-from .forwards import rotation_function
+from ..forward_code import rotation_function
 
 Map = Callable[[torch.Tensor], torch.Tensor]  # [N, in] -> [N, out]
 

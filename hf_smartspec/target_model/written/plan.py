@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 from ..attention.tree_attention import layer_window
 from ..compat import shared_value
+from ..forward_code import foreign_code, unknown_mentions
 from ..logits import LogitScaling
 from .delta import MAPS, DeltaPlan, delta_plan
-from .forwards import foreign_code, unknown_mentions
 from .parts import (
     MLP,
     Called,

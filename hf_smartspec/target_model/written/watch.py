@@ -12,8 +12,8 @@ from torch.nn.modules import module as torch_modules
 from torch.utils.hooks import RemovableHandle
 
 from ..compat import shared_value
+from ..forward_code import mentions, rotation_function
 from ..support.dropout import drops, may_drop
-from .forwards import mentions, rotation_function
 from .plan import READ
 
 _SLEEPING = "transformers.utils.output_capturing"

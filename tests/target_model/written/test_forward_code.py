@@ -9,8 +9,8 @@ from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from hf_smartspec.target_model.forward.packed import PackedForward
+from hf_smartspec.target_model.forward_code import foreign_code, mentions, unknown_mentions
 from hf_smartspec.target_model.written import packed_forward
-from hf_smartspec.target_model.written.forwards import foreign_code, mentions, unknown_mentions
 
 from ...models import new_model, shared_model
 from .test_written import is_written, logits_of
