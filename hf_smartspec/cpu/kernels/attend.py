@@ -6,7 +6,7 @@ from ...jit import inner
 from ...jit.pointers import ahead, float32_at, get, int64_at, like, power_of_two, put, rounded, take
 from .gates import exponential
 from .multiply import largest_tile, tile_width
-from .tiles import MOST_SUMS, add_weighted, largest, tile
+from .tiles import MOST_SUMS, PACE, add_weighted, largest, tile
 
 # Compiled code is called with the address of these numbers, int64 each but for `scale`, which is float64.
 # next: incremented by the thread that takes the next share of the work; threads: incremented by each thread.
@@ -221,7 +221,7 @@ def _score(a, head, num_queries, low, high, last, num, queries, keys, scores):
         while query < num_queries:
             some = tile_width(num_queries - query, most_queries) if rows > 1 else 1
             own, found = ahead(queries, query * size), ahead(scores, query * num + line)
-            tile(rows, some, key, own, none, found, size, stride, num, distance, 0, rows)
+            tile(rows, some, key, own, none, found, size, stride, num, distance, PACE)
             query, distance = query + some, 0
         line += rows
 

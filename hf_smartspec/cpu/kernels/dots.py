@@ -13,12 +13,7 @@ OFFSET = 128  # added to weights, since the instruction multiplies unsigned by s
 _TOGETHER = 4  # neighbouring inputs of an output, whose products one instruction adds up
 _BLOCK = SIDE * GROUP  # bytes of a block's weights for one group
 _NEED = {64: ("+avx512vnni", "+avx512bw", "+avx512vl"), 32: ("+avxvnni",), 16: ("+avx2",)}
-# Tokens of tiles, by bytes of vectors and blocks of outputs: sizes whose sums fit the CPU's registers.
-_SIZES = {
-    64: {1: (1, 2, 3, 4), 2: (4, 5, 6, 7, 8)},
-    32: {1: (1, 2, 3, 4)},
-    16: {1: (1, 2)},
-}
+_MOST_TOKENS = {64: 12, 32: 4, 16: 2}  # whose sums fit the CPU's registers, by bytes of vectors
 
 
 def widest() -> int:
@@ -26,72 +21,69 @@ def widest() -> int:
     return next((width for width, need in _NEED.items() if cpu_features().issuperset(need)), 0)
 
 
+def most_tokens() -> int:
+    """Return the most tokens that a block is multiplied by at once."""
+    return _MOST_TOKENS[widest()]
+
+
 @written(types.int64)
-def vector_size(builder):
-    """Return `widest`, as a constant of compiled code."""
-    return I64(widest())
+def most_of_a_tile(builder):
+    """Return `most_tokens`, as a constant of compiled code."""
+    return I64(most_tokens())
 
 
 @written(types.void, *[types.int64] * 10)
-def dots(builder, num_blocks, num_tokens, weight, scales, levels, steps, offsets, sums, num_groups, distance):
+def dots(builder, num_tokens, weight, scales, levels, steps, offsets, sums, num_groups, distance, pace):
     """
-    Multiply `num_blocks` neighbouring blocks of a weight by `num_tokens` neighbouring tokens. Sums of products become
-    `sums[token, row]`, float32: group by group in their order, so that a token's result does not depend on the others.
-    Only the sizes in `_SIZES` are compiled; others store no sums.
+    Multiply a block of a weight by `num_tokens` neighbouring tokens. Sums of products become `sums[token, row]`,
+    float32: group by group in their order, so that a token's result does not depend on the others. For more than
+    `most_tokens`, no sums are stored.
 
-    Arguments are addresses: of a weight as `Int8Linear.weight` and its scales; of levels (`[tokens, groups, GROUP]`
-    int8), their steps (`[tokens, groups, PARTS]` float32) and `-OFFSET` times the sums of levels in parts (int32).
-    Weights `distance` bytes ahead of those that are multiplied are prefetched; any memory may lie there.
+    Arguments are addresses: of a block of a weight as `Int8Linear.weight` and its scales; of levels (`[tokens, groups,
+    GROUP]` int8), their steps (`[tokens, groups, PARTS]` float32) and `-OFFSET` times the sums of levels in parts
+    (int32). Weights are prefetched from `distance` bytes after the block's first on, `pace` bytes further with each
+    group; any memory may lie there.
     """
-    sizes = [(blocks, number) for blocks, tokens in _SIZES[widest()].items() for number in tokens]
     done = builder.append_basic_block("done")
-    size = builder.switch(builder.or_(builder.shl(num_blocks, I64(8)), num_tokens), done)
-    for blocks, tokens in sizes:
-        block = builder.append_basic_block(f"dots_{blocks}x{tokens}")
-        size.add_case(I64(blocks << 8 | tokens), block)
+    size = builder.switch(num_tokens, done)
+    for number in range(1, most_tokens() + 1):
+        block = builder.append_basic_block(f"dots_{number}")
+        size.add_case(I64(number), block)
         builder.position_at_end(block)
-        _write(_vectors(builder), blocks, tokens, weight, scales, levels, steps, offsets, sums, num_groups, distance)
+        _write(_vectors(builder), number, weight, scales, levels, steps, offsets, sums, num_groups, distance, pace)
         builder.branch(done)
     builder.position_at_end(done)
 
 
-def _write(vectors, num_blocks, num_tokens, weight, scales, levels, steps, offsets, sums, num_groups, distance):
-    builder = vectors.builder
-    pairs = [(block, token) for token in range(num_tokens) for block in range(num_blocks)]
-    totals = {pair: vectors.new_totals() for pair in pairs}
+def _write(vectors, num_tokens, weight, scales, levels, steps, offsets, sums, num_groups, distance, pace):
+    builder, tokens = vectors.builder, range(num_tokens)
+    totals = [vectors.new_totals() for _ in tokens]
     with cgutils.for_range_slice(builder, I64(0), num_groups, I64(1), I64) as (group, _):
-        places = [builder.add(builder.mul(I64(block), num_groups), group) for block in range(num_blocks)]
-        own = [builder.add(builder.mul(I64(token), num_groups), group) for token in range(num_tokens)]
-        scaled = {}
+        own = [builder.add(builder.mul(I64(token), num_groups), group) for token in tokens]
+        first, ahead = builder.mul(group, I64(_BLOCK)), builder.add(distance, builder.mul(group, pace))
+        scaled: dict[int, list[ir.Value]] = {}
         for part in range(PARTS):
             indices = [builder.add(builder.mul(index, I64(PARTS)), I64(part)) for index in own]
-            starts = [vectors.start(builder.load(place(builder, offsets, index, I32))) for index in indices]
-            counts = {(block, token): starts[token] for block, token in pairs}
+            counts = [vectors.start(builder.load(place(builder, offsets, index, I32))) for index in indices]
             for number in range(part * PART // _TOGETHER, (part + 1) * PART // _TOGETHER):
-                numbers = []
-                for index in own:
+                begin = I64(_TOGETHER * SIDE * number)
+                prefetch(builder, place(builder, weight, builder.add(ahead, begin), I8))
+                factors = vectors.weights(place(builder, weight, builder.add(first, begin), I8))
+                for token, index in enumerate(own):
                     begin = builder.add(builder.mul(index, I64(GROUP)), I64(_TOGETHER * number))
-                    numbers.append(vectors.levels(place(builder, levels, begin, I8)))
-                for block, index in enumerate(places):
-                    begin = builder.add(builder.mul(index, I64(_BLOCK)), I64(_TOGETHER * SIDE * number))
-                    prefetch(builder, place(builder, weight, builder.add(begin, distance), I8))
-                    factors = vectors.weights(place(builder, weight, begin, I8))
-                    for token in range(num_tokens):
-                        counts[block, token] = vectors.more(counts[block, token], factors, numbers[token])
+                    numbers = vectors.levels(place(builder, levels, begin, I8))
+                    counts[token] = vectors.more(counts[token], factors, numbers)
                 hold_order(builder)  # many prefetches in a row would keep numbers waiting that are needed now
             for token, index in enumerate(indices):
-                step = builder.load(place(builder, steps, index, FLOAT))
-                for block in range(num_blocks):
-                    found = vectors.scaled(counts[block, token], step)
-                    if part:
-                        found = [builder.fadd(*pair) for pair in zip(scaled[block, token], found)]
-                    scaled[block, token] = found
-        for block, index in enumerate(places):
-            factors = vectors.floats_at(place(builder, scales, builder.mul(index, I64(SIDE)), FLOAT))
-            for token in range(num_tokens):
-                vectors.add_products(totals[block, token], scaled[block, token], factors)
-    for block, token in pairs:
-        vectors.store(totals[block, token], place(builder, sums, I64((token * num_blocks + block) * SIDE), FLOAT))
+                found = vectors.scaled(counts[token], builder.load(place(builder, steps, index, FLOAT)))
+                if part:
+                    found = [builder.fadd(*pair) for pair in zip(scaled[token], found)]
+                scaled[token] = found
+        factors = vectors.floats_at(place(builder, scales, builder.mul(group, I64(SIDE)), FLOAT))
+        for token, total in enumerate(totals):
+            vectors.add_products(total, scaled[token], factors)
+    for token, total in enumerate(totals):
+        vectors.store(total, place(builder, sums, I64(token * SIDE), FLOAT))
 
 
 def _vectors(builder: ir.IRBuilder) -> "_Dots":

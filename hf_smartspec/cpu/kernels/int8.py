@@ -8,8 +8,8 @@ from numba.core import cgutils
 from ...jit import inner
 from ...jit.pointers import ahead, float32_at, get, int8_at, int32_at, like, put, take
 from ...jit.writing import FLOAT, I32, I64, call, written
-from .dots import GROUP, OFFSET, PART, PARTS, SIDE, dots, vector_size
-from .multiply import tile_width
+from .dots import GROUP, OFFSET, PART, PARTS, SIDE, dots, most_of_a_tile, most_tokens
+from .multiply import tile_widths
 
 # Compiled code is called with the address of these numbers, int64 each.
 # next: incremented by the thread that takes the next share of the work.
@@ -31,9 +31,7 @@ INT8_FIELDS = tuple(
 _ONE_STEP, _LEAST_STEP = np.float32(1 / 127), np.float32(1e-30)
 _ALL_BUT_SIGN, _INFINITE = 0x7FFFFFFF, 0x7F800000
 _SHARE_OF_LEVELS = 16  # parts that a thread rounds at a time
-_MOST_BLOCKS, _MOST_TOKENS = 2, 8  # of a tile
-_FEW, _MOST_NARROW = 4, 2  # tokens of a tile of one block, with vectors of 32 bytes or more, and of 16
-_AHEAD = 4096  # bytes between multiplied and prefetched weights, where blocks are multiplied one after the other
+_AHEAD = 4096  # bytes between multiplied and prefetched weights, where one tile has all tokens
 
 
 @written(types.int32, types.float32)
@@ -55,7 +53,7 @@ def _nearest(builder, number):
 @written(types.int64)
 def _room(builder):
     """Return the address of memory for the sums of a tile, which is freed when the calling function returns."""
-    kind = ir.ArrayType(FLOAT, _MOST_BLOCKS * SIDE * _MOST_TOKENS)
+    kind = ir.ArrayType(FLOAT, SIDE * most_tokens())
     return builder.ptrtoint(cgutils.alloca_once(builder, kind), I64)
 
 
@@ -111,32 +109,27 @@ def _round(numbers, num, step, found):
 @inner
 def multiply_int8(a, kind):
     """Take the next share of the weight's blocks, until no blocks are left. Outputs and biases are of one kind."""
-    blocks, num_tokens, sums = (a[_NUM_OUTPUTS] + SIDE - 1) // SIDE, a[_NUM_TOKENS], _room()
+    blocks, sums = (a[_NUM_OUTPUTS] + SIDE - 1) // SIDE, _room()
+    num_tiles, width, num_wider = tile_widths(a[_NUM_TOKENS], most_of_a_tile())  # once, since divisions take long
+    # Each tile prefetches its part of the block ahead, so that memory is read while all tiles compute.
+    size = a[_NUM_GROUPS] * GROUP * SIDE
+    first, part, pace = _AHEAD if num_tiles == 1 else size, size // num_tiles, GROUP * SIDE // num_tiles
     begin = a[_SHARE] * take(ahead(a, _NEXT))
     while begin < blocks:
-        end = min(begin + a[_SHARE], blocks)
-        while begin < end:
-            num, most = _largest_tile(num_tokens)
-            if begin + num > end:
-                num, most = 1, _most_of_a_block()
+        for block in range(begin, min(begin + a[_SHARE], blocks)):
             token = 0
-            while token < num_tokens:
-                width = tile_width(num_tokens - token, most)
-                _tile(a, kind, begin, num, token, width, sums)
-                token += width
-            begin += num
+            for number in range(num_tiles):
+                num = width + 1 if number < num_wider else width
+                _tile(a, kind, block, token, num, sums, first + number * part, pace)
+                token += num
         begin = a[_SHARE] * take(ahead(a, _NEXT))
 
 
 @inner
-def _tile(a, kind, block, num_blocks, token, num_tokens, sums):
+def _tile(a, kind, block, token, num_tokens, sums, distance, pace):
     groups, num_outputs = a[_NUM_GROUPS], a[_NUM_OUTPUTS]
-    first, place, size = block * groups, token * groups, num_blocks * SIDE
-    distance = _AHEAD if num_blocks == 1 else num_blocks * groups * GROUP * SIDE
-    if token:  # they were prefetched for the first tile
-        distance = 0
+    first, place = block * groups, token * groups
     dots(
-        num_blocks,
         num_tokens,
         a[_WEIGHT] + first * GROUP * SIDE,
         a[_SCALES] + first * SIDE * 4,
@@ -146,12 +139,13 @@ def _tile(a, kind, block, num_blocks, token, num_tokens, sums):
         sums,
         groups,
         distance,
+        pace,
     )
     row, found = block * SIDE, float32_at(sums)
-    num = min(size, num_outputs - row)
+    num = min(SIDE, num_outputs - row)
     for index in range(num_tokens):
         outputs = ahead(like(kind, a[_OUTPUTS]), (token + index) * num_outputs + row)
-        own = ahead(found, index * size)
+        own = ahead(found, index * SIDE)
         if a[_BIAS]:
             bias = ahead(like(kind, a[_BIAS]), row)
             for k in range(num):
@@ -159,16 +153,3 @@ def _tile(a, kind, block, num_blocks, token, num_tokens, sums):
         else:
             for k in range(num):
                 put(outputs, k, own[k])
-
-
-@inner
-def _largest_tile(num_tokens):
-    """Return the numbers of blocks and tokens of the largest tile. One block at a time is read at memory's speed."""
-    if vector_size() == 64 and num_tokens > _FEW:
-        return _MOST_BLOCKS, _MOST_TOKENS
-    return 1, _most_of_a_block()
-
-
-@inner
-def _most_of_a_block():
-    return _FEW if vector_size() > 16 else _MOST_NARROW

@@ -2,7 +2,7 @@
 
 from ...jit import inner
 from ...jit.pointers import ahead, like, prefetch, take, widened
-from .tiles import lanes, tile
+from .tiles import PACE, lanes, tile
 
 # Compiled code is called with the address of these numbers, int64 each.
 # next: incremented by the thread that takes the next share of the work; share: outputs in a share.
@@ -85,10 +85,10 @@ def _multiply_rows(a, row, end, num_tokens, weight, tokens, bias, outputs, wide)
     """Multiply some rows by some tokens, so that the rows of a tile come from memory once."""
     length, stride = a[NUM_INPUTS], a[NUM_OUTPUTS]
     num_rows, most = largest_tile(num_tokens)
-    widths = _widths(num_tokens, most)  # once, since a division takes as long as many products
+    widths = tile_widths(num_tokens, most)  # once, since a division takes as long as many products
     while row < end:
         if row + num_rows > end:
-            num_rows, widths = 1, _widths(num_tokens, 1)
+            num_rows, widths = 1, tile_widths(num_tokens, 1)
         rows, more = ahead(weight, row * length), ahead(bias, row) if a[BIAS] else bias
         results, distance = ahead(outputs, row), _AHEAD * num_rows * length
         if row + (_AHEAD + 1) * num_rows > stride:  # beyond the weight there may be no memory to prefetch
@@ -114,19 +114,16 @@ def largest_tile(num_tokens):
 @inner
 def _multiply_tiles(num_rows, widths, rows, tokens, bias, outputs, length, stride, distance):
     num_tiles, width, num_wider = widths
-    first = due = 0
+    # Each tile prefetches its part of the rows ahead, so that memory is read while all tiles compute.
+    pace, part = PACE // num_tiles, length // num_tiles if distance else 0
     for number in range(num_tiles):
         num = width + 1 if number < num_wider else width
-        # Each tile prefetches its share of the rows ahead, so that memory is read while all tiles compute.
-        last, due = first, due + num_rows
-        while due >= num_tiles:
-            last, due = last + 1, due - num_tiles
-        tile(num_rows, num, rows, tokens, bias, outputs, length, length, stride, distance, first, last)
-        tokens, outputs, first = ahead(tokens, num * length), ahead(outputs, num * stride), last
+        tile(num_rows, num, rows, tokens, bias, outputs, length, length, stride, distance, pace)
+        tokens, outputs, distance = ahead(tokens, num * length), ahead(outputs, num * stride), distance + part
 
 
 @inner
-def _widths(num_tokens, most):
+def tile_widths(num_tokens, most):
     """Return the number of tiles for these tokens, the tokens of a tile, and how many tiles have one more."""
     num_tiles = (num_tokens + most - 1) // most
     return num_tiles, num_tokens // num_tiles, num_tokens % num_tiles

@@ -259,7 +259,7 @@ def _multiply(num, size, keys, products):
         while token < 2 * num:
             some = tile_width(2 * num - token, most) if rows > 1 else 1
             own, found = ahead(keys, token * size), ahead(products, token * num + row)
-            tile(rows, some, ahead(keys, row * size), own, none, found, size, size, num, 0, 0, 0)
+            tile(rows, some, ahead(keys, row * size), own, none, found, size, size, num, 0, 0)
             token += some
         row += rows
 

@@ -25,6 +25,7 @@ from ...jit.writing import (
 _FIRST_LLVM = 16  # the first release whose intrinsic for pairs takes vectors of bfloat16
 MOST_SUMS, _TOGETHER = 4, 4  # sums of rows, and vectors of a row, that are computed side by side
 _FEW_SUMS = 8  # sums that leave enough registers for all numbers that are read
+PACE = 64  # numbers of a row, for which a tile's `pace` is given
 _SHIFT = 8  # bits; the number of tokens takes fewer
 
 
@@ -64,16 +65,15 @@ def tile(
     row_stride,
     stride,
     distance,
-    first,
-    last,
+    pace,
 ):
     """
     Multiply `num_rows` rows of a weight by `num_tokens` neighbouring tokens, and store sums as `outputs[token * stride
     + row]`, with `bias[row]` added unless `bias` is null. Rows and tokens have `length` numbers, a multiple of 16; rows
     lie `row_stride` numbers apart. Only the sizes in `_SIZES` are compiled; other tiles store no outputs.
 
-    Meanwhile, weights `distance` numbers ahead of the rows are prefetched; they should exist. Where several tiles of
-    tokens share the same rows, each prefetches those from `first` to `last`.
+    Meanwhile, weights that begin `distance` numbers ahead of each row are prefetched, `pace` numbers of them for every
+    `PACE` that are multiplied; they should exist.
 
     Numbers are float32, or the bits of bfloat16; outputs and biases are of one kind, and outputs are rounded once.
     Products are summed in the same order in every tile, so a token's result does not depend on the others.
@@ -98,7 +98,7 @@ def tile(
         return context.get_dummy_value()
 
     number = types.int64
-    return types.void(number, number, weight, tokens, bias, outputs, *[number] * 6), generate
+    return types.void(number, number, weight, tokens, bias, outputs, *[number] * 5), generate
 
 
 @intrinsic
@@ -206,18 +206,16 @@ def _code_of(builder: ir.IRBuilder, num_rows: ir.Value, num_tokens: ir.Value) ->
     return builder.or_(builder.shl(num_rows, I64(_SHIFT)), num_tokens)
 
 
-def _write_tile(
-    kinds, num_rows, num_tokens, weight, tokens, bias, outputs, length, row_stride, stride, distance, first, last
-):
+def _write_tile(kinds, num_rows, num_tokens, weight, tokens, bias, outputs, length, row_stride, stride, distance, pace):
     weights, numbers, results = kinds
     builder = weights.builder
     sums = [[weights.zeros() for _ in range(num_tokens)] for _ in range(num_rows)]
-    distances = weights.distances(num_rows, distance, first, last)
     for begin, is_whole in weights.parts(length):
         starts = [builder.add(begin, builder.mul(I64(row), row_stride)) for row in range(num_rows)]
         factors = [weights.load(weight, start, is_whole) for start in starts]
-        for start, ahead in zip(starts, distances):
-            prefetch(builder, builder.gep(weight, [builder.add(start, ahead)]))
+        ahead = builder.add(distance, builder.udiv(builder.mul(begin, pace), I64(PACE)))
+        for row in range(num_rows):
+            prefetch(builder, builder.gep(weight, [builder.add(ahead, builder.mul(I64(row), row_stride))]))
         weights.hold()  # those of several vectors at once would keep numbers waiting that are needed now
         for token in range(num_tokens):
             own = numbers.load(tokens, builder.add(begin, builder.mul(I64(token), length)), is_whole)
@@ -289,14 +287,6 @@ class _Lanes:
         more = call(self.builder, name, self.floats, factors, numbers, self.builder.load(sums))
         self.builder.store(more, sums)
 
-    def distances(self, num_rows: int, distance: ir.Value, first: ir.Value, last: ir.Value) -> list[ir.Value]:
-        """
-        Return how far each row prefetches ahead: the first tile does so for all, since a number per row costs
-        registers.
-        """
-        is_first = self.builder.icmp_signed("==", first, I64(0))
-        return num_rows * [self.builder.select(is_first, distance, I64(0))]
-
     def hold(self) -> None:
         """Separate the products of one token from those of the next."""
 
@@ -349,16 +339,6 @@ class _Pairs(_Lanes):
         halves = [self.builder.bitcast(vector, ir.VectorType(BFLOAT, 2 * self.number)) for vector in (factors, numbers)]
         name = "llvm.x86.avx512bf16.dpbf16ps.512"
         self.builder.store(call(self.builder, name, self.floats, self.builder.load(sums), *halves), sums)
-
-    def distances(self, num_rows: int, distance: ir.Value, first: ir.Value, last: ir.Value) -> list[ir.Value]:
-        """
-        Return how far each row prefetches ahead: only rows from `first` to `last`, since several tiles share the rows.
-        """
-        builder, found = self.builder, []
-        for row in range(num_rows):
-            begun, over = builder.icmp_signed("<=", first, I64(row)), builder.icmp_signed("<=", last, I64(row))
-            found.append(builder.select(builder.and_(begun, builder.not_(over)), distance, I64(0)))
-        return found
 
     def hold(self) -> None:
         hold_order(self.builder)
