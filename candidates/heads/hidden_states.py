@@ -165,7 +165,8 @@ class HiddenStateCandidates(RowCandidates):
         if committed.start < state.row.length:
             self._ragged.cut(state.row, committed.start)
         # Layers may lie on several devices.
-        states = [committed.hidden_states[layer].to(self.heads.device) for layer in self.hidden_layers]
+        device = self.heads.device
+        states = [committed.hidden_states[layer].to(device) for layer in self.hidden_layers]
         state.take(torch.cat(states, dim=1), committed.start)  # a copy, also of one layer: it is a part of all rows'
         num, known = state.num_pending, state.pieces
         if num > _MOST_PENDING and num * known[-1].shape[1] * known[-1].itemsize > _MOST_BYTES:

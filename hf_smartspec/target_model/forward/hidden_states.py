@@ -63,7 +63,10 @@ class FedStates:
         """
         found = [piece.lines[: piece.num_fed] for piece in self.pieces]
         last = self.pieces[-1]
-        found[-1] = np.concatenate([found[-1], last.lines[last.num_fed :][list(path)]])
+        if len(path):
+            found[-1] = np.concatenate([found[-1], last.lines[last.num_fed :][list(path)]])
+        if len(found) == 1:
+            return [found[0][: max(most, 0)]]
         ends = np.cumsum([len(lines) for lines in found])
         return [lines[: max(most - (end - len(lines)), 0)] for lines, end in zip(found, ends.tolist())]
 
@@ -105,7 +108,8 @@ def _selected(
                 num_lines += len(next(iter(piece.states.values()), ()))
             lines.append(committed + calls[id(piece.states)][0])
     ends = np.cumsum([len(fed.pieces) for fed, _, _ in rows]).tolist()
-    own = [np.concatenate(lines[start:end]) for start, end in zip([0, *ends], ends)]
+    pairs = zip([0, *ends], ends)
+    own = [lines[start] if end == start + 1 else np.concatenate(lines[start:end]) for start, end in pairs]
     index, sent = torch.from_numpy(np.concatenate(own)), {}
     chosen: dict[int, Sequence[torch.Tensor]] = {}
     for layer in layers:
