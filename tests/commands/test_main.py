@@ -223,6 +223,20 @@ def test_verify_finds_nothing_wrong_and_says_what_it_compared(folder, tmp_path, 
     assert [check["num_samples"] for check in report["frequencies"]] == [40] * 4
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_verify_against_none_leaves_plain_generate_out(folder, tmp_path, dtype, capsys):
+    file = tmp_path / "report.json"
+    options = ["--against", "none", "--dtype", dtype, "--batch-sizes", "1,3", "--json", file]
+    assert call("verify", folder / "target", *SHORT, *options) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "each prompt alone" in out and "plain generate" not in out and "Lossless: the same tokens" in out
+    report = json.loads(file.read_text())
+    assert report["is_lossless"] and not report["tokens"] and not report["scores"]
+    ways = {(check["decoding"], check["batch_size"]) for check in report["reproductions"]}
+    assert ways == {(decoding, size) for decoding in ("greedy", "sampled") for size in (1, 3, 0)}
+    assert not any(check["num_differing"] for check in report["reproductions"])
+
+
 def test_verify_without_tokenizer_and_assistant(folder, capsys):
     assert call("verify", folder / "bare", *SHORT) == 0
     out = " ".join(capsys.readouterr().out.split())  # lines break where the folder's name is long

@@ -16,6 +16,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "these joined by plus signs (default: auto)",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32, where equality is exact")
+    parser.add_argument(
+        "--against",
+        choices=("plain", "none"),
+        default="plain",
+        help="plain: transformers' plain generate; none: only this library's own decoding of each prompt alone and "
+        "without drafts, which is faster (default: plain; in half precision also none)",
+    )
     parser.add_argument("--num-prompts", type=positive, default=8, metavar="N", help="default: 8")
     parser.add_argument("--max-new-tokens", type=positive, default=32, metavar="N", help="default: 32")
     parser.add_argument(

@@ -63,12 +63,15 @@ def run(args: argparse.Namespace) -> int:
     )
     try:
         with _collecting_warnings(report.warnings):
-            verifier.run(report, args.samples)
+            if args.against == "none":
+                verifier.run_against_none(report)
+            else:
+                verifier.run(report, args.samples)
     except KeyboardInterrupt:
         report.warnings.append("interrupted: only the comparisons that are shown were made")
         raise
     finally:
-        if report.tokens:
+        if report.tokens or report.reproductions:
             print_report(report, make_console(), tokenizer)
             if args.json:
                 write_json(args.json, report.as_dict())
@@ -147,9 +150,8 @@ class Verifier:
     def run(self, report: Report, num_samples: int) -> None:
         """Fill in the report: tokens at every batch size, in half precision again, then scores, then frequencies."""
         num_checks = len(self.decodings) * len(self.ways) * (len(self.batch_sizes) + 1) + bool(num_samples)
-        reproducer = None
-        if self.model.dtype is not torch.float32:
-            reproducer = Reproducer(self.model, self.prompts, self.ways, self.batch_sizes, self.max_new_tokens)
+        reproducer = None if self.model.dtype is torch.float32 else self._reproducer()
+        if reproducer is not None:
             num_checks += len(self.decodings) * len(reproducer.ways)
         with track(total=num_checks, desc="verifying") as progress:
             for size in self.batch_sizes:
@@ -161,6 +163,15 @@ class Verifier:
                 self.check_frequencies(report, num_samples)
                 progress.update()
         report.warnings += _idle_drafts(report)
+
+    def run_against_none(self, report: Report) -> None:
+        """Fill in the report: tokens of all ways of decoding, against those of each prompt alone, without drafts."""
+        reproducer = self._reproducer()
+        with track(total=len(self.decodings) * len(reproducer.ways), desc="verifying") as progress:
+            self.check_reproduction(report, reproducer, progress)
+
+    def _reproducer(self) -> Reproducer:
+        return Reproducer(self.model, self.prompts, self.ways, self.batch_sizes, self.max_new_tokens)
 
     @cached_property
     def roundings(self) -> dict[str, Rounding]:

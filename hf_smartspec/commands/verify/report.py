@@ -41,6 +41,8 @@ class Report:
     @property
     def plain_rows_differing(self) -> dict[int, int]:
         """The number of rows in which plain decoding differs from itself at the first batch size, by batch size."""
+        if not self.plain_tokens:
+            return {}
         first, *others = self.plain_tokens
         pairs = {size: zip(self.plain_tokens[first], self.plain_tokens[size]) for size in others}
         # Rows of a batch are padded to the longest.
@@ -79,11 +81,13 @@ def print_report(report: Report, console: Console, tokenizer: PreTrainedTokenize
     prompts = f"{len(lengths)} prompts ({report.prompt_source}) of {min(lengths)} to {max(lengths)} tokens"
     new = f"up to {report.max_new_tokens} new tokens each"
     print_head(console, "verify", about, report.environment, f"{prompts}, {new}")
-    _print_tokens(report, console)
-    _print_differences(report, console, _shower(tokenizer))
+    if report.tokens:
+        _print_tokens(report, console)
+        _print_differences(report, console, _shower(tokenizer))
     if report.reproductions:
         _print_reproductions(report, console)
-    _print_scores(report, console)
+    if report.scores:
+        _print_scores(report, console)
     if report.frequencies:
         _print_frequencies(report, console)
     for warning in report.warnings:
@@ -217,7 +221,8 @@ def _print_verdict(report: Report, console: Console) -> None:
         return
     num_ties = sum(len(check.differences) for check in report.tokens)
     dtype = report.environment["dtype"]
-    if not any(check.statistics.accepted_tokens for check in report.tokens):
+    num_differing = 0 if report.tokens else sum(check.num_differing for check in report.reproductions)
+    if report.tokens and not any(check.statistics.accepted_tokens for check in report.tokens):
         verdict = "[bold yellow]No speculation:[/bold yellow] the same tokens, but no draft was ever accepted."
     elif report.must_reproduce:  # and does
         others = f"; from plain generate's, {num_ties} rows differ at ties in {dtype}" if num_ties else ""
@@ -225,6 +230,9 @@ def _print_verdict(report: Report, console: Console) -> None:
             "[bold green]Lossless:[/bold green] the same tokens with and without speculation, in every batch and in an "
             f"engine{others}."
         )
+    elif num_differing:
+        num_rows = sum(check.num_rows for check in report.reproductions)
+        verdict = f"[bold yellow]Not reproducible:[/bold yellow] {num_differing} of {num_rows} rows differ."
     elif num_ties:
         verdict = f"[bold yellow]Lossless up to rounding:[/bold yellow] all {num_ties} differences are ties in {dtype}."
     else:

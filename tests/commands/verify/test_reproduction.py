@@ -70,6 +70,7 @@ def test_a_difference_is_a_failure_where_there_must_be_none():
         printed = stream.getvalue()
         assert "engine" in printed and "1 of 3 differ" in printed
         assert ("NOT lossless" in printed) is must_reproduce
+        assert ("Not reproducible: 1 of 9 rows differ." in printed) is not must_reproduce
 
 
 @pytest.mark.skipif(most_width(torch.bfloat16) < ANY, reason="long prompts are left to torch on this CPU")
