@@ -224,17 +224,21 @@ def test_verify_finds_nothing_wrong_and_says_what_it_compared(folder, tmp_path, 
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_verify_against_none_leaves_plain_generate_out(folder, tmp_path, dtype, capsys):
+def test_verify_against_alone_leaves_plain_generate_out(folder, tmp_path, dtype, monkeypatch, capsys):
+    monkeypatch.setattr(verify, "decode_plainly", None)
     file = tmp_path / "report.json"
-    options = ["--against", "none", "--dtype", dtype, "--batch-sizes", "1,3", "--json", file]
+    options = ["--against", "alone", "--dtype", dtype, "--batch-sizes", "1,3", "--samples", "40", "--json", file]
     assert call("verify", folder / "target", *SHORT, *options) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "each prompt alone" in out and "plain generate" not in out and "Lossless: the same tokens" in out
+    assert "each prompt alone" in out and "against plain generate" not in out
     report = json.loads(file.read_text())
-    assert report["is_lossless"] and not report["tokens"] and not report["scores"]
+    assert not report["tokens"] and not report["scores"] and report["frequencies"]
     ways = {(check["decoding"], check["batch_size"]) for check in report["reproductions"]}
     assert ways == {(decoding, size) for decoding in ("greedy", "sampled") for size in (1, 3, 0)}
-    assert not any(check["num_differing"] for check in report["reproductions"])
+    assert all(check["statistics"]["accepted_tokens"] for check in report["reproductions"] if check["drafts"][0] == "r")
+    if report["must_reproduce"]:  # on CPUs whose products of any number of tokens are compiled
+        assert "Lossless: the same tokens with and without speculation" in out and report["is_lossless"]
+        assert not any(check["num_differing"] for check in report["reproductions"])
 
 
 def test_verify_without_tokenizer_and_assistant(folder, capsys):

@@ -18,10 +18,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32, where equality is exact")
     parser.add_argument(
         "--against",
-        choices=("plain", "none"),
+        choices=("plain", "alone"),
         default="plain",
-        help="plain: transformers' plain generate; none: only this library's own decoding of each prompt alone and "
-        "without drafts, which is faster (default: plain; in half precision also none)",
+        help="compare tokens with those of plain generate, in half precision also with the next; or alone: with those "
+        "that this library decodes of each prompt alone and without drafts, which takes less time (default: plain)",
     )
     parser.add_argument("--num-prompts", type=positive, default=8, metavar="N", help="default: 8")
     parser.add_argument("--max-new-tokens", type=positive, default=32, metavar="N", help="default: 32")

@@ -59,12 +59,12 @@ def run(args: argparse.Namespace) -> int:
         source,
         [len(prompt) for prompt in prompts],
         args.max_new_tokens,
-        max(verifier.roundings.values(), key=lambda item: item.measured),
+        verifier.rounding() if args.against == "plain" else None,
     )
     try:
         with _collecting_warnings(report.warnings):
-            if args.against == "none":
-                verifier.run_against_none(report)
+            if args.against == "alone":
+                verifier.run_against_alone(report, args.samples)
             else:
                 verifier.run(report, args.samples)
     except KeyboardInterrupt:
@@ -164,11 +164,23 @@ class Verifier:
                 progress.update()
         report.warnings += _idle_drafts(report)
 
-    def run_against_none(self, report: Report) -> None:
-        """Fill in the report: tokens of all ways of decoding, against those of each prompt alone, without drafts."""
+    def run_against_alone(self, report: Report, num_samples: int) -> None:
+        """
+        Fill in the report: tokens of all ways of decoding, against those of each prompt alone and without drafts, then
+        frequencies.
+        """
         reproducer = self._reproducer()
-        with track(total=len(self.decodings) * len(reproducer.ways), desc="verifying") as progress:
+        num_checks = len(self.decodings) * len(reproducer.ways) + bool(num_samples)
+        with track(total=num_checks, desc="verifying") as progress:
             self.check_reproduction(report, reproducer, progress)
+            if num_samples:
+                self.check_frequencies(report, num_samples)
+                progress.update()
+        report.warnings += _idle_drafts(report)
+
+    def rounding(self) -> Rounding:
+        """Return the largest rounding of all decodings."""
+        return max(self.roundings.values(), key=lambda item: item.measured)
 
     def _reproducer(self) -> Reproducer:
         return Reproducer(self.model, self.prompts, self.ways, self.batch_sizes, self.max_new_tokens)
@@ -205,13 +217,15 @@ class Verifier:
 
     def check_reproduction(self, report: Report, reproducer: Reproducer, progress: Any) -> None:
         """Compare all ways of decoding with each prompt alone, without drafts; in float32, these have plain tokens."""
-        for decoding in self.decodings:
-            for found in reproducer.compare(decoding):
-                report.reproductions.append(found)
-                progress.update()
-        decoder = written_decoder(self.model)  # asked last: a first use may have found it wrong
-        is_lengthwise = bool(lengthwise_modules(self.model))  # prompts of a batch share their longest one's embeddings
-        report.must_reproduce = decoder is not None and decoder.is_reproducible and not is_lengthwise
+        try:
+            for decoding in self.decodings:
+                for found in reproducer.compare(decoding):
+                    report.reproductions.append(found)
+                    progress.update()
+        finally:  # also of what was compared until an interruption
+            decoder = written_decoder(self.model)  # asked last: a first use may have found it wrong
+            is_lengthwise = bool(lengthwise_modules(self.model))  # prompts of a batch share their longest's embeddings
+            report.must_reproduce = decoder is not None and decoder.is_reproducible and not is_lengthwise
 
     def check_scores(self, report: Report, progress: Any) -> None:
         """Compare returned logits and scores of one batch of the largest size."""
@@ -234,8 +248,8 @@ class Verifier:
 def _idle_drafts(report: Report) -> list[str]:
     """Return warnings for ways of drafting without drafted or without accepted tokens."""
     warnings = []
-    for name in dict.fromkeys(check.drafts for check in report.tokens if check.drafts != "none"):
-        checks = [check.statistics for check in report.tokens if check.drafts == name]
+    for name in dict.fromkeys(check.drafts for check in report.checks if check.drafts != "none"):
+        checks = [check.statistics for check in report.checks if check.drafts == name]
         if not sum(item.drafted_tokens for item in checks):
             warnings.append(f"{name}: no drafts, so that nothing was verified; use other or more prompts")
         elif not sum(item.accepted_tokens for item in checks):

@@ -29,11 +29,11 @@ class Report:
     prompt_source: str
     prompt_lengths: list[int]
     max_new_tokens: int
-    rounding: Rounding
+    rounding: Rounding | None  # None: not compared with plain generate
     tokens: list[TokenCheck] = field(default_factory=list)
     scores: list[ScoreCheck] = field(default_factory=list)
     frequencies: list[FrequencyCheck] = field(default_factory=list)
-    reproductions: list[Reproduction] = field(default_factory=list)  # in half precision
+    reproductions: list[Reproduction] = field(default_factory=list)
     must_reproduce: bool = False  # whether all that they run is computed in code whose results are reproducible
     plain_tokens: dict[int, list[list[int]]] = field(default_factory=dict)  # greedy, by batch size
     warnings: list[str] = field(default_factory=list)
@@ -47,6 +47,16 @@ class Report:
         pairs = {size: zip(self.plain_tokens[first], self.plain_tokens[size]) for size in others}
         # Rows of a batch are padded to the longest.
         return {size: sum(a[: len(b)] != b[: len(a)] for a, b in rows) for size, rows in pairs.items()}
+
+    @property
+    def checks(self) -> list[TokenCheck | Reproduction]:
+        """All comparisons of tokens."""
+        return [*self.tokens, *self.reproductions]
+
+    @property
+    def num_not_reproduced(self) -> int:
+        """The number of rows that differ from those of their prompts alone."""
+        return sum(check.num_differing for check in self.reproductions)
 
     @property
     def failures(self) -> list[str]:
@@ -69,11 +79,14 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         result = asdict(self) | {"plain_rows_differing": self.plain_rows_differing}
         del result["plain_tokens"]
-        for item, check in zip(result["tokens"], self.tokens):
+        for item, check in zip([*result["tokens"], *result["reproductions"]], self.checks):
             item["statistics"] = check.statistics.as_dict()
+        for item, check in zip(result["tokens"], self.tokens):
             for line, difference in zip(item["differences"], check.differences):
                 line["is_tie"] = difference.is_tie
-        return json_safe(result | {"failures": self.failures, "is_lossless": not self.failures})
+        is_known = bool(self.tokens) or self.must_reproduce or not self.num_not_reproduced
+        is_lossless = not self.failures if is_known else None
+        return json_safe(result | {"failures": self.failures, "is_lossless": is_lossless})
 
 
 def print_report(report: Report, console: Console, tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -191,6 +204,7 @@ def _print_scores(report: Report, console: Console) -> None:
         sizes = (f"{check.logits:.1e}", f"{check.scores:.1e}", f"{check.largest:.1f}", str(check.num_edge))
         lines.add_row(check.decoding, check.drafts, str(check.num_positions), *sizes, _yes(check.is_close))
     console.print(lines)
+    assert report.rounding is not None, "scores are compared with plain generate's"
     console.print(
         f"Rounding of this model: plain decoding and one forward over the same text differ by "
         f"{report.rounding.measured:.1e} of the largest logit.\n"
@@ -220,9 +234,9 @@ def _print_verdict(report: Report, console: Console) -> None:
         console.print("[bold red]NOT lossless:[/bold red] " + escape("; ".join(shown) + more))
         return
     num_ties = sum(len(check.differences) for check in report.tokens)
-    dtype = report.environment["dtype"]
-    num_differing = 0 if report.tokens else sum(check.num_differing for check in report.reproductions)
-    if report.tokens and not any(check.statistics.accepted_tokens for check in report.tokens):
+    dtype, num_rows = report.environment["dtype"], sum(check.num_rows for check in report.reproductions)
+    alone = f"{report.num_not_reproduced} of {num_rows} rows differ from those of their prompts alone"
+    if not any(check.statistics.accepted_tokens for check in report.checks):
         verdict = "[bold yellow]No speculation:[/bold yellow] the same tokens, but no draft was ever accepted."
     elif report.must_reproduce:  # and does
         others = f"; from plain generate's, {num_ties} rows differ at ties in {dtype}" if num_ties else ""
@@ -230,11 +244,13 @@ def _print_verdict(report: Report, console: Console) -> None:
             "[bold green]Lossless:[/bold green] the same tokens with and without speculation, in every batch and in an "
             f"engine{others}."
         )
-    elif num_differing:
-        num_rows = sum(check.num_rows for check in report.reproductions)
-        verdict = f"[bold yellow]Not reproducible:[/bold yellow] {num_differing} of {num_rows} rows differ."
-    elif num_ties:
-        verdict = f"[bold yellow]Lossless up to rounding:[/bold yellow] all {num_ties} differences are ties in {dtype}."
+    elif report.num_not_reproduced and not report.tokens:
+        verdict = f"[bold yellow]Not reproducible:[/bold yellow] {alone}; `--against plain` tells ties from faults."
+    elif num_ties or report.num_not_reproduced:
+        more = f"; {alone}" if report.num_not_reproduced else ""
+        verdict = (
+            f"[bold yellow]Lossless up to rounding:[/bold yellow] all {num_ties} differences are ties in {dtype}{more}."
+        )
     else:
         verdict = "[bold green]Lossless:[/bold green] the same tokens in every comparison."
     console.print(verdict)

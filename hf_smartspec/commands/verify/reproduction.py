@@ -1,11 +1,13 @@
 """Reproduction: tokens of each prompt alone, without drafts, against those with drafts, in batches and in an engine."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedModel
 
+from ...decoding.statistics import GenerationStatistics
+from ...generate import enabled
 from ...serving.engine import Engine
 from ..common.models import left_padded
 from ..common.runs import Decoding, eos_ids, tokens_by_default, up_to_end
@@ -24,6 +26,7 @@ class Reproduction:
     num_rows: int
     num_tokens: int
     num_differing: int  # rows
+    statistics: GenerationStatistics = field(default_factory=GenerationStatistics)
 
 
 class Reproducer:
@@ -46,6 +49,7 @@ class Reproducer:
         max_new_tokens: int,
     ):
         self.model, self.prompts, self.max_new_tokens = model, prompts, max_new_tokens
+        self._counts = GenerationStatistics()  # of the way that is compared
         none = Drafting("none", lambda _: "none")
         self.ways = [(size, way) for size in batch_sizes for way in (none, *ways) if (size, way) != (1, none)]
         self.ways += [(0, way) for way in (none, *ways)]
@@ -54,6 +58,7 @@ class Reproducer:
         """Yield the comparison of each of `ways`."""
         alone = [tokens for start in range(len(self.prompts)) for tokens in self._generate(decoding, start, 1, "none")]
         for size, way in self.ways:
+            self._counts = GenerationStatistics()
             if size:
                 starts = range(0, len(alone), size)
                 batches = [
@@ -64,7 +69,8 @@ class Reproducer:
             else:
                 rows = self._serve(decoding, way.assistant(alone))
             num_differing = sum(own != expected for own, expected in zip(rows, alone, strict=True))
-            yield Reproduction(decoding.name, way.name, size, len(rows), sum(map(len, rows)), num_differing)
+            num_tokens = sum(map(len, rows))
+            yield Reproduction(decoding.name, way.name, size, len(rows), num_tokens, num_differing, self._counts)
 
     def _generate(self, decoding: Decoding, start: int, size: int, assistant: Any) -> list[list[int]]:
         """Return the new tokens of neighbouring prompts, decoded in one batch."""
@@ -72,7 +78,11 @@ class Reproducer:
         inputs = left_padded(prompts, self.model.generation_config.pad_token_id, self.model.device)
         call = self.model, inputs, decoding, self.max_new_tokens, assistant
         seeds = None if decoding.seed is None else [decoding.seed + start + row for row in range(len(prompts))]
-        return [self._up_to_end(row) for row in tokens_by_default(*call, seeds).tolist()]
+        with enabled(self.model):
+            rows = tokens_by_default(*call, seeds).tolist()
+            known: Any = vars(self.model).get("smartspec_statistics")  # not where models cannot speculate
+            self._counts += known.last if known is not None else GenerationStatistics()
+        return [self._up_to_end(row) for row in rows]
 
     def _serve(self, decoding: Decoding, assistant: Any) -> list[list[int]]:
         """Return the new tokens of all prompts, as an engine decodes them."""
@@ -83,6 +93,7 @@ class Reproducer:
                 seed = {} if decoding.seed is None else {"seed": decoding.seed + number}
                 names.append(engine.add_request(prompt, **arguments | seed))
             outputs: list[Any] = [engine.get_result(name) for name in names]
+        self._counts = sum([output.statistics for output in outputs], self._counts)
         return [self._up_to_end(output.generated_tokens) for output in outputs]
 
     def _up_to_end(self, tokens: list[int]) -> list[int]:

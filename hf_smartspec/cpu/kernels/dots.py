@@ -11,9 +11,9 @@ GROUP, PART = 64, 32  # neighbouring inputs that have one scale in a weight, and
 PARTS = GROUP // PART
 OFFSET = 128  # added to weights, since the instruction multiplies unsigned by signed numbers
 _TOGETHER = 4  # neighbouring inputs of an output, whose products one instruction adds up
-_BLOCK = SIDE * GROUP  # bytes of a block's weights for one group
+BLOCK = SIDE * GROUP  # bytes of a block's weights for one group
 _NEED = {64: ("+avx512vnni", "+avx512bw", "+avx512vl"), 32: ("+avxvnni",), 16: ("+avx2",)}
-_MOST_TOKENS = {64: 12, 32: 4, 16: 2}  # whose sums fit the CPU's registers, by bytes of vectors
+_MOST_TOKENS = {64: 12, 32: 4, 16: 2}  # whose sums in int32 fit the CPU's registers, by bytes of vectors
 
 
 def widest() -> int:
@@ -41,8 +41,8 @@ def dots(builder, num_tokens, weight, scales, levels, steps, offsets, sums, num_
 
     Arguments are addresses: of a block of a weight as `Int8Linear.weight` and its scales; of levels (`[tokens, groups,
     GROUP]` int8), their steps (`[tokens, groups, PARTS]` float32) and `-OFFSET` times the sums of levels in parts
-    (int32). Weights are prefetched from `distance` bytes after the block's first on, `pace` bytes further with each
-    group; any memory may lie there.
+    (int32). With each group, a block's `BLOCK` bytes of weights are prefetched: first those `distance` bytes after the
+    block's first weight, then `pace` bytes further each time; any memory may lie there.
     """
     done = builder.append_basic_block("done")
     size = builder.switch(num_tokens, done)
@@ -60,18 +60,18 @@ def _write(vectors, num_tokens, weight, scales, levels, steps, offsets, sums, nu
     totals = [vectors.new_totals() for _ in tokens]
     with cgutils.for_range_slice(builder, I64(0), num_groups, I64(1), I64) as (group, _):
         own = [builder.add(builder.mul(I64(token), num_groups), group) for token in tokens]
-        first, ahead = builder.mul(group, I64(_BLOCK)), builder.add(distance, builder.mul(group, pace))
+        start, due = builder.mul(group, I64(BLOCK)), builder.add(distance, builder.mul(group, pace))
         scaled: dict[int, list[ir.Value]] = {}
         for part in range(PARTS):
             indices = [builder.add(builder.mul(index, I64(PARTS)), I64(part)) for index in own]
             counts = [vectors.start(builder.load(place(builder, offsets, index, I32))) for index in indices]
             for number in range(part * PART // _TOGETHER, (part + 1) * PART // _TOGETHER):
                 begin = I64(_TOGETHER * SIDE * number)
-                prefetch(builder, place(builder, weight, builder.add(ahead, begin), I8))
-                factors = vectors.weights(place(builder, weight, builder.add(first, begin), I8))
+                prefetch(builder, place(builder, weight, builder.add(due, begin), I8))
+                factors = vectors.weights(place(builder, weight, builder.add(start, begin), I8))
                 for token, index in enumerate(own):
-                    begin = builder.add(builder.mul(index, I64(GROUP)), I64(_TOGETHER * number))
-                    numbers = vectors.levels(place(builder, levels, begin, I8))
+                    level = builder.add(builder.mul(index, I64(GROUP)), I64(_TOGETHER * number))
+                    numbers = vectors.levels(place(builder, levels, level, I8))
                     counts[token] = vectors.more(counts[token], factors, numbers)
                 hold_order(builder)  # many prefetches in a row would keep numbers waiting that are needed now
             for token, index in enumerate(indices):

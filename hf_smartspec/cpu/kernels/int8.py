@@ -8,7 +8,7 @@ from numba.core import cgutils
 from ...jit import inner
 from ...jit.pointers import ahead, float32_at, get, int8_at, int32_at, like, put, take
 from ...jit.writing import FLOAT, I32, I64, call, written
-from .dots import GROUP, OFFSET, PART, PARTS, SIDE, dots, most_of_a_tile, most_tokens
+from .dots import BLOCK, GROUP, OFFSET, PART, PARTS, SIDE, dots, most_of_a_tile, most_tokens
 from .multiply import tile_widths
 
 # Compiled code is called with the address of these numbers, int64 each.
@@ -112,15 +112,16 @@ def multiply_int8(a, kind):
     blocks, sums = (a[_NUM_OUTPUTS] + SIDE - 1) // SIDE, _room()
     num_tiles, width, num_wider = tile_widths(a[_NUM_TOKENS], most_of_a_tile())  # once, since divisions take long
     # Each tile prefetches its part of the block ahead, so that memory is read while all tiles compute.
-    size = a[_NUM_GROUPS] * GROUP * SIDE
-    first, part, pace = _AHEAD if num_tiles == 1 else size, size // num_tiles, GROUP * SIDE // num_tiles
+    size = a[_NUM_GROUPS] * BLOCK
+    distance = _AHEAD if num_tiles == 1 else size
+    part, pace = size // num_tiles, BLOCK // num_tiles
     begin = a[_SHARE] * take(ahead(a, _NEXT))
     while begin < blocks:
         for block in range(begin, min(begin + a[_SHARE], blocks)):
             token = 0
             for number in range(num_tiles):
                 num = width + 1 if number < num_wider else width
-                _tile(a, kind, block, token, num, sums, first + number * part, pace)
+                _tile(a, kind, block, token, num, sums, distance + number * part, pace)
                 token += num
         begin = a[_SHARE] * take(ahead(a, _NEXT))
 
@@ -131,7 +132,7 @@ def _tile(a, kind, block, token, num_tokens, sums, distance, pace):
     first, place = block * groups, token * groups
     dots(
         num_tokens,
-        a[_WEIGHT] + first * GROUP * SIDE,
+        a[_WEIGHT] + first * BLOCK,
         a[_SCALES] + first * SIDE * 4,
         a[_OWN_LEVELS] + place * GROUP,
         a[_OWN_STEPS] + place * 4 * PARTS,

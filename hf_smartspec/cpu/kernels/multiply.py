@@ -85,21 +85,21 @@ def _multiply_rows(a, row, end, num_tokens, weight, tokens, bias, outputs, wide)
     """Multiply some rows by some tokens, so that the rows of a tile come from memory once."""
     length, stride = a[NUM_INPUTS], a[NUM_OUTPUTS]
     num_rows, most = largest_tile(num_tokens)
-    widths = tile_widths(num_tokens, most)  # once, since a division takes as long as many products
+    tiles = _tiles(num_tokens, most, length)  # once, since a division takes as long as many products
     while row < end:
         if row + num_rows > end:
-            num_rows, widths = 1, tile_widths(num_tokens, 1)
+            num_rows, tiles = 1, _tiles(num_tokens, 1, length)
         rows, more = ahead(weight, row * length), ahead(bias, row) if a[BIAS] else bias
         results, distance = ahead(outputs, row), _AHEAD * num_rows * length
         if row + (_AHEAD + 1) * num_rows > stride:  # beyond the weight there may be no memory to prefetch
             distance = 0
         if wide is None:
-            _multiply_tiles(num_rows, widths, rows, tokens, more, results, length, stride, distance)
+            _multiply_tiles(num_rows, tiles, rows, tokens, more, results, length, stride, distance)
         else:
             for index in range(0, num_rows * length, _LINE):
                 prefetch(rows, distance + index)
             _widen(rows, num_rows * length, wide)
-            _multiply_tiles(num_rows, widths, wide, tokens, more, results, length, stride, 0)
+            _multiply_tiles(num_rows, tiles, wide, tokens, more, results, length, stride, 0)
         row += num_rows
 
 
@@ -112,14 +112,24 @@ def largest_tile(num_tokens):
 
 
 @inner
-def _multiply_tiles(num_rows, widths, rows, tokens, bias, outputs, length, stride, distance):
-    num_tiles, width, num_wider = widths
-    # Each tile prefetches its part of the rows ahead, so that memory is read while all tiles compute.
-    pace, part = PACE // num_tiles, length // num_tiles if distance else 0
+def _multiply_tiles(num_rows, tiles, rows, tokens, bias, outputs, length, stride, distance):
+    num_tiles, width, num_wider, part, pace = tiles
     for number in range(num_tiles):
         num = width + 1 if number < num_wider else width
         tile(num_rows, num, rows, tokens, bias, outputs, length, length, stride, distance, pace)
-        tokens, outputs, distance = ahead(tokens, num * length), ahead(outputs, num * stride), distance + part
+        tokens, outputs = ahead(tokens, num * length), ahead(outputs, num * stride)
+        if distance:
+            distance += part
+
+
+@inner
+def _tiles(num_tokens, most, length):
+    """
+    Return `tile_widths`, and the numbers of each row ahead that a tile prefetches, in all and for `PACE` that it
+    multiplies: so memory is read while all tiles compute.
+    """
+    num_tiles, width, num_wider = tile_widths(num_tokens, most)
+    return num_tiles, width, num_wider, length // num_tiles, PACE // num_tiles
 
 
 @inner

@@ -25,7 +25,7 @@ from ...jit.writing import (
 _FIRST_LLVM = 16  # the first release whose intrinsic for pairs takes vectors of bfloat16
 MOST_SUMS, _TOGETHER = 4, 4  # sums of rows, and vectors of a row, that are computed side by side
 _FEW_SUMS = 8  # sums that leave enough registers for all numbers that are read
-PACE = 64  # numbers of a row, for which a tile's `pace` is given
+PACE = 2**12  # numbers of a row, for which a tile's `pace` is given
 _SHIFT = 8  # bits; the number of tokens takes fewer
 
 
@@ -213,9 +213,9 @@ def _write_tile(kinds, num_rows, num_tokens, weight, tokens, bias, outputs, leng
     for begin, is_whole in weights.parts(length):
         starts = [builder.add(begin, builder.mul(I64(row), row_stride)) for row in range(num_rows)]
         factors = [weights.load(weight, start, is_whole) for start in starts]
-        ahead = builder.add(distance, builder.udiv(builder.mul(begin, pace), I64(PACE)))
+        due = builder.add(distance, builder.udiv(builder.mul(begin, pace), I64(PACE)))
         for row in range(num_rows):
-            prefetch(builder, builder.gep(weight, [builder.add(ahead, builder.mul(I64(row), row_stride))]))
+            prefetch(builder, builder.gep(weight, [builder.add(due, builder.mul(I64(row), row_stride))]))
         weights.hold()  # those of several vectors at once would keep numbers waiting that are needed now
         for token in range(num_tokens):
             own = numbers.load(tokens, builder.add(begin, builder.mul(I64(token), length)), is_whole)

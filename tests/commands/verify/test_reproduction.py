@@ -7,15 +7,18 @@ import torch
 from rich.console import Console
 from transformers import GenerationConfig
 
+from hf_smartspec.candidates.base import NoCandidates
 from hf_smartspec.commands.common.console import environment
 from hf_smartspec.commands.common.exactness import Rounding
 from hf_smartspec.commands.common.runs import Decoding
 from hf_smartspec.commands.verify.command import Verifier
+from hf_smartspec.commands.verify.comparison import TokenCheck
 from hf_smartspec.commands.verify.drafts import Drafting, ReplayCandidates, ways_of_drafting
 from hf_smartspec.commands.verify.report import Report, print_report
 from hf_smartspec.commands.verify.reproduction import Reproducer, Reproduction
 from hf_smartspec.cpu.attention import most_width
 from hf_smartspec.cpu.few_tokens import ANY
+from hf_smartspec.decoding.statistics import GenerationStatistics
 from hf_smartspec.prepare.config import SmartSpecConfig
 
 from ...models import new_model
@@ -28,6 +31,10 @@ def model_of(**options):
     model = new_model("llama", head_dim=16, **options)
     model.generation_config = GenerationConfig(pad_token_id=0, eos_token_id=None)
     return model
+
+
+class SilentCandidates(NoCandidates):
+    default_num_nodes = 4
 
 
 def report_of(model, **options) -> Report:
@@ -61,7 +68,8 @@ def test_tokens_that_depend_on_drafts_are_noticed():
 
 def test_a_difference_is_a_failure_where_there_must_be_none():
     model = model_of()
-    found = [Reproduction("greedy", "auto", size, 3, 36, size // 8) for size in (1, 8, 0)]
+    counts = GenerationStatistics(drafted_tokens=9, accepted_tokens=5)
+    found = [Reproduction("greedy", "auto", size, 3, 36, size // 8, counts) for size in (1, 8, 0)]
     for must_reproduce in (True, False):
         report = report_of(model, reproductions=found, must_reproduce=must_reproduce)
         assert report.failures == ["greedy, auto, batch 8: not the tokens alone"][: int(must_reproduce)]
@@ -70,7 +78,38 @@ def test_a_difference_is_a_failure_where_there_must_be_none():
         printed = stream.getvalue()
         assert "engine" in printed and "1 of 3 differ" in printed
         assert ("NOT lossless" in printed) is must_reproduce
-        assert ("Not reproducible: 1 of 9 rows differ." in printed) is not must_reproduce
+        assert ("Not reproducible: 1 of 9 rows differ" in printed) is not must_reproduce
+        assert report.as_dict()["is_lossless"] is (False if must_reproduce else None)
+
+
+def test_what_is_not_reproduced_is_said_beside_ties():
+    same = TokenCheck("greedy", "auto", 1, 3, 36, GenerationStatistics(accepted_tokens=5))
+    report = report_of(model_of(), tokens=[same], reproductions=[Reproduction("greedy", "auto", 0, 3, 36, 1)])
+    stream = io.StringIO()
+    print_report(report, Console(file=stream, width=120), None)
+    assert "1 of 3 rows differ from those of their prompts alone" in " ".join(stream.getvalue().split())
+    assert "Lossless:" not in stream.getvalue()
+
+
+@pytest.mark.skipif(most_width(torch.bfloat16) < ANY, reason="long prompts are left to torch on this CPU")
+def test_differences_found_before_an_interruption_are_failures(monkeypatch):
+    def compare(self, decoding):
+        yield Reproduction("greedy", "auto", 1, 3, 36, 1)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Reproducer, "compare", compare)
+    model = model_of(dtype=torch.bfloat16)
+    report = report_of(model)
+    with pytest.raises(KeyboardInterrupt):
+        Verifier(model, "auto", PROMPTS, [1], 6, 0).run_against_alone(report, 0)
+    assert report.failures == ["greedy, auto, batch 1: not the tokens alone"]
+
+
+def test_drafters_that_never_draft_are_named():
+    model = model_of()
+    report = report_of(model)
+    Verifier(model, SilentCandidates(), PROMPTS, [3], 6, 0).run_against_alone(report, 0)
+    assert report.warnings == ["SilentCandidates: no drafts, so that nothing was verified; use other or more prompts"]
 
 
 @pytest.mark.skipif(most_width(torch.bfloat16) < ANY, reason="long prompts are left to torch on this CPU")

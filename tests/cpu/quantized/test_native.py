@@ -4,16 +4,18 @@ import copy
 from concurrent.futures import ThreadPoolExecutor
 
 import numba
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_smartspec
-from hf_smartspec import Int8Linear, quantize
+from hf_smartspec import Int8Linear, jit, quantize
 from hf_smartspec.cpu import threads
-from hf_smartspec.cpu.kernels import dots
+from hf_smartspec.cpu.kernels import dots, int8
 from hf_smartspec.cpu.quantized import native, product
 from hf_smartspec.cpu.quantized.product import dequantized, in_blocks, int8_linear, plain_int8_linear, to_levels
+from hf_smartspec.jit.pointers import float32_at, int64_at
 from hf_smartspec.target_model.written import written_decoder
 from hf_smartspec.target_model.written.compiled import CompiledDecoder
 
@@ -106,24 +108,28 @@ def test_several_callers_at_the_same_time():
             assert_equal(actual, wanted)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 4])
 @pytest.mark.parametrize("width", [32, 16])
-def test_vectors_of_processors_without_avx512(monkeypatch, width, num_tokens):
-    if (width == 32 and dots.widest() < 32) or num_tokens > dots._MOST_TOKENS[width]:
-        pytest.skip("the CPU lacks the instruction, or there is no such tile")
+def test_vectors_of_processors_without_avx512(monkeypatch, width):
+    if width > dots.widest():
+        pytest.skip("the CPU lacks the instruction")
     monkeypatch.setattr(dots, "widest", lambda: width)
-    weight, scale, _, _ = new_map(77, 16)
-    levels = to_levels(new_tokens(num_tokens, 77, torch.float32), 32)
-    offsets = -dots.OFFSET * levels.values.sum(-1, dtype=torch.int32)
-    sums = torch.zeros(num_tokens, 16)
+    monkeypatch.setattr(int8, "_tile", jit.inner(int8._tile.py_func))  # not as compiled for this CPU
+    multiply = jit.inner(int8.multiply_int8.py_func)
 
     @numba.njit
-    def multiply(tokens, weight, scale, levels, steps, offsets, sums):
-        dots.dots(tokens, weight, scale, levels, steps, offsets, sums, 2, 0, 0)
+    def run(address):
+        multiply(int64_at(address), float32_at(0))
 
-    multiply(num_tokens, *(item.data_ptr() for item in (weight, scale, *levels, offsets, sums)))
-    expected = plain_int8_linear(new_tokens(num_tokens, 77, torch.float32), weight, scale, None, 16)
-    assert_equal(sums, expected)
+    weight, scale, bias, num_outputs = new_map(77, 40)
+    for num_tokens in (1, 2, 3, 4, 7, 11):
+        x = new_tokens(num_tokens, 77, torch.float32)
+        levels, outputs = to_levels(x, 32), torch.zeros(num_tokens, num_outputs)
+        offsets = -dots.OFFSET * levels.values.sum(-1, dtype=torch.int32)
+        tensors = weight, scale, *levels, offsets, bias, outputs
+        places = [0 if item is None else item.data_ptr() for item in tensors]
+        tape = np.array([0, 0, num_tokens, weight.shape[1], num_outputs, 2, *places])
+        run(tape.ctypes.data)
+        assert_equal(outputs, plain_int8_linear(x, weight, scale, bias, num_outputs))
 
 
 def test_blocks_hold_the_rows():
