@@ -13,6 +13,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from ....cpu.quantized import Int8Linear
 from ....target_model.drafters.features import FeatureStep, Layers
 from ....target_model.logits import LogitScaling
 from ....target_model.written.decoder import WrittenDecoder
@@ -203,7 +204,7 @@ class EagleHeads(FeatureDrafter):
         return LlamaRotaryEmbedding(self.config).to(self.device)
 
     def layers(self) -> Layers:
-        if self._written is not None and not self._written.watch.is_unchanged(thoroughly=True):
+        if self._written is not None and not self._written.is_unchanged(thoroughly=True):
             self._written = None
         self._write_out()  # now rather than in a step: a GPU's host waits for what is copied to it
         return self._run
@@ -215,22 +216,39 @@ class EagleHeads(FeatureDrafter):
     def _write_out(self, may_wait: bool = False) -> "_WrittenHeads":
         """Return the written-out heads, which are made anew where weights have moved; see `Watch` for `may_wait`."""
         written = self._written
-        if written is None or not written.watch.is_unchanged(may_wait=may_wait):
+        if written is None or not written.is_unchanged(may_wait=may_wait):
             with _lock:  # laying weights side by side frees memory whose addresses another thread's program may hold
                 written = self._written
-                if written is None or not written.watch.is_unchanged():
+                if written is None or not written.is_unchanged():
                     written = self._written = _WrittenHeads(self)
         return written
 
 
+_Rounded = dict[nn.Module, Int8Linear] | None  # copies of linear layers in int8, where the heads run in int8
+
+
 class _WrittenHeads:
-    """The heads written out as a decoder, as long as their weights stay where they are."""
+    """
+    The heads written out as a decoder, as long as their weights stay where they are. Those of a target in int8 run in
+    int8, too, by copies of their weights, as long as these stay as they are.
+    """
 
     def __init__(self, heads: EagleHeads):
-        self._decoder = WrittenDecoder(_plan(heads))
+        self._rounded: _Rounded = {} if isinstance(heads._target_parts[1], Int8Linear) else None
+        self._decoder = WrittenDecoder(_plan(heads, self._rounded))
+        self._versions = self._look()
         # Number of the hidden states that are further features.
         self._feature = -1 if heads._norms_output else heads.num_layers
         self.watch = Watch(heads, [heads.parts, *heads.parts.values(), heads.output])
+
+    def _look(self) -> list[int]:
+        """Return the numbers of changes in place of the weights that were copied."""
+        weights: list[Any] = [module.weight for module in self._rounded or ()]
+        return [weight._version for weight in weights if not weight.is_inference()]
+
+    def is_unchanged(self, thoroughly: bool = False, may_wait: bool = False) -> bool:
+        """See `Watch.is_unchanged`."""
+        return self.watch.is_unchanged(thoroughly, may_wait) and self._look() == self._versions
 
     def __call__(self, features: Features, step: FeatureStep) -> tuple[torch.Tensor, torch.Tensor]:
         states: dict[int, torch.Tensor] = {}
@@ -238,14 +256,14 @@ class _WrittenHeads:
         return step.kept(states[self._feature]), logits
 
 
-def _plan(heads: EagleHeads) -> DecoderPlan:
-    is_third, head = heads.is_third, written_map([heads.output])
+def _plan(heads: EagleHeads, rounded: _Rounded) -> DecoderPlan:
+    is_third, head = heads.is_third, written_map([_in_int8(heads.output, rounded)])
     features = FeaturePlan(
         states_norms=[_written_norm(heads, norm) for norm in heads._states_norms],
-        states_map=_map(heads, 0, "fc") if is_third else None,
+        states_map=_map(heads, rounded, 0, "fc") if is_third else None,
         embedding_norm=_norm(heads, "input_layernorm"),
         feature_norm=_norm(heads, "hidden_norm"),
-        both=None if is_third else _map(heads, 0, "fc"),
+        both=None if is_third else _map(heads, rounded, 0, "fc"),
         adds_normed=heads._norms_residual,
     )
     embed = WeakMethod(heads.embed)
@@ -254,7 +272,7 @@ def _plan(heads: EagleHeads) -> DecoderPlan:
         embedding_multiplier=1.0,
         rotary=heads.rotary(),
         rotary_types=(None,),
-        layers=[_layer_plan(heads, layer) for layer in range(heads.num_layers)],
+        layers=[_layer_plan(heads, rounded, layer) for layer in range(heads.num_layers)],
         final_norm=_norm(heads, "norm") or nn.Identity(),
         head=head,
         logit_scaling=LogitScaling(),
@@ -264,20 +282,21 @@ def _plan(heads: EagleHeads) -> DecoderPlan:
     )
 
 
-def _layer_plan(heads: EagleHeads, layer: int) -> LayerPlan:
+def _layer_plan(heads: EagleHeads, rounded: _Rounded, layer: int) -> LayerPlan:
     config = heads.config
     activation = written_activation(heads._activation)
-    mlp = MLP(_map(heads, layer, *_GATE_UP), activation, _map(heads, layer, "down_proj"), is_gated=True)
+    mlp_maps = _map(heads, rounded, layer, *_GATE_UP), _map(heads, rounded, layer, "down_proj")
+    mlp = MLP(mlp_maps[0], activation, mlp_maps[1], is_gated=True)
     return LayerPlan(
         before_attention=_norm(heads, "input_layernorm", layer) if layer else None,  # the first has a `FeaturePlan`
         after_attention=None,
         before_mlp=_norm(heads, "post_attention_layernorm", layer),
         after_mlp=None,
-        query_key_value=_map(heads, layer, *_QUERY_KEY_VALUE),
+        query_key_value=_map(heads, rounded, layer, *_QUERY_KEY_VALUE),
         query_norm=_norm(heads, "q_norm", layer),
         key_norm=_norm(heads, "k_norm", layer),
         norms_heads=True,
-        attention_output=_map(heads, layer, "o_proj"),
+        attention_output=_map(heads, rounded, layer, "o_proj"),
         mlp=mlp,
         num_heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
@@ -290,11 +309,19 @@ def _layer_plan(heads: EagleHeads, layer: int) -> LayerPlan:
     )
 
 
-def _map(heads: EagleHeads, layer: int, *names: str) -> Map:
-    written = written_map([heads.part(name, layer) for name in names])
+def _map(heads: EagleHeads, rounded: _Rounded, layer: int, *names: str) -> Map:
+    written = written_map([_in_int8(heads.part(name, layer), rounded) for name in names])
     if isinstance(written, Fused):
         written.lay_side_by_side()
     return written
+
+
+def _in_int8(module: nn.Module, rounded: _Rounded) -> nn.Module:
+    """Return the module, or its copy in int8, which is added to `rounded`."""
+    if rounded is None or type(module) is not nn.Linear:
+        return module
+    rounded[module] = Int8Linear(module.weight, module.bias)
+    return rounded[module]
 
 
 def _norm(heads: EagleHeads, name: str, layer: int = 0) -> RMSNorm | None:

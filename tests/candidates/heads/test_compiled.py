@@ -73,6 +73,17 @@ def logits_by_layers(heads, items, monkeypatch) -> torch.Tensor:
         return logits_of(copy.deepcopy(heads), items)
 
 
+def test_heads_of_a_target_in_int8_run_in_int8_and_follow_changes_in_place(tmp_path, programs):
+    heads, items = heads_of("output in int8", tmp_path)
+    rounded = logits_of(heads, items)
+    assert programs
+    assert set(heads._write_out()._rounded) == {part for part in heads.parts.values() if isinstance(part, nn.Linear)}
+    with torch.no_grad():
+        heads.part("down_proj").weight.mul_(-3)
+    changed = logits_of(heads, items)
+    assert not torch.equal(changed, rounded) and torch.equal(changed, logits_of(copy.deepcopy(heads), items))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_bit_is_that_of_the_layers(kind, dtype, tmp_path, programs, monkeypatch):
