@@ -1,6 +1,7 @@
 """Requests that give way to other namespaces go on later, with the tokens that they would get alone."""
 
 import itertools
+from threading import Event
 
 import numpy as np
 import pytest
@@ -200,14 +201,18 @@ def test_streams_criteria_and_traces_know_nothing_of_it(model, short_turns):
     assert engine._runner.num_suspended > 0
 
 
-def test_who_has_given_way_can_be_cancelled(model):
-    source = Spy(suffix())
+def test_who_has_given_way_can_be_cancelled(model, monkeypatch):
+    source, stepped = Spy(suffix()), Event()
+    propose = source.propose
+    monkeypatch.setattr(source, "propose", lambda *args: stepped.set() or propose(*args))
     with Engine(model, SmartSpecConfig(source, policy=FixedLength(2)), max_batch_size=1) as engine:
         runner = engine._runner
         first, second = (
             engine.add_request([3, 4], assistant=of(whose, source), **LONG | {"max_new_tokens": 400}) for whose in "ab"
         )
-        for _ in range(10_000):  # until it waits, with its text
+        for _ in range(1000):  # until it waits, with its text
+            stepped.clear()
+            assert stepped.wait(TIMEOUT), "all requests have ended"
             with engine.pause():
                 waiting = [pending for pending in runner.memory.scheduler.waiting if pending.output.request_id == first]
                 if waiting and waiting[0].request.is_resumed:
