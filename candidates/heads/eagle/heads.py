@@ -285,8 +285,8 @@ def _plan(heads: EagleHeads, rounded: _Rounded) -> DecoderPlan:
 def _layer_plan(heads: EagleHeads, rounded: _Rounded, layer: int) -> LayerPlan:
     config = heads.config
     activation = written_activation(heads._activation)
-    mlp_maps = _map(heads, rounded, layer, *_GATE_UP), _map(heads, rounded, layer, "down_proj")
-    mlp = MLP(mlp_maps[0], activation, mlp_maps[1], is_gated=True)
+    inputs, output = _map(heads, rounded, layer, *_GATE_UP), _map(heads, rounded, layer, "down_proj")
+    mlp = MLP(inputs, activation, output, is_gated=True)
     return LayerPlan(
         before_attention=_norm(heads, "input_layernorm", layer) if layer else None,  # the first has a `FeaturePlan`
         after_attention=None,
