@@ -27,7 +27,8 @@ _SCALE_DRIFT, _SHAPE_DRIFT = 0.01, 0.004  # of the change of these factors betwe
 _REACH = 2.0  # bins over which the correlation of two sizes' own factors falls to 1/e
 UNKNOWN = 0.16  # of a size's factor relative to that of another: from here on, the size is in doubt
 _SURPRISE = 2.0  # standard deviations beyond which a step counts less, as a disturbance of the machine
-_LIMITS = np.array([_STEP, _SURPRISE, UNKNOWN])
+_DISTURBED = 0.5  # share of a step's delay beyond these that is taken for its deviation: the size stays in doubt
+_LIMITS = np.array([_STEP, _SURPRISE, _DISTURBED, UNKNOWN])
 
 
 def _covariance(scale: float, shape: float) -> np.ndarray:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from scipy.optimize import nnls
 
 from hf_smartspec.goodput import CostModel, CostPoint, DraftCost, DraftTimer, Roofline, free_tokens
+from hf_smartspec.goodput.cost import UNKNOWN
 from hf_smartspec.goodput.cost_fit import nonnegative_least_squares
 
 from .simulation import line
@@ -100,6 +101,17 @@ def test_a_first_step_that_took_long_is_soon_forgotten():
     for _ in range(8):
         cost.observe(200, 4, float(line().seconds(200, 4)))
     assert cost.correction(4) < 1.3
+
+
+def test_a_step_that_took_long_leaves_its_size_in_doubt():
+    """Else a size that seems to be dear would not be tried again, and a pause of the process would last for ever."""
+    cost = line()
+    observe(cost, line(), [4], 20)
+    true = float(line().seconds(200, 16))
+    cost.observe(200, 16, 4 * true)
+    assert cost.seconds(200, 16) < 3 * true and cost.doubt(16, 4) > 1.5 * UNKNOWN
+    cost.observe(200, 16, true)
+    assert cost.seconds(200, 16) == pytest.approx(true, rel=0.2)
 
 
 def test_a_size_that_has_become_slower_than_others_is_told_from_these():

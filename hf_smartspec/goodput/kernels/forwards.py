@@ -74,12 +74,13 @@ def correct(low, share, predicted, measured, sizes, limits, kept, drift, doubt, 
         low, share: Bin below the step's size, and the size's distance from it.
         predicted, measured: Seconds of the step.
         sizes: Profiled seconds of forwards like this step of the bins' sizes, float64 `[bins]`.
-        limits (float64 `[3]`): Standard deviation of single steps; the number of deviations beyond which one counts
-            less; and that of a size's factor relative to this size's beyond which the size is in doubt.
+        limits (float64 `[4]`): Standard deviation of single steps; the number of deviations beyond which one counts
+            less; the share of a longer delay that may be a disturbance; and the deviation of a size's factor relative
+            to this size's beyond which the size is in doubt.
         kept, drift, doubt: The covariance of the factors before the step, `[bins, bins]`, is `kept * doubt + drift`.
         new_doubt: Buffer for the covariance after the step.
     """
-    step, surprise, unknown = limits
+    step, surprise, disturbed, unknown = limits
     num = len(log_factors)
     shared = np.empty(num)  # covariance of this size and each bin
     for place in range(num):
@@ -89,7 +90,9 @@ def correct(low, share, predicted, measured, sizes, limits, kept, drift, doubt, 
         shared[place] = (1 - share) * new_doubt[low, place] + share * new_doubt[low + 1, place]
     own = (1 - share) * shared[low] + share * shared[low + 1]
     # Disturbances make steps slower: quicker ones count in full.
-    error, variance = math.log(measured / predicted), own + step**2
+    error = math.log(measured / predicted)
+    noise = math.hypot(step, disturbed * max(error - surprise * step, 0.0))
+    variance = own + noise**2
     most = surprise * math.sqrt(variance)
     weight = 1 / (variance * max(error / most, 1.0))
     for place in range(num):

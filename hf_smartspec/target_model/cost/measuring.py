@@ -84,6 +84,9 @@ HELD_OUT = (
 )  # fmt: skip
 
 
+_WARM_UP = Design(1, 16, 8)
+
+
 class Measured(NamedTuple):
     """The points that could be measured, in the order given, and whether the machine was busy meanwhile."""
 
@@ -133,6 +136,20 @@ def measure(
     points, others = ([_point(item, runs[item]) for item in items if item in runs] for items in (designs, held_out))
     was_busy = broadcast_from_rank0(model, lambda: _were_disturbed(model.device, list(runs.values())))
     return Measured(points, others, was_busy)
+
+
+def warm_up(model: PreTrainedModel) -> None:
+    """
+    Run forwards that make what later ones use (the trial of a compiled program, copies of weights, memory), so that no
+    step of a model that need not be measured takes much longer than its profile says.
+    """
+    longest = num_positions(model.config.get_text_config(decoder=True)) or float("inf")
+    if _WARM_UP.context + _WARM_UP.width > longest:
+        return
+    with torch.no_grad(), _inference_mode(model), _undisturbed_memory():
+        bench = _Bench(model, [_WARM_UP])
+        for _ in range(2):  # the first one is the trial
+            bench.run(_WARM_UP)
 
 
 def _measured(

@@ -24,7 +24,7 @@ from ..forward.ranks import broadcast_from_rank0, is_sharded
 from ..graphs import records
 from ..model_state import state_of
 from ..written import written_decoder, written_decoders
-from .measuring import DESIGN, is_busy, measure
+from .measuring import DESIGN, is_busy, measure, warm_up
 
 logger = get_logger(__name__)
 
@@ -76,6 +76,8 @@ def load_or_profile(model: PreTrainedModel, refresh: bool = False, progress: boo
             if cost is None:
                 measured = profile_model(model, progress)
                 cost = broadcast_from_rank0(model, lambda: keep_profile(model, measured, is_asked=refresh))
+            elif model.device.type == "cpu" and written_decoder(model) is not None:
+                warm_up(model)
             known[setting] = cost
     return cost
 

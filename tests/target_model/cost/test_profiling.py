@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hf_smartspec.commands.main import main
+from hf_smartspec.cpu.few_tokens import has_kernels
 from hf_smartspec.goodput import CostModel
 from hf_smartspec.target_model.cost import profiling
 from hf_smartspec.target_model.cost.measuring import Design
@@ -54,6 +55,15 @@ def test_a_profile_is_measured_once_and_kept(monkeypatch):
     with pytest.raises(AssertionError, match="measured again"):
         load_or_profile(new_model("llama"))
     assert [path.suffix for path in profile_path(model).parent.iterdir()] == [".json"], "no temporary files"
+
+
+@pytest.mark.skipif(not has_kernels(torch.float32), reason="there is no compiled code for this CPU")
+def test_no_step_of_a_model_whose_profile_is_on_disk_tries_out_its_program():
+    load_or_profile(new_model("llama", head_dim=16))
+    model = new_model("llama", head_dim=16)
+    load_or_profile(model)
+    decoder = written_decoder(model)
+    assert decoder is not None and decoder._is_tried
 
 
 def test_a_model_in_another_dtype_is_another_model():
