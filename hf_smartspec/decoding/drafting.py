@@ -87,7 +87,7 @@ class Drafting:
         # and of all steps.
         self._seconds_learning = self._seconds_observed = 0.0
         self._has_learnt = False  # whether the latest step had drafts and no prompts
-        self._seconds_selecting = 0.0  # in all steps, for sources that draft in one call
+        self._seconds_selecting = 0.0  # in all steps, for drafts
         self._seconds_meanwhile = 0.0  # spent on learning while a device computed
         self._first_price: LevelPrice | None = None  # of the first stage when the policy was called last
         # Accepted lengths by source, for sources after the first one: a running mean that begins with one token.
@@ -187,13 +187,13 @@ class Drafting:
     def _count_as_drafting(self, stage: Stage, selecting: float, learning: float = 0.0) -> None:
         """
         Count seconds of selecting and learning as the stage's time, and those of selecting no longer as the forward's.
-        Where every level is a call, the stage's time is that of levels, so that learning is counted beside it.
+        Where every level is a call, the stage's time is that of levels, so that both are counted beside it.
         """
+        self._seconds_selecting += selecting
         if stage.cost.is_autoregressive:
-            stage.overhead = learning
+            stage.overhead += selecting + learning
         else:
             stage.seconds += selecting + learning
-            self._seconds_selecting += selecting
 
     def _count(self, step: StepRows, rows: list[Request], trees: list[DraftTree]) -> None:
         """Count drafted nodes for the gates of draft models, except for rows whose sources wait for the prefill."""
@@ -215,6 +215,7 @@ class Drafting:
     ) -> list[DraftTree]:
         """Return the trees with the drafts of one more stage, which may be known."""
         with self._timed("seconds_select"):
+            before = self.clock()
             max_nodes = self.policy.max_nodes(step, stage, trees)
             _check_number(self.policy, "gave", len(max_nodes), "limits", len(rows))
             if stage.replaces:
@@ -222,6 +223,8 @@ class Drafting:
             stage.asked = np.maximum(np.minimum(max_nodes, stage.caps), 0).astype(np.int64, copy=False)
             asked = {request: number for request, number in zip(rows, stage.asked.tolist()) if number > 0}
             price = self.policy.price(step, stage) if asked else None
+            if asked:
+                self._count_as_drafting(stage, self.clock() - before)
         if stage is step.stages[0]:
             self._first_price = price
         if not asked:

@@ -20,7 +20,7 @@ from .node_prices import least_node_seconds, level_prices, node_seconds
 from .plan import Before, Plan, Won, known_continuation
 from .policy import LengthPolicy, StepOutcome, StepRows, StepSeconds
 from .stage import Stage
-from .stage_record import StageRecord, size_class
+from .stage_record import Held, StageRecord, size_class
 from .winners import mark_winners
 from .worth import Paces
 
@@ -192,6 +192,11 @@ class GoodputAuction(LengthPolicy):
         if record.rests(rows.request_ids):
             record.rested()
             return np.zeros(len(rows), np.int64)
+        is_alone = not before.num_nodes and caps.all()  # rows in prefill may draft in the next step
+        held = record.held_levels(rows.request_ids) if is_alone else None
+        if held is not None:
+            return held
+        record.held = None
         # Levels that pay by the mean estimate pay by the optimistic one, too. So after a step in which none paid, the
         # optimistic one alone mostly decides, in one auction instead of two.
         hopes_first = not record.pays and stage.cost.is_autoregressive
@@ -201,9 +206,10 @@ class GoodputAuction(LengthPolicy):
             record.pays = bool(best.any())
             if record.pays:
                 record.trials.reset()
+                record.held = Held(rows.request_ids, best) if is_alone else None
                 return best
             hoped = self._best_levels(rows, stage, caps, before, in_doubt=True) if hoped is None else hoped
-        if not hoped.any() and not before.num_nodes and caps.all():  # rows in prefill may draft in the next step
+        if not hoped.any() and is_alone:
             record.rest(rows.request_ids)
         return hoped
 
@@ -285,8 +291,14 @@ class GoodputAuction(LengthPolicy):
         if not cost.is_autoregressive:
             return LevelPrice(0.0, 0.0, self._price(rows) * least_node_seconds(self.cost, rows), trust)
         record = self.records[cost]
+        held = record.held
+        if held is not None and held.price is not None:
+            return held.price
         deeper = level_prices(self.cost, rows, self._price(rows), record.timer.seconds(cost), record.acceptance.rate)
-        return LevelPrice(*deeper[0], self._node_price(rows), trust, deeper)
+        price = LevelPrice(*deeper[0], self._node_price(rows), trust, deeper)
+        if held is not None:
+            held.price = price
+        return price
 
     def _price(self, rows: StepRows) -> float:
         """Return lambda, the price of time in this step: tokens per second."""

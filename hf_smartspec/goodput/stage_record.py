@@ -2,11 +2,13 @@
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
 from ..drafts.forest import Forest
+from ..drafts.price import LevelPrice
 from .draft_cost import DraftCost, DraftTimer
 from .estimates.acceptance import CERTAIN, AcceptanceEstimator
 from .estimates.decayed import DecayedMean, DecayedRate, shrunk
@@ -18,10 +20,12 @@ _EDGES = np.array([0.0, 0.05, 0.15, 0.3, 0.5, 0.75, 1.0, 1.5, 2.2, 3.2, 5.0])  #
 _PRIOR = np.append(1.0, np.exp(-1.5 * _EDGES))  # prior of the novelty share, which falls with the promise
 _HALF_LIFE = 300.0  # of an accepted level, in accepted levels of its bin
 _STRENGTH = 4.0  # weight of the prior, in levels
+_NUM_DEPTHS = 8  # depths after which it is counted whether drafts go on
 _NEWEST = 0.1  # least weight of the newest step in the time around drafts,
 _NEWEST_PROFIT = 0.03  # and of the newest call in what calls bring: text that can be drafted comes in pieces
 _PAUSE = 3.0  # times the usual time of a call: more is a pause of the process
-_RESTS = 15  # steps in which levels that did not pay are not weighed again
+_RESTS = 15  # steps in which levels that did not pay are not weighed again,
+_HOLDS = 3  # and those that did
 _MOST_LEFT_OUT = 8  # measurements in a row that are skipped since they include prompts
 # Tokens of a row since its latest draft that are read in a draft's own time: those of the deepest draft, and one.
 _MOST_BEHIND = 33
@@ -38,6 +42,16 @@ def _no_profits() -> defaultdict[int, DecayedMean]:
     return defaultdict(partial(DecayedMean, _NEWEST_PROFIT))
 
 
+@dataclass(eq=False)
+class Held:
+    """Levels that pay for some rows, which are not weighed again in the next steps."""
+
+    request_ids: Sequence[Hashable]
+    levels: np.ndarray  # [rows] int64
+    num_steps: int = _HOLDS
+    price: LevelPrice | None = None  # of further levels
+
+
 class StageRecord:
     """
     Estimates for one source. `acceptance` (of its own drafts, verified or not) is learnt for sources that are asked by
@@ -51,10 +65,15 @@ class StageRecord:
         # Seconds that a step with drafts takes besides levels and the forward, by the same classes; from 0 on, since
         # the first steps compile.
         self._overheads: defaultdict[int, DecayedMean] = defaultdict(partial(DecayedMean, _NEWEST, num=1 / _NEWEST))
+        # Share of drafts that go on after a right level, by depth and `size_class`; of sources that heed prices.
+        self._going_on: defaultdict[int, DecayedRate] = defaultdict(
+            partial(DecayedRate, 1.0, _STRENGTH, np.zeros(_NUM_DEPTHS), np.zeros(_NUM_DEPTHS))
+        )
         self.trials = Trials()
         self.pays = False  # whether levels paid in the latest step, for sources that are asked by level
         self._resting: Sequence[Hashable] = ()  # rows whose levels did not pay, for
         self._num_rests = 0  # so many further steps
+        self.held: Held | None = None  # what the current step drafts by, if levels pay in it
         self._newcomers = Newcomers()
         self._number = 0
 
@@ -65,6 +84,7 @@ class StageRecord:
             self.acceptance.decay_counts()
             self.profits = _no_profits()
             self._num_rests = 0
+            self.held = None
             self.trials.reset()
 
     def seconds(self, cost: DraftCost, levels: np.ndarray) -> float:
@@ -104,8 +124,18 @@ class StageRecord:
         rates = known.of_requests(request_ids, num_levels)
         if in_doubt:
             rates = np.minimum(rates * (1 + known.doubt / known.rate), CERTAIN)
+        going_on = self._going_on[size_class(len(rates))].rate
+        rates[:, 1:] *= going_on[np.minimum(np.arange(num_levels - 1), _NUM_DEPTHS - 1)]
         acceptance = np.cumprod(rates, axis=1)
         return acceptance * self.novelty.share(promises)[:, None]
+
+    def held_levels(self, request_ids: Sequence[Hashable]) -> np.ndarray | None:
+        """Return the levels that were found to pay for these rows in one of the latest steps, and count the step."""
+        held = self.held
+        if held is None or held.request_ids != request_ids or not held.num_steps:
+            return None
+        held.num_steps -= 1
+        return held.levels
 
     def rest(self, request_ids: Sequence[Hashable]) -> None:
         """Let `rests` be true of these rows: none of their levels pays, and nothing changes that soon but a draft."""
@@ -133,8 +163,8 @@ class StageRecord:
     def learn_time(self, stage: Stage, rows: StepRows) -> float:
         """Learn the time of a stage that was asked; return the seconds in which it read what it had not drafted for."""
         expected = self._seconds_of_levels(stage.cost, stage.levels)
-        if stage.overhead:  # more than the drafts take is a pause of the process
-            self._overheads[size_class(len(rows))].add(min(stage.overhead, expected))
+        if stage.overhead:
+            self._overheads[size_class(len(rows))].add(min(stage.overhead, _PAUSE * expected))
         has_read = self._newcomers.time(self.timer, stage.cost, rows, stage.levels, stage.seconds)
         return max(stage.seconds - expected, 0.0) if has_read and expected else 0.0
 
@@ -153,6 +183,16 @@ class StageRecord:
         succeeded = np.zeros_like(tried)
         succeeded[row[hits], depth[hits] - 1] = True
         self.acceptance.update(request_ids, tried, succeeded)
+        if stage.cost.heeds_prices:
+            self._learn_ends(len(request_ids), *((levels[forest.sizes < stage.asked]) for levels in (tried, succeeded)))
+
+    def _learn_ends(self, num_rows: int, tried: np.ndarray, succeeded: np.ndarray) -> None:
+        """Learn how often drafts that may go on do so, from their levels (`learn_levels`), `[drafts, depths]` bool."""
+        may_go_on, go_on = np.zeros(_NUM_DEPTHS), np.zeros(_NUM_DEPTHS)
+        num = min(tried.shape[1], _NUM_DEPTHS)
+        may_go_on[:num] = succeeded[:, :num].sum(axis=0)
+        go_on[: num - 1] = tried[:, 1:num].sum(axis=0)
+        self._going_on[size_class(num_rows)].add(may_go_on, go_on, 0.5 ** (may_go_on.sum() / _HALF_LIFE))
 
     def forget(self, request_id: Hashable) -> None:
         """Delete the state of a request that has ended. Unknown ids are ignored."""
