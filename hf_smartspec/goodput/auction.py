@@ -20,7 +20,7 @@ from .node_prices import least_node_seconds, level_prices, node_seconds
 from .plan import Before, Plan, Won, known_continuation
 from .policy import LengthPolicy, StepOutcome, StepRows, StepSeconds
 from .stage import Stage
-from .stage_record import Held, StageRecord, size_class
+from .stage_record import StageRecord, size_class
 from .winners import mark_winners
 from .worth import Paces
 
@@ -124,7 +124,7 @@ class GoodputAuction(LengthPolicy):
     def rested(self, num_rows: int, seconds: StepSeconds) -> None:
         self._num_rests += 1
         for record in self._records_by_level():
-            record.rested()
+            record.count_unweighed()
         plan = self._plan
         self._save_time(plan)
         plain_tokens = num_rows * (1 + seconds.draft / plan.plain_seconds)
@@ -146,6 +146,8 @@ class GoodputAuction(LengthPolicy):
         if self._plan.rows is not rows:
             self._begin(rows)
         plan, caps = self._plan, np.maximum(stage.caps, 0)
+        if plan.is_baseline:
+            self.records[stage.cost].let_go()  # the step corrects what levels were weighed by
         if plan.is_baseline or not caps.any():
             return np.zeros_like(caps)
         before = plan.before[stage] = self._before(rows, trees)
@@ -188,15 +190,16 @@ class GoodputAuction(LengthPolicy):
 
     def _weighed(self, rows: StepRows, stage: Stage, caps: np.ndarray, before: Before) -> np.ndarray:
         """Return the levels worth drafting, `[rows]` int64: by the mean estimate, or where none pays, by a high one."""
-        record = self.records[stage.cost]
-        if record.rests(rows.request_ids):
-            record.rested()
-            return np.zeros(len(rows), np.int64)
-        is_alone = not before.num_nodes and caps.all()  # rows in prefill may draft in the next step
-        held = record.held_levels(rows.request_ids) if is_alone else None
-        if held is not None:
-            return held
-        record.held = None
+        record, held = self.records[stage.cost], self.records[stage.cost].held(rows.request_ids)
+        # Rows that wait for their prompts may draft in the next step, and prompts make a step dear.
+        is_usual = not before.num_nodes and caps.all() and not rows.num_prefill_tokens
+        if held is not None and (is_usual or not held.levels.any()):
+            record.count_unweighed()
+            self._plan.held[stage] = held
+            if held.levels.any():
+                record.trials.reset()
+            return held.levels
+        record.let_go()
         # Levels that pay by the mean estimate pay by the optimistic one, too. So after a step in which none paid, the
         # optimistic one alone mostly decides, in one auction instead of two.
         hopes_first = not record.pays and stage.cost.is_autoregressive
@@ -206,11 +209,12 @@ class GoodputAuction(LengthPolicy):
             record.pays = bool(best.any())
             if record.pays:
                 record.trials.reset()
-                record.held = Held(rows.request_ids, best) if is_alone else None
+                if is_usual:
+                    self._plan.held[stage] = record.hold(rows.request_ids, best)
                 return best
             hoped = self._best_levels(rows, stage, caps, before, in_doubt=True) if hoped is None else hoped
-        if not hoped.any() and is_alone:
-            record.rest(rows.request_ids)
+        if not hoped.any() and is_usual:
+            record.hold(rows.request_ids, hoped)
         return hoped
 
     def _best_levels(
@@ -291,7 +295,7 @@ class GoodputAuction(LengthPolicy):
         if not cost.is_autoregressive:
             return LevelPrice(0.0, 0.0, self._price(rows) * least_node_seconds(self.cost, rows), trust)
         record = self.records[cost]
-        held = record.held
+        held = self._plan.held.get(stage)
         if held is not None and held.price is not None:
             return held.price
         deeper = level_prices(self.cost, rows, self._price(rows), record.timer.seconds(cost), record.acceptance.rate)

@@ -26,8 +26,8 @@ _SCALE, _SHAPE = 2.0, 0.45  # of a profile: of a factor common to all sizes, and
 _SCALE_DRIFT, _SHAPE_DRIFT = 0.01, 0.004  # of the change of these factors between two steps
 _REACH = 2.0  # bins over which the correlation of two sizes' own factors falls to 1/e
 UNKNOWN = 0.16  # of a size's factor relative to that of another: from here on, the size is in doubt
-_SURPRISE = 2.0  # standard deviations beyond which a step counts less, as a disturbance of the machine
-_DISTURBED = 0.5  # share of a step's delay beyond these that is taken for its deviation: the size stays in doubt
+_SURPRISE = 2.0  # standard deviations beyond which a step may be a disturbance of the machine,
+_DISTURBED = 0.5  # and the share of a longer delay that counts as its deviation then, so that the size stays in doubt
 _LIMITS = np.array([_STEP, _SURPRISE, _DISTURBED, UNKNOWN])
 
 
@@ -57,9 +57,9 @@ class CostPoint(NamedTuple):
 class StepSeconds(NamedTuple):
     """Seconds of one step by kind of work."""
 
-    draft: float  # and selecting, for sources that draft in one call
+    draft: float  # and selecting
     forward: float
-    other: float = 0.0  # layout, selecting, verification, commit
+    other: float = 0.0  # selecting where no source is asked, verification, commit
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """State of an auction within one step."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..drafts.forest import Forest
+from ..drafts.price import LevelPrice
 from ..drafts.tree import DraftTree
 from .policy import StepRows
 from .stage import Stage
@@ -30,6 +31,16 @@ class Before(NamedTuple):
     def width(self) -> int:
         """Number of such nodes in the row that has most."""
         return int(np.bincount(self.forest.row, self.profits > 0).max(initial=0)) if len(self.profits) else 0
+
+
+@dataclass(eq=False)
+class Held:
+    """The best levels of some rows, which are not weighed again in the next steps."""
+
+    request_ids: Sequence[Hashable]
+    levels: np.ndarray  # [rows] int64
+    num_steps: int
+    price: LevelPrice | None = None  # of further levels
 
 
 class Won(NamedTuple):
@@ -59,6 +70,7 @@ class Plan:
         probing (`Stage`, *optional*): A stage that was asked as a trial, and for nothing else.
         shares (`dict`): Share of each stage that was asked in what the drafts save.
         before (`dict`): Earlier stages' drafts when each stage was asked.
+        held (`dict`): The levels of each stage that holds them, or keeps them from this step on.
         drafted (`dict`): Drafts of each stage, with its own probabilities.
         forest (`Forest`, *optional*): The latest forest of the step's trees.
     """
@@ -76,6 +88,7 @@ class Plan:
     probing: Stage | None = None
     shares: dict[Stage, float] = field(default_factory=dict)
     before: dict[Stage, Before] = field(default_factory=dict)
+    held: dict[Stage, Held] = field(default_factory=dict)
     drafted: dict[Stage, Forest] = field(default_factory=dict)
     forest: Forest | None = None
 

@@ -2,16 +2,15 @@
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
 from ..drafts.forest import Forest
-from ..drafts.price import LevelPrice
 from .draft_cost import DraftCost, DraftTimer
 from .estimates.acceptance import CERTAIN, AcceptanceEstimator
 from .estimates.decayed import DecayedMean, DecayedRate, shrunk
+from .plan import Held
 from .policy import StepRows
 from .stage import Stage
 from .trials import Trials
@@ -42,16 +41,6 @@ def _no_profits() -> defaultdict[int, DecayedMean]:
     return defaultdict(partial(DecayedMean, _NEWEST_PROFIT))
 
 
-@dataclass(eq=False)
-class Held:
-    """Levels that pay for some rows, which are not weighed again in the next steps."""
-
-    request_ids: Sequence[Hashable]
-    levels: np.ndarray  # [rows] int64
-    num_steps: int = _HOLDS
-    price: LevelPrice | None = None  # of further levels
-
-
 class StageRecord:
     """
     Estimates for one source. `acceptance` (of its own drafts, verified or not) is learnt for sources that are asked by
@@ -62,18 +51,14 @@ class StageRecord:
         self.timer, self.acceptance, self.novelty = DraftTimer(), AcceptanceEstimator(), Novelty()
         # Seconds saved by a call less those of drafting and verifying, by `size_class`; of sources that draft at once.
         self.profits = _no_profits()
-        # Seconds that a step with drafts takes besides levels and the forward, by the same classes; from 0 on, since
-        # the first steps compile.
-        self._overheads: defaultdict[int, DecayedMean] = defaultdict(partial(DecayedMean, _NEWEST, num=1 / _NEWEST))
-        # Share of drafts that go on after a right level, by depth and `size_class`; of sources that heed prices.
-        self._going_on: defaultdict[int, DecayedRate] = defaultdict(
-            partial(DecayedRate, 1.0, _STRENGTH, np.zeros(_NUM_DEPTHS), np.zeros(_NUM_DEPTHS))
-        )
+        # Seconds that a step with drafts takes besides levels and the forward, by the same classes: a new class begins
+        # with those of the latest one, and the first with 0, since the first steps take long.
+        self._overheads: dict[int, DecayedMean] = {}
+        self._latest_overhead = 0.0
+        self._continuations = Continuations()
         self.trials = Trials()
         self.pays = False  # whether levels paid in the latest step, for sources that are asked by level
-        self._resting: Sequence[Hashable] = ()  # rows whose levels did not pay, for
-        self._num_rests = 0  # so many further steps
-        self.held: Held | None = None  # what the current step drafts by, if levels pay in it
+        self._held: Held | None = None
         self._newcomers = Newcomers()
         self._number = 0
 
@@ -83,12 +68,12 @@ class StageRecord:
             self._number = number
             self.acceptance.decay_counts()
             self.profits = _no_profits()
-            self._num_rests = 0
-            self.held = None
+            self.let_go()
+            self._continuations = Continuations()
             self.trials.reset()
 
     def seconds(self, cost: DraftCost, levels: np.ndarray) -> float:
-        """Return the seconds to draft so many levels (`[rows]` int), and to learn from these drafts."""
+        """Return the seconds to draft so many levels (`[rows]` int), to select their nodes, and to learn from these."""
         return self._seconds_of_levels(cost, levels) + (self.overhead(len(levels)) if levels.any() else 0.0)
 
     def add_profit(self, cost: DraftCost, num_rows: int, saved: float, spent: float) -> None:
@@ -98,7 +83,8 @@ class StageRecord:
 
     def overhead(self, num_rows: int) -> float:
         """Return the seconds that a step of `num_rows` rows with drafts takes besides levels and the forward."""
-        return self._overheads[size_class(num_rows)].mean
+        known = self._overheads.get(size_class(num_rows))
+        return self._latest_overhead if known is None else known.mean
 
     def _seconds_of_levels(self, cost: DraftCost, levels: np.ndarray) -> float:
         per_call, per_row = self.timer.seconds(cost)
@@ -124,30 +110,33 @@ class StageRecord:
         rates = known.of_requests(request_ids, num_levels)
         if in_doubt:
             rates = np.minimum(rates * (1 + known.doubt / known.rate), CERTAIN)
-        going_on = self._going_on[size_class(len(rates))].rate
-        rates[:, 1:] *= going_on[np.minimum(np.arange(num_levels - 1), _NUM_DEPTHS - 1)]
+        rates[:, 1:] *= self._continuations.rates(len(rates), num_levels - 1, in_doubt)
         acceptance = np.cumprod(rates, axis=1)
         return acceptance * self.novelty.share(promises)[:, None]
 
-    def held_levels(self, request_ids: Sequence[Hashable]) -> np.ndarray | None:
-        """Return the levels that were found to pay for these rows in one of the latest steps, and count the step."""
-        held = self.held
-        if held is None or held.request_ids != request_ids or not held.num_steps:
-            return None
-        held.num_steps -= 1
-        return held.levels
+    def hold(self, request_ids: Sequence[Hashable], levels: np.ndarray) -> Held:
+        """Keep the best levels of these rows for the next steps: for many if none pays, as only drafts change that."""
+        held = self._held = Held(request_ids, levels, _HOLDS if levels.any() else _RESTS)
+        return held
 
-    def rest(self, request_ids: Sequence[Hashable]) -> None:
-        """Let `rests` be true of these rows: none of their levels pays, and nothing changes that soon but a draft."""
-        self._resting, self._num_rests = request_ids, _RESTS
+    def let_go(self) -> None:
+        """Weigh levels in the next step."""
+        self._held = None
+
+    def held(self, request_ids: Sequence[Hashable]) -> Held | None:
+        """Return what holds for these rows in the next step."""
+        held = self._held
+        return held if held is not None and held.num_steps and held.request_ids == request_ids else None
+
+    def count_unweighed(self) -> None:
+        """Count a step by what holds."""
+        if self._held is not None:
+            self._held.num_steps -= 1
 
     def rests(self, request_ids: Sequence[Hashable]) -> bool:
         """Return whether no level paid for the same rows in one of the latest steps, since when none was drafted."""
-        return self._num_rests > 0 and self._resting == request_ids
-
-    def rested(self) -> None:
-        """Count a step in which `rests` was true."""
-        self._num_rests -= 1
+        held = self.held(request_ids)
+        return held is not None and not held.levels.any()
 
     def for_trial(self, rows: StepRows, idle: np.ndarray) -> np.ndarray:
         """
@@ -163,10 +152,16 @@ class StageRecord:
     def learn_time(self, stage: Stage, rows: StepRows) -> float:
         """Learn the time of a stage that was asked; return the seconds in which it read what it had not drafted for."""
         expected = self._seconds_of_levels(stage.cost, stage.levels)
-        if stage.overhead:
-            self._overheads[size_class(len(rows))].add(min(stage.overhead, _PAUSE * expected))
+        if stage.overhead and expected:
+            self._learn_overhead(len(rows), stage.overhead, expected)
         has_read = self._newcomers.time(self.timer, stage.cost, rows, stage.levels, stage.seconds)
         return max(stage.seconds - expected, 0.0) if has_read and expected else 0.0
+
+    def _learn_overhead(self, num_rows: int, seconds: float, levels_seconds: float) -> None:
+        known = self.overhead(num_rows)
+        overhead = self._overheads.setdefault(size_class(num_rows), DecayedMean(_NEWEST, known, 1 / _NEWEST))
+        overhead.add(min(seconds, _PAUSE * max(levels_seconds, known)))
+        self._latest_overhead = overhead.mean
 
     def learn_levels(
         self, request_ids: Sequence[Hashable], stage: Stage, forest: Forest, nodes: np.ndarray, hits: np.ndarray
@@ -175,7 +170,8 @@ class StageRecord:
         Learn from nodes whose parents were right: `nodes` are their indices `[m]`, `hits` whether they were right, bool
         `[m]`. An empty draft counts as a level that was rejected.
         """
-        self._num_rests = 0
+        if self._held is not None and not self._held.levels.any():
+            self.let_go()  # a draft has shown something
         row, depth = forest.row[nodes], forest.depths[nodes]
         tried = np.zeros((len(request_ids), int(depth.max(initial=1))), bool)
         tried[:, 0] = (stage.asked > 0) & (forest.sizes == 0)
@@ -184,15 +180,7 @@ class StageRecord:
         succeeded[row[hits], depth[hits] - 1] = True
         self.acceptance.update(request_ids, tried, succeeded)
         if stage.cost.heeds_prices:
-            self._learn_ends(len(request_ids), *((levels[forest.sizes < stage.asked]) for levels in (tried, succeeded)))
-
-    def _learn_ends(self, num_rows: int, tried: np.ndarray, succeeded: np.ndarray) -> None:
-        """Learn how often drafts that may go on do so, from their levels (`learn_levels`), `[drafts, depths]` bool."""
-        may_go_on, go_on = np.zeros(_NUM_DEPTHS), np.zeros(_NUM_DEPTHS)
-        num = min(tried.shape[1], _NUM_DEPTHS)
-        may_go_on[:num] = succeeded[:, :num].sum(axis=0)
-        go_on[: num - 1] = tried[:, 1:num].sum(axis=0)
-        self._going_on[size_class(num_rows)].add(may_go_on, go_on, 0.5 ** (may_go_on.sum() / _HALF_LIFE))
+            self._continuations.update(len(request_ids), forest, nodes[hits], forest.sizes < stage.asked)
 
     def forget(self, request_id: Hashable) -> None:
         """Delete the state of a request that has ended. Unknown ids are ignored."""
@@ -229,6 +217,48 @@ class Novelty:
         bins = np.searchsorted(_EDGES, promises)
         true, new = (np.bincount(bins, values, len(_PRIOR)) for values in (reached, np.maximum(reached - before, 0)))
         self._new.add(true, new, 0.5 ** (true / _HALF_LIFE))
+
+
+class Continuations:
+    """
+    Share of drafts that go on after a right level, by depth: in steps of about as many rows, shrunk towards that in all
+    steps. Drafts of sources that heed prices go on where they are likely to be right; how often the levels that they
+    then draft are right says nothing about the others.
+    """
+
+    def __init__(self) -> None:
+        self._all = self._new()
+        self._by_size: defaultdict[int, DecayedRate] = defaultdict(self._new)
+
+    @staticmethod
+    def _new() -> DecayedRate:
+        return DecayedRate(1.0, _STRENGTH, np.zeros(_NUM_DEPTHS), np.zeros(_NUM_DEPTHS))
+
+    def rates(self, num_rows: int, num_levels: int, in_doubt: bool = False) -> np.ndarray:
+        """
+        Return the shares of drafts that go on after the first to the `num_levels`-th level, `[num_levels]` float64;
+        `in_doubt`, one standard deviation higher.
+        """
+        own = self._by_size[size_class(num_rows)]
+        rates = shrunk(own.hits, own.tries, self._all.rate, _STRENGTH)
+        if in_doubt:
+            rates = np.minimum(rates + np.sqrt(rates * (1 - rates) / (own.tries + _STRENGTH)), 1.0)
+        return rates[np.minimum(np.arange(num_levels), _NUM_DEPTHS - 1)]
+
+    def update(self, num_rows: int, forest: Forest, right: np.ndarray, may_grow: np.ndarray) -> None:
+        """
+        Learn from one step's drafts.
+
+        Args:
+            right (`np.ndarray` of shape `[m]`, int): Indices of the nodes that were right.
+            may_grow (`np.ndarray` of shape `[rows]`, bool): Drafts of fewer nodes than they may have.
+        """
+        goes_on = np.isin(right, forest.parents)
+        is_known = goes_on | may_grow[forest.row[right]]
+        at = np.minimum(forest.depths[right], _NUM_DEPTHS) - 1
+        tries, hits = (np.bincount(at[chosen], minlength=_NUM_DEPTHS) for chosen in (is_known, goes_on))
+        for counts in (self._all, self._by_size[size_class(num_rows)]):
+            counts.add(tries, hits, 0.5 ** (tries / _HALF_LIFE))
 
 
 class Newcomers:

@@ -57,6 +57,6 @@ def test_the_policy_weighs_it():
         record.acceptance.update([0], np.ones((1, 4), bool), np.ones((1, 4), bool))
     assert policy.max_nodes(step, step.stages[0], [])[0] > 0
     record._newcomers.per_token.add(1e-2)
-    record.held = None  # levels that pay are drafted for some steps without being weighed
+    record.let_go()  # levels that pay are drafted for some steps without being weighed
     again = StepRows([0], np.array([2000]), np.array([8]), stages=rows(2000).stages, num_left=np.array([4]))
     assert policy.max_nodes(again, again.stages[0], [])[0] == 0

@@ -109,22 +109,40 @@ def test_levels_that_pay_keep_their_price_until_they_are_weighed_again():
     assert [price is prices[0] for price in prices] == [True] * 4 + [False] * 2 and prices[5] is not prices[4]
 
 
-@pytest.mark.parametrize(("heeds_prices", "least", "most"), [(True, 0.0, 0.1), (False, 0.8, 1.0)])
-def test_levels_to_which_drafts_that_end_by_themselves_do_not_go_on_gain_little(heeds_prices, least, most):
+ENDS = replace(model_cost(), heeds_prices=True)
+
+
+def learn(record, cost, trees, tokens, limit):
+    """Learn from two rows' drafts, which might have had `limit` nodes."""
+    stage, forest = alone(cost).stages[0], Forest(trees)
+    stage.asked = np.full(2, limit)
+    record.learn_levels([0, 1], stage, forest, *forest.outcomes([np.arange(1, 1 + tokens)] * 2))
+
+
+@pytest.mark.parametrize(("cost", "least", "most"), [(ENDS, 0.0, 0.15), (model_cost(), 0.8, 1.0)])
+def test_levels_to_which_drafts_that_end_by_themselves_do_not_go_on_gain_little(cost, least, most):
     """Those that go on are the ones whose first level was likely."""
-    cost, record = replace(model_cost(), heeds_prices=heeds_prices), StageRecord()
-    short, long = DraftTree.chain([1]), DraftTree.chain([1, 2])
+    record, short, long = StageRecord(), DraftTree.chain([1]), DraftTree.chain([1, 2])
     for trees in [[short, short]] * 30 + [[short, long]] + [[short, short]] * 30:
-        stage, forest = alone(cost).stages[0], Forest(trees)
-        stage.asked = np.full(2, 8)
-        record.learn_levels([0, 1], stage, forest, *forest.outcomes([np.array([1, 2, 3])] * 2))
+        learn(record, cost, trees, tokens=3, limit=8)
     gains = record.gains([0, 1], np.zeros(2), 3)
     assert (gains[:, 0] > 0.9).all() and (least <= gains[:, 1]).all() and (gains[:, 1] <= most).all()
-    full = alone(cost).stages[0]
-    full.asked = np.array([1, 1])  # drafts of as many nodes as they may have do not end by themselves
-    before, forest = record.gains([0, 1], np.zeros(2), 3), Forest([short, short])
-    record.learn_levels([0, 1], full, forest, *forest.outcomes([np.array([1, 2])] * 2))
-    assert (record.gains([0, 1], np.zeros(2), 3) >= before - 1e-9).all()
+    in_doubt, of_more = record.gains([0, 1], np.zeros(2), 3, in_doubt=True), record.gains(range(2, 6), np.zeros(4), 3)
+    assert (in_doubt[:, 1] >= gains[:, 1]).all() and (of_more[:, 1] <= 1.5 * max(most, 0.2)).all(), (
+        "of other batches, too"
+    )
+    record.renew(1)
+    assert (record.gains([0, 1], np.zeros(2), 3)[:, 1] > 0.5).all(), "other weights have another confidence"
+
+
+@pytest.mark.parametrize("length, limit", [(3, 3), (5, 8), (20, 24)])
+@pytest.mark.parametrize("num_verified", [0, 1, 30])
+def test_drafts_that_are_cut_or_full_or_hardly_verified_have_not_ended_by_themselves(length, limit, num_verified):
+    record, chain = StageRecord(), DraftTree.chain(range(1, length + 1))
+    for _ in range(40):
+        learn(record, ENDS, [chain, chain], 1 + min(num_verified, length), limit)
+    shares = record._continuations.rates(2, min(length, limit) - 1)
+    assert (shares[:7] == 1.0).all() and (shares > 0.85).all()
 
 
 def test_steps_with_drafts_by_level_have_an_overhead_of_which_pauses_are_no_part():
@@ -136,7 +154,12 @@ def test_steps_with_drafts_by_level_have_an_overhead_of_which_pauses_are_no_part
         assert record.overhead(2) <= 0.003
     assert record.overhead(2) == pytest.approx(0.002, rel=0.05)
     assert record.seconds(cost, np.array([1, 1])) == pytest.approx(0.012, rel=0.05)
-    assert record.seconds(cost, np.array([0, 0])) == 0 and record.overhead(1) == 0, "in steps of about as many rows"
+    assert record.seconds(cost, np.array([0, 0])) == 0
+    assert record.overhead(1) == record.overhead(2), "as long as nothing is known of other batches"
+    rows = alone(cost, (0,))
+    rows.stages[0].asked, rows.stages[0].seconds, rows.stages[0].overhead = np.ones(1, int), 0.01, 0.001
+    record.learn_time(rows.stages[0], rows)
+    assert record.overhead(1) < record.overhead(2) and record.overhead(64) == record.overhead(1)
 
 
 def test_levels_that_do_not_make_up_for_the_overhead_are_not_drafted(monkeypatch):

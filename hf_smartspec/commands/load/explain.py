@@ -24,7 +24,7 @@ class Explanation(NamedTuple):
 
 def print_explanations(title: str, explanations: dict[str, Explanation], console: Console) -> None:
     """Print a table with one line per policy."""
-    columns = ("draft", "select", "prefill", "verify", "wait", "nodes", "in vain", "pays", "best", "accepted")
+    columns = ("draft", "other", "prefill", "verify", "wait", "nodes", "in vain", "pays", "best", "accepted")
     lines = table(escape(title), "policy", *columns)
     for name, (report, wait) in explanations.items():
         parts = [f"{report.seconds[part]:.2f}" for part in ("draft", "other", "prefill", "verify")]
@@ -39,7 +39,7 @@ def print_explanations(title: str, explanations: dict[str, Explanation], console
 
 
 LEGEND = (
-    "draft, select (with commit and observation), prefill, verify: seconds of all steps. wait: in the queue, mean "
+    "draft (with selecting), other (commit), prefill, verify: seconds of all steps. wait: in the queue, mean "
     "seconds. nodes: verified per row and step; in vain: of them. pays: probability from which a node has paid. best: "
     "fixed number of nodes in hindsight, and its goodput by the one reached, by the cost model. accepted: % of levels, "
     "from the first on."

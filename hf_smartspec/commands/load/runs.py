@@ -109,11 +109,13 @@ def calibrate(setup: Setup, source: str) -> Calibration:
     counts += engine.statistics
     if setup.responses is None:
         setup.responses = [np.array(output.generated_tokens, np.int64) for output in outputs]
-    inside = _step_seconds(LoadResult(statistics=counts))
     cost = DraftCost(is_autoregressive=together.is_autoregressive, width=together.width)
     (timer,) = policy.timers.values()
     per_call, per_row = timer.seconds(cost)
     draft = replace(cost, per_call=per_call, per_row=per_row)
+    inside = _step_seconds(LoadResult(statistics=counts))
+    if cost.is_autoregressive:  # its cost is that of levels, and of forwards; selecting drafts is neither's
+        inside -= counts.seconds_select / max(counts.forwards, 1)
     besides = max(counts.seconds_total / max(counts.forwards, 1) - inside, 0.0)
     return Calibration(policy.cost, draft, besides, median(delays), together.default_num_nodes)
 

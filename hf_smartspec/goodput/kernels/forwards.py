@@ -74,9 +74,9 @@ def correct(low, share, predicted, measured, sizes, limits, kept, drift, doubt, 
         low, share: Bin below the step's size, and the size's distance from it.
         predicted, measured: Seconds of the step.
         sizes: Profiled seconds of forwards like this step of the bins' sizes, float64 `[bins]`.
-        limits (float64 `[4]`): Standard deviation of single steps; the number of deviations beyond which one counts
-            less; the share of a longer delay that may be a disturbance; and the deviation of a size's factor relative
-            to this size's beyond which the size is in doubt.
+        limits (float64 `[4]`): Standard deviation of single steps; the number of deviations beyond which one may be a
+            disturbance; the share of a longer delay that counts as its deviation then; and the deviation of a size's
+            factor relative to this size's beyond which the size is in doubt.
         kept, drift, doubt: The covariance of the factors before the step, `[bins, bins]`, is `kept * doubt + drift`.
         new_doubt: Buffer for the covariance after the step.
     """
@@ -90,11 +90,8 @@ def correct(low, share, predicted, measured, sizes, limits, kept, drift, doubt, 
         shared[place] = (1 - share) * new_doubt[low, place] + share * new_doubt[low + 1, place]
     own = (1 - share) * shared[low] + share * shared[low + 1]
     # Disturbances make steps slower: quicker ones count in full.
-    error = math.log(measured / predicted)
-    noise = math.hypot(step, disturbed * max(error - surprise * step, 0.0))
-    variance = own + noise**2
-    most = surprise * math.sqrt(variance)
-    weight = 1 / (variance * max(error / most, 1.0))
+    error, most = math.log(measured / predicted), surprise * math.sqrt(own + step**2)
+    weight = 1 / (own + step**2 + (disturbed * max(error - surprise * step, 0.0)) ** 2)
     for place in range(num):
         log_factors[place] += weight * shared[place] * error
         for other in range(num):

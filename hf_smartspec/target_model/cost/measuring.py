@@ -140,16 +140,14 @@ def measure(
 
 def warm_up(model: PreTrainedModel) -> None:
     """
-    Run forwards that make what later ones use (the trial of a compiled program, copies of weights, memory), so that no
+    Run forwards that make what later ones use (the trial of a compiled program, a copy of the head, memory), so that no
     step of a model that need not be measured takes much longer than its profile says.
     """
     longest = num_positions(model.config.get_text_config(decoder=True)) or float("inf")
     if _WARM_UP.context + _WARM_UP.width > longest:
         return
-    with torch.no_grad(), _inference_mode(model), _undisturbed_memory():
-        bench = _Bench(model, [_WARM_UP])
-        for _ in range(2):  # the first one is the trial
-            bench.run(_WARM_UP)
+    with torch.no_grad(), _inference_mode(model):
+        _Bench(model, [_WARM_UP]).run(_WARM_UP)  # after a forward of one token, which is the trial
 
 
 def _measured(

@@ -54,7 +54,8 @@ def profile_model(model: PreTrainedModel, progress: bool = True) -> CostModel:
 
 def load_or_profile(model: PreTrainedModel, refresh: bool = False, progress: bool = True) -> CostModel:
     """
-    Return the model's cost: known in this process, read from disk, or measured now, which takes seconds. There is one
+    Return the model's cost: known in this process, read from disk (then the model is warmed up), or measured now, which
+    takes seconds. There is one
     object for each of the model's dtypes, devices, modes and numbers of torch's threads, so that what is learnt while
     serving outlasts a change of these. A provisional profile on disk is used while the machine is busy, and measured
     anew as soon as a process finds it quiet.
@@ -72,14 +73,22 @@ def load_or_profile(model: PreTrainedModel, refresh: bool = False, progress: boo
             known = state_of(model).costs
             if setting in known and not refresh:
                 return known[setting]
-            cost = None if refresh else broadcast_from_rank0(model, lambda: _usable(model))
-            if cost is None:
+            kept = None if refresh else broadcast_from_rank0(model, lambda: _usable(model))
+            if kept is None:
                 measured = profile_model(model, progress)
-                cost = broadcast_from_rank0(model, lambda: keep_profile(model, measured, is_asked=refresh))
-            elif model.device.type == "cpu" and written_decoder(model) is not None:
-                warm_up(model)
-            known[setting] = cost
-    return cost
+                known[setting] = broadcast_from_rank0(model, lambda: keep_profile(model, measured, is_asked=refresh))
+                return known[setting]
+            known[setting] = kept
+        if model.device.type == "cpu" and written_decoder(model) is not None:
+            _warm_up(model)
+    return kept
+
+
+def _warm_up(model: PreTrainedModel) -> None:
+    try:
+        warm_up(model)
+    except (RuntimeError, MemoryError) as error:  # torch's allocator raises the former; steps do without
+        logger.debug("The model was not warmed up.", exc_info=error)
 
 
 def _setting_of(model: PreTrainedModel) -> _Setting:

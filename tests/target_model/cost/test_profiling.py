@@ -58,12 +58,23 @@ def test_a_profile_is_measured_once_and_kept(monkeypatch):
 
 
 @pytest.mark.skipif(not has_kernels(torch.float32), reason="there is no compiled code for this CPU")
-def test_no_step_of_a_model_whose_profile_is_on_disk_tries_out_its_program():
-    load_or_profile(new_model("llama", head_dim=16))
-    model = new_model("llama", head_dim=16)
+def test_no_step_of_a_model_whose_profile_is_on_disk_tries_out_its_program_or_copies_its_head():
+    load_or_profile(new_model("llama", head_dim=16, vocab_size=2**16))
+    model = new_model("llama", head_dim=16, vocab_size=2**16)
     load_or_profile(model)
     decoder = written_decoder(model)
-    assert decoder is not None and decoder._is_tried
+    assert decoder is not None and decoder._is_tried and decoder._compiled._screen is not None
+
+
+def test_a_model_that_cannot_be_warmed_up_has_a_profile_all_the_same(monkeypatch):
+    cost = load_or_profile(new_model("llama"))
+
+    def fail(model):
+        raise RuntimeError("not enough memory")
+
+    monkeypatch.setattr(profiling, "warm_up", fail)
+    model = new_model("llama")
+    assert load_or_profile(model) == cost and load_or_profile(model) is load_or_profile(model)
 
 
 def test_a_model_in_another_dtype_is_another_model():
