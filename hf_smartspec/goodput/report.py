@@ -15,7 +15,7 @@ from .policy import LengthPolicy, StepOutcome, StepRows, StepSeconds
 from .stage import Stage
 
 _FIXED = (0, 1, 2, 3, 5, 8, 16)  # lengths tried in hindsight
-_EVERY = 8  # one step in so many is evaluated in hindsight
+_EVERY = 8  # steps from one that is evaluated in hindsight to the next; twice as many where most need no decision
 _RECENT = 2000  # steps over which predictions are compared
 
 
@@ -99,7 +99,7 @@ class LoggedPolicy(LengthPolicy):
     def __init__(self, policy: LengthPolicy, cost: CostModel | None = None):
         self.policy, self.cost = policy, cost
         self._seconds = dict.fromkeys(("draft", "prefill", "verify", "other"), 0.0)
-        self._drafted = self._accepted = self._num_steps = 0
+        self._drafted = self._accepted = self._num_steps = self._next_look = 0
         self._nodes: Counter[int] = Counter()
         self._levels: dict[str, np.ndarray] = {}  # [2, depths], tried and succeeded
         self._break_even: deque[float] = deque(maxlen=_RECENT)
@@ -120,10 +120,15 @@ class LoggedPolicy(LengthPolicy):
         return self.policy.num_to_run(queue, least, has_slots)
 
     def rests(self, request_ids: Sequence[Hashable]) -> bool:
-        return self._num_steps % _EVERY > 0 and self.policy.rests(request_ids)  # the others are looked back at
+        return not self._must_look and self.policy.rests(request_ids)
 
     def asks_first(self, request_ids: Sequence[Hashable]) -> bool:
-        return self._num_steps % _EVERY > 0 and self.policy.asks_first(request_ids)
+        return not self._must_look and self.policy.asks_first(request_ids)
+
+    @property
+    def _must_look(self) -> bool:
+        """Return whether the policy must be called, since no step was evaluated in hindsight for long."""
+        return self._num_steps >= self._next_look + _EVERY
 
     def rested(self, num_rows: int, seconds: StepSeconds) -> None:
         self._num_steps += 1
@@ -165,9 +170,10 @@ class LoggedPolicy(LengthPolicy):
         for name, value in zip(self._seconds, (seconds.draft, prefill, seconds.forward - prefill, seconds.other)):
             self._seconds[name] += value
         self._compare_prediction(outcome)
-        tokens, is_due = outcome.tokens, self._num_steps % _EVERY == 0
+        tokens, is_due = outcome.tokens, self._num_steps >= self._next_look
         if tokens is not None and is_due and len(rows) and not rows.num_prefill_tokens:
             self._look_back(outcome, tokens)
+            self._next_look = self._num_steps + _EVERY
         self._num_steps += 1
         self.policy.observe(outcome)
 

@@ -95,7 +95,7 @@ class Restful(FixedLength):
 
 
 def test_a_policy_that_rests_is_called_for_steps_with_prompts_only(monkeypatch):
-    monkeypatch.setattr("hf_smartspec.goodput.report._EVERY", 1000)  # no step but the first is looked back at
+    monkeypatch.setattr("hf_smartspec.goodput.report._EVERY", 1000)  # no step is called for to look back at it
     model, policy = tiny_llama(), Restful()
     asked = [Asked([3, 4, 5, 3, 4], {"max_new_tokens": num}) for num in (6, 9, 12)]
     config = SmartSpecConfig("prompt_lookup", policy=policy)
