@@ -24,7 +24,8 @@ _NEWEST = 0.1  # least weight of the newest step in the time around drafts,
 _NEWEST_PROFIT = 0.03  # and of the newest call in what calls bring: text that can be drafted comes in pieces
 _PAUSE = 3.0  # times the usual time of a call: more is a pause of the process
 _RESTS = 15  # steps in which levels that did not pay are not weighed again,
-_HOLDS = 3  # and those that did
+_HOLDS = 3  # and those that did, once the acceptance rate
+_SETTLED = 0.05  # is in no more doubt: first drafts may fail or succeed by chance, and each one tells a lot
 _MOST_LEFT_OUT = 8  # measurements in a row that are skipped since they include prompts
 # Tokens of a row since its latest draft that are read in a draft's own time: those of the deepest draft, and one.
 _MOST_BEHIND = 33
@@ -116,7 +117,10 @@ class StageRecord:
 
     def hold(self, request_ids: Sequence[Hashable], levels: np.ndarray) -> Held:
         """Keep the best levels of these rows for the next steps: for many if none pays, as only drafts change that."""
-        held = self._held = Held(request_ids, levels, _HOLDS if levels.any() else _RESTS)
+        num_steps = _RESTS
+        if levels.any():
+            num_steps = _HOLDS if self.acceptance.doubt <= _SETTLED else 0
+        held = self._held = Held(request_ids, levels, num_steps)
         return held
 
     def let_go(self) -> None:

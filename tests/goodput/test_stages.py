@@ -90,9 +90,20 @@ def step_of_nothing(policy, rows, seconds=0.02):
     return stage.asked
 
 
-@pytest.mark.parametrize(("per_call", "num"), [(1e-9, 6), (1.0, 2)])
-def test_levels_that_pay_are_weighed_in_every_fourth_step_and_others_in_every_16th(per_call, num, weighings):
-    policy, cost = GoodputAuction(line()), model_cost(per_call)
+def settled(cost):
+    """A policy that knows how often the source's levels are accepted."""
+    policy = GoodputAuction(line())
+    for _ in range(30):
+        policy.records[cost].acceptance.update([0, 1], np.ones((2, 4), bool), np.ones((2, 4), bool))
+    return policy
+
+
+@pytest.mark.parametrize(("per_call", "known", "num"), [(1e-9, False, 21), (1e-9, True, 6), (1.0, False, 2)])
+def test_levels_that_are_known_to_pay_are_weighed_in_every_fourth_step_and_others_in_every_16th(
+    per_call, known, num, weighings
+):
+    cost = model_cost(per_call)
+    policy = settled(cost) if known else GoodputAuction(line())
     for _ in range(20):
         rows = alone(cost)
         asked = policy.max_nodes(rows, rows.stages[0], [DraftTree.empty()] * 2)
@@ -101,7 +112,8 @@ def test_levels_that_pay_are_weighed_in_every_fourth_step_and_others_in_every_16
 
 
 def test_levels_that_pay_keep_their_price_until_they_are_weighed_again():
-    policy, cost, prices = GoodputAuction(line()), replace(model_cost(1e-9), heeds_prices=True), []
+    cost, prices = replace(model_cost(1e-9), heeds_prices=True), []
+    policy = settled(cost)
     for names in (*[(0, 1)] * 5, (0, 2)):
         rows = alone(cost, names)
         assert policy.max_nodes(rows, rows.stages[0], [DraftTree.empty()] * 2).all()
@@ -166,7 +178,7 @@ def test_levels_that_do_not_make_up_for_the_overhead_are_not_drafted(monkeypatch
     policy, rows = GoodputAuction(line()), alone(model_cost(1e-9))
     assert policy.max_nodes(rows, rows.stages[0], [DraftTree.empty()] * 2).all()
     monkeypatch.setattr(StageRecord, "overhead", lambda *_: 1.0)
-    rows = alone(model_cost(1e-9), (0, 2))  # those of other rows are weighed at once
+    rows = alone(model_cost(1e-9))
     assert not policy.max_nodes(rows, rows.stages[0], [DraftTree.empty()] * 2).any()
 
 
@@ -376,7 +388,7 @@ def test_probabilities_that_are_no_numbers_say_nothing_for_ever():
     """One bad draft of a source does not end what is known of it, or of those beside it."""
     policy = GoodputAuction(line(), calibrates=False)
     broken = DraftTree.chain([1, 2], [np.nan, 0.5])
-    for tree in (broken, *[STRONG] * 4):
+    for tree in (broken, *[STRONG] * 3):
         rows = staged_rows(2)
         trees, _ = ask_second(policy, rows, [tree, WEAK])
         rows.stages[1].proposed = [DraftTree.empty()] * 2

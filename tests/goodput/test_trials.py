@@ -51,7 +51,6 @@ def test_a_source_that_is_always_wrong_takes_half_a_percent(cost):
     assert 0.003 < share < 0.0055
     for num, is_asked in ((8, False), (1, True)):
         rows, policy._probe_seconds = rows_of(wrong[:num]), 1.1 * policy.records[cost].seconds(cost, levels)
-        policy._num_since_baseline = 0
         asked = policy.max_nodes(rows, rows.stages[0], [DraftTree.empty()] * num)
         assert asked.any() == is_asked, "one row is another matter"
 

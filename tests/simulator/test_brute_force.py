@@ -93,7 +93,7 @@ def test_reaches_the_best_fixed_length_of_any_draft_model_at_batch_1(alpha, leve
     found, per_step = zip(*[world.serve(auction(JUMP)) for world in worlds])
     best = [world.best() for world in worlds]
     shares = np.divide(found, best)
-    assert shares.mean() >= 0.97 and shares.min() >= 0.92, "single loads vary: first drafts may fail by chance"
+    assert shares.mean() >= 0.97 and shares.min() >= 0.95, "single loads vary: by when plain steps get their price"
     gain = np.mean(np.divide(best, [world.fixed(0) for world in worlds]))
     assert np.mean(per_step) > 1.5 or gain < 1.2, "where much is to be gained, it drafts at most steps"
 

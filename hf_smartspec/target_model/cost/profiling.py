@@ -55,10 +55,9 @@ def profile_model(model: PreTrainedModel, progress: bool = True) -> CostModel:
 def load_or_profile(model: PreTrainedModel, refresh: bool = False, progress: bool = True) -> CostModel:
     """
     Return the model's cost: known in this process, read from disk (then the model is warmed up), or measured now, which
-    takes seconds. There is one
-    object for each of the model's dtypes, devices, modes and numbers of torch's threads, so that what is learnt while
-    serving outlasts a change of these. A provisional profile on disk is used while the machine is busy, and measured
-    anew as soon as a process finds it quiet.
+    takes seconds. There is one object for each of the model's dtypes, devices, modes and numbers of torch's threads, so
+    that what is learnt while serving outlasts a change of these. A provisional profile on disk is used while the
+    machine is busy, and measured anew as soon as a process finds it quiet.
 
     Args:
         refresh (`bool`): Whether to measure anew. On a busy machine, a profile of lower costs stands all the same.
