@@ -164,7 +164,7 @@ class StageRecord:
     def _learn_overhead(self, num_rows: int, seconds: float, levels_seconds: float) -> None:
         known = self.overhead(num_rows)
         overhead = self._overheads.setdefault(size_class(num_rows), DecayedMean(_NEWEST, known, 1 / _NEWEST))
-        overhead.add(min(seconds, _PAUSE * max(levels_seconds, known)))
+        overhead.add(min(seconds, max(levels_seconds, _PAUSE * known)))
         self._latest_overhead = overhead.mean
 
     def learn_levels(
