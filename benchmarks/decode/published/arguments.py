@@ -55,7 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         ("--ways", way, ["sssd@roofline", "suffix_decoding", "auto"], "WAY",
          f"presets or folders, joined by plus signs, by themselves or as DRAFTER@POLICY with {', '.join(_FORMS)}; "
-         f"{NONE} is always measured; the last one is the default, of which the claims are"),
+         f"{NONE} is always measured, and no way without a policy may be slower; the last way is the default, and may "
+         "be slower than no other"),
         ("--batch-sizes", positive, [1, 4, 16], "B", "requests at once"),
         ("--repeats", positive, 1, "N", "runs of every way, in turns; figures are their medians"),
         ("--tolerance", probability, 0.03, "SHARE", "of a time that counts as noise in the claims"),

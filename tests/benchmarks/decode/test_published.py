@@ -60,6 +60,13 @@ def judged(*rows, is_exact=False):
     return [claim.holds for claim in found]
 
 
+def test_no_way_that_the_auction_decides_may_be_slower_than_none():
+    ways = [Way("none"), Way("pld", "k=2"), Way("heads"), Way("auto")]
+    rows = [row("none", 1, 4.0), row("pld@k=2", 1, 5.0), row("heads", 1, 4.2), row("auto", 1, 2.0)]
+    found = claims(dict(enumerate(rows)), ways, 0.03, is_exact=False)
+    assert [claim.text for claim in found if not claim.holds] == ["heads is not slower than none at any batch size"]
+
+
 def test_the_default_must_not_be_slower():
     plain = [row("none", 1, 4.0), row("none", 4, 4.0)]
     cells = {"none": {1: plain[0], 4: plain[1]}, "auto": {1: row("auto", 1, 2.0)}}
