@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 
 from ..jit.writing import cpu_features, cpu_name
 from ..log import get_logger
-from .kernels.multiply import NARROW_TOKENS, tokens_at_once, wide_size
+from .kernels.multiply import NARROW_TOKENS, tokens_at_once
 from .kernels.program import MULTIPLY
 from .kernels.tiles import has_pairs, num_lanes
 from .program import DTYPES, run_operator
@@ -125,7 +125,7 @@ def few_token_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
     num_threads = 1 if num_tokens * num_inputs * num_outputs <= SMALL else torch.get_num_threads()
     at_once, size, wide = tokens_at_once(num_tokens, num_inputs), 0, None
     if widens(x.dtype, num_tokens):
-        size = wide_size(at_once, num_inputs)
+        size = at_once * num_inputs
         wide = x.new_empty(num_threads * size, dtype=torch.float32)
     run_operator(
         x.dtype, MULTIPLY, num_threads, num_tokens, num_inputs, num_outputs, share_of(num_outputs, num_inputs, ROWS),
@@ -136,5 +136,5 @@ def few_token_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
 
 
 def widens(dtype: torch.dtype, num_tokens: int) -> bool:
-    """Return whether products of so many tokens widen numbers once, for all tiles."""
+    """Return whether products of so many tokens widen these once, for all tiles."""
     return num_tokens > NARROW_TOKENS and num_lanes() == 8 and dtype is torch.bfloat16

@@ -1,14 +1,14 @@
 """Products of a few tokens with a weight."""
 
 from ...jit import inner
-from ...jit.pointers import ahead, like, prefetch, take, widened
+from ...jit.pointers import ahead, like, take, widened
 from .tiles import PACE, lanes, tile
 
 # Compiled code is called with the address of these numbers, int64 each.
 # next: incremented by the thread that takes the next share of the work; share: outputs in a share.
 # weight, tokens, bias (or 0), outputs: addresses of numbers of one kind.
 # at_once: tokens that are multiplied by some rows before the next rows are read.
-# threads: incremented by each thread; wide: 0, or the address of `wide_size` float32 for each thread.
+# threads: incremented by each thread; wide: 0, or the address of `wide_size` float32 for each thread, for its tokens.
 MULTIPLY_FIELDS = tuple(
     "next threads num_tokens num_inputs num_outputs share at_once weight tokens bias outputs wide wide_size".split()
 )
@@ -17,10 +17,9 @@ NEXT, THREADS, NUM_TOKENS, NUM_INPUTS, NUM_OUTPUTS, SHARE, AT_ONCE, WEIGHT, TOKE
 )
 
 _AHEAD = 2  # tiles of rows between the one that is multiplied and the one that is prefetched
-_LINE = 32  # numbers of bfloat16 in a cache line
 _TOKENS = 12  # a multiple of the tokens of tiles
 _CACHE = 2**16  # numbers that fill half of a small level 2 cache
-NARROW_TOKENS, _NARROW_ROWS = 4, 3  # size of the largest tile of 8 lanes
+NARROW_TOKENS = 4  # of the largest tile of 8 lanes
 
 
 def tokens_at_once(num_tokens: int, num_inputs: int) -> int:
@@ -28,16 +27,11 @@ def tokens_at_once(num_tokens: int, num_inputs: int) -> int:
     return min(num_tokens, max(_TOKENS, _CACHE // num_inputs // _TOKENS * _TOKENS))
 
 
-def wide_size(at_once: int, num_inputs: int) -> int:
-    """Return the float32 numbers that a thread needs for widened tokens and rows."""
-    return (at_once + _NARROW_ROWS) * num_inputs
-
-
 @inner
 def multiply(a, kind, wide_kind):
     """
     Take the next share of the weight's rows, until no rows are left. Numbers are of the type that `kind` points to.
-    Where `a[WIDE]` is set, they are widened to float32 once, not in each tile.
+    Where `a[WIDE]` is set, tokens are widened to float32 once, not in each tile.
     """
     weight, tokens = like(kind, a[WEIGHT]), like(kind, a[TOKENS])
     bias, outputs = like(kind, a[BIAS]), like(kind, a[OUTPUTS])
@@ -67,10 +61,10 @@ def _multiply_share(a, row, end, weight, tokens, bias, outputs, wide):
         num = min(a[AT_ONCE], a[NUM_TOKENS] - token)
         own, results = ahead(tokens, token * length), ahead(outputs, token * a[NUM_OUTPUTS])
         if wide is None:
-            _multiply_rows(a, row, end, num, weight, own, bias, results, None)
+            _multiply_rows(a, row, end, num, weight, own, bias, results)
         else:
             _widen(own, num * length, wide)
-            _multiply_rows(a, row, end, num, weight, wide, bias, results, ahead(wide, num * length))
+            _multiply_rows(a, row, end, num, weight, wide, bias, results)
         token += num
 
 
@@ -81,7 +75,7 @@ def _widen(numbers, length, wide):
 
 
 @inner
-def _multiply_rows(a, row, end, num_tokens, weight, tokens, bias, outputs, wide):
+def _multiply_rows(a, row, end, num_tokens, weight, tokens, bias, outputs):
     """Multiply some rows by some tokens, so that the rows of a tile come from memory once."""
     length, stride = a[NUM_INPUTS], a[NUM_OUTPUTS]
     num_rows, most = largest_tile(num_tokens)
@@ -93,13 +87,7 @@ def _multiply_rows(a, row, end, num_tokens, weight, tokens, bias, outputs, wide)
         results, distance = ahead(outputs, row), _AHEAD * num_rows * length
         if row + (_AHEAD + 1) * num_rows > stride:  # beyond the weight there may be no memory to prefetch
             distance = 0
-        if wide is None:
-            _multiply_tiles(num_rows, tiles, rows, tokens, more, results, length, stride, distance)
-        else:
-            for index in range(0, num_rows * length, _LINE):
-                prefetch(rows, distance + index)
-            _widen(rows, num_rows * length, wide)
-            _multiply_tiles(num_rows, tiles, wide, tokens, more, results, length, stride, 0)
+        _multiply_tiles(num_rows, tiles, rows, tokens, more, results, length, stride, distance)
         row += num_rows
 
 
@@ -107,7 +95,7 @@ def _multiply_rows(a, row, end, num_tokens, weight, tokens, bias, outputs, wide)
 def largest_tile(num_tokens):
     """Return the numbers of rows and tokens of the largest tile."""
     if lanes() == 8:
-        return _NARROW_ROWS, NARROW_TOKENS
+        return 3, NARROW_TOKENS
     return (3, 8) if num_tokens == 7 or num_tokens == 8 else (4, 6)
 
 

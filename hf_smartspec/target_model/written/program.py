@@ -11,7 +11,7 @@ import torch
 from ...cpu.attention import division
 from ...cpu.few_tokens import ROWS, widens
 from ...cpu.kernels import program as codes
-from ...cpu.kernels.multiply import tokens_at_once, wide_size
+from ...cpu.kernels.multiply import tokens_at_once
 from ...cpu.program import Program, column
 from ...cpu.quantized.native import Rounded, blocks_of, num_groups
 from ...cpu.screening import Picks, Screen, ScreenOperators
@@ -166,7 +166,7 @@ class ForwardProgram:
             fields |= {"num_groups": weight.shape[1], "share": blocks_of(num_outputs, num_inputs), **rounded}
             return self.add(codes.INT8, is_sized, scales=scale.data_ptr(), **fields)
         at_once = tokens_at_once(self.room, num_inputs)
-        fields |= {"at_once": at_once, "wide_size": wide_size(at_once, num_inputs)}
+        fields |= {"at_once": at_once, "wide_size": at_once * num_inputs}
         share = share_of(num_outputs, num_inputs, ROWS)
         number = self.add(codes.MULTIPLY, is_sized, num_inputs=num_inputs, share=share, tokens=x.data_ptr(), **fields)
         self.multiplied.append(number)
