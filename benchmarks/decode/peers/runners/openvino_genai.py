@@ -25,7 +25,9 @@ def load(job: dict[str, Any]) -> Engine:
     for name in job["files"].keys() & {"arrays", "draft_arrays"}:
         folders[name] = Path(name).absolute()
         write_graph(Path(job["files"][name]), job["kind"], folders[name])
-    precision = "f32" if job["kind"] == "float32" else "bf16"
+    capabilities = openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    # Where the CPU has no instructions for bfloat16, weights stay in it and are computed with in float32.
+    precision = "bf16" if job["kind"] != "float32" and "BF16" in capabilities else "f32"
     settings = {
         "INFERENCE_NUM_THREADS": job["threads"],
         "INFERENCE_PRECISION_HINT": precision,
@@ -35,8 +37,7 @@ def load(job: dict[str, Any]) -> Engine:
     if "draft_arrays" in folders:
         found["draft model"] = {"draft_model": genai.draft_model(folders["draft_arrays"], "CPU", **settings)}
     pipelines = {name: Pipeline(name, folders["arrays"], settings | extra) for name, extra in found.items()}
-    capabilities = " ".join(openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"))
-    about = f"openvino {openvino.__version__}, {capabilities}"
+    about = f"openvino {openvino.__version__}, {' '.join(capabilities)}"
     return Engine({name: Way(pipeline.decode, in_batches=True) for name, pipeline in pipelines.items()}, about)
 
 
