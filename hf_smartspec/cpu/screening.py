@@ -25,7 +25,8 @@ from .threads import share_of
 logger = get_logger(__name__)
 
 _LEAST = 2**20  # weights from which on reading fewer bytes saves more than comparing bounds takes
-_LEAST_VECTOR = 32  # bytes of the CPU's vectors of int8, below which int8 is not faster
+# Bytes of the CPU's vectors of int8, below which int8 is faster for few tokens alone, and how many these are.
+_WIDE_VECTOR, _FEW_TOKENS = 32, 8
 _ROWS = 256 * SIDE  # rows of a head that are rounded at a time
 _MORE = 1.001  # of a length, for the rounding of its sum
 _APART = 32  # rows of which one counts in sums of columns, which take several times as long as those of rows
@@ -117,7 +118,7 @@ def can_screen(weight: torch.Tensor) -> bool:
 @cache
 def has_screening(dtype: torch.dtype) -> bool:
     """Return whether there is compiled code for this CPU that is faster, and its results are right."""
-    if widest() < _LEAST_VECTOR or not has_kernels(dtype) or not has_right_kernels(dtype):  # the latter two log why
+    if not has_kernels(dtype) or not has_right_kernels(dtype):  # both log why
         return False
     generator = torch.Generator().manual_seed(0)
     weight, x = (torch.randn(shape, generator=generator, device="cpu").to(dtype) for shape in ((600, 80), (5, 80)))
@@ -127,6 +128,11 @@ def has_screening(dtype: torch.dtype) -> bool:
     except Exception as error:  # compilers raise errors of many types
         logger.warning(f"Heads are read whole, since no faster code can be compiled ({error!r}).")
         return False
+
+
+def pays_for(num_tokens: int) -> bool:
+    """Return whether a screen finds the best tokens of so many lines faster than reading the head whole."""
+    return num_tokens <= _FEW_TOKENS or widest() >= _WIDE_VECTOR
 
 
 def best_tokens(x: torch.Tensor, weight: torch.Tensor, screen: Screen) -> Picks | None:

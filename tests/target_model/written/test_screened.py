@@ -23,6 +23,7 @@ PROMPT = torch.tensor([[5, 6, 7, 8, 5, 6, 7], [9, 10, 11, 9, 10, 11, 9]])
 def screened(monkeypatch):
     """Screens of small heads, too, also right after changes; the list of whether forwards had one."""
     monkeypatch.setattr(screening, "_LEAST", 1)
+    monkeypatch.setattr(screening, "_FEW_TOKENS", 1000)  # for narrow vectors, too
     monkeypatch.setattr(compiled, "_LEAST_WAIT", 0)
     found, run = [], ForwardProgram.__call__
     monkeypatch.setattr(
@@ -45,6 +46,14 @@ def generate(model, assistant, **options):
 def plain(model, **options):
     options = {"max_new_tokens": 24, "do_sample": False} | options
     return model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **options)
+
+
+@pytest.mark.parametrize(("most", "width", "expected"), [(1, 16, False), (2, 16, True), (1, 32, True)])
+def test_narrow_vectors_screen_few_tokens(monkeypatch, screened, most, width, expected):
+    monkeypatch.setattr(screening, "_FEW_TOKENS", most)
+    monkeypatch.setattr(screening, "widest", lambda: width)
+    generate(enabled(), "none")  # two rows
+    assert any(screened) is expected
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3_text", "smollm3"])
