@@ -15,10 +15,11 @@ from .cost import UNKNOWN, CostModel
 from .draft_cost import DraftCost
 from .estimates.decayed import DecayedRate
 from .estimates.trust import Trust
-from .levels import best_depths
+from .levels import LevelAuction
 from .node_prices import least_node_seconds, level_prices, node_seconds
 from .plan import Before, Plan, Won, known_continuation
 from .policy import LengthPolicy, StepOutcome, StepRows, StepSeconds
+from .probes import MOST_DEBT, PROBE_SHARE, Probes
 from .stage import Stage
 from .stage_record import StageRecord, size_class
 from .winners import mark_winners
@@ -26,12 +27,8 @@ from .worth import Paces
 
 _SPEEDUP_DECAY = 0.98  # decay per step of the tokens that the speed-up is the ratio of
 _SPEEDUP_STRENGTH = 10.0  # weight of the prior that there is no speed-up, in tokens
-_PROBE_SHARE = 0.01  # share of the time for drafts that are not expected to pay
-# Steps without drafts: debt of such drafts, which may read whole prompts first, and of trials of sizes, at most.
-_MOST_DEBT = 50
 _BASELINE_INTERVAL = 200  # steps with speculation in a row before one without: the cost of plain steps stays known
 _TRIAL_STEPS = 8  # drafts before the first judgement on whether drafting pays
-_DEEPEST = 32  # levels of an autoregressive draft that are considered
 # Steps in a row that the auction is not called for, whose own time counts in the steps of a small model: after one in
 # which no source was asked (with seven, wrong prices were mended too late), and where a source is asked that finds
 # nothing.
@@ -93,14 +90,16 @@ class GoodputAuction(LengthPolicy):
         self.trust = Trust() if calibrates else None
         self.records: defaultdict[DraftCost, StageRecord] = defaultdict(StageRecord)
         self.prediction = Prediction(0.0, 0.0, 0.0)
-        self._plan = self._earlier_plan = Plan()  # plans of the latest two steps: the earlier may be observed later
+        # Plans of the latest two steps: the earlier may be observed later.
+        self._plan = self._earlier_plan = Plan(StepRows((), np.zeros(0, np.int64), np.zeros(0, np.int64)))
         self.speedup = 1.0
         # By `size_class`: what speculation gains with one row says nothing about a large batch.
         self._speedups: defaultdict[int, DecayedRate] = defaultdict(
             partial(DecayedRate, tries=_SPEEDUP_STRENGTH, hits=_SPEEDUP_STRENGTH)
         )
         self._paces = Paces(cost)
-        self._probe_seconds = 0.0  # time saved for the next probe of drafts
+        self._level_auction = LevelAuction(cost, self.records, self._paces, margin)
+        self._probes = Probes(cost, self.records)
         self._trial_seconds = 0.0  # time saved for the next trial of a size
         self._num_since_baseline = 0
         # Rows of the latest step that was decided, if no source was asked in it, or if calls of its first one pay.
@@ -129,18 +128,17 @@ class GoodputAuction(LengthPolicy):
         self._save_time(plan)
         plain_tokens = num_rows * (1 + seconds.draft / plan.plain_seconds)
         self._speedups[size_class(num_rows)].add(plain_tokens, num_rows, _SPEEDUP_DECAY)
-        if self._paying is not None and plan.rows is not None:
+        if self._paying is not None:
             cost = plan.rows.stages[0].cost
             self.records[cost].add_profit(cost, num_rows, 0.0, seconds.draft)
 
     def _records_by_level(self) -> list[StageRecord]:
         """Return the records of the latest step's sources that are asked by level."""
-        stages = [] if self._plan.rows is None else self._plan.rows.stages
-        return [self.records[stage.cost] for stage in stages if stage.is_by_level]
+        return [self.records[stage.cost] for stage in self._plan.rows.stages if stage.is_by_level]
 
     def _save_time(self, plan: Plan) -> None:
-        self._probe_seconds += _PROBE_SHARE * plan.plain_seconds
-        self._trial_seconds += _PROBE_SHARE * plan.plain_seconds
+        self._probes.save(plan)
+        self._trial_seconds += PROBE_SHARE * plan.plain_seconds
 
     def max_nodes(self, rows: StepRows, stage: Stage, trees: Sequence[DraftTree]) -> np.ndarray:
         if self._plan.rows is not rows:
@@ -152,15 +150,16 @@ class GoodputAuction(LengthPolicy):
             return np.zeros_like(caps)
         before = plan.before[stage] = self._before(rows, trees)
         if stage.is_by_level:
-            return self._levels(rows, stage, caps, before)
-        return caps if self._pays(rows, stage, caps) else np.zeros_like(caps)
+            return self._levels(stage, caps, before)
+        return caps if self._asks_at_once(stage, caps) else np.zeros_like(caps)
 
     def _begin(self, rows: StepRows) -> None:
         plain = float(self.cost.seconds(*rows.without_prefill().forward_size()))
         prefill = float(self.cost.seconds(*rows.forward_size())) - plain if rows.num_prefill_tokens else 0.0
-        self._earlier_plan, self._plan = self._plan, Plan(rows, plain, prefill)
-        self._num_rests = 0
         self.speedup = max(self._speedups[size_class(len(rows))].rate, 1.0)
+        price = self.speedup * len(rows) / plain if len(rows) else 0.0
+        self._earlier_plan, self._plan = self._plan, Plan(rows, plain, prefill, price)
+        self._num_rests = 0
         self._plan.is_baseline = self._needs_baseline(rows)
 
     def _needs_baseline(self, rows: StepRows) -> bool:
@@ -177,10 +176,10 @@ class GoodputAuction(LengthPolicy):
         profits = np.maximum(forest.along_paths(forest.probs) - self._node_price(rows), 0.0)
         return Before(forest, profits, np.bincount(forest.row, profits, minlength=len(rows)))
 
-    def _levels(self, rows: StepRows, stage: Stage, caps: np.ndarray, before: Before) -> np.ndarray:
+    def _levels(self, stage: Stage, caps: np.ndarray, before: Before) -> np.ndarray:
         """Return `max_nodes` of a source that is asked by level: as many levels as pay, and probes."""
-        best = self._weighed(rows, stage, caps, before)
-        levels = self._with_probes(rows, stage, best, (caps > 0) & (before.promises < _UNPROMISING))
+        best = self._level_auction.weigh(self._plan, stage, caps, before)
+        levels = self._probes.add_levels(self._plan, stage, best, (caps > 0) & (before.promises < _UNPROMISING))
         if not levels.any():
             return levels
         if not stage.cost.is_autoregressive:
@@ -188,99 +187,15 @@ class GoodputAuction(LengthPolicy):
         # A source that heeds prices ends each draft by its own probabilities, which are better than averages.
         return np.where((best > 0) & stage.cost.heeds_prices, caps, np.minimum(levels * stage.cost.width, caps))
 
-    def _weighed(self, rows: StepRows, stage: Stage, caps: np.ndarray, before: Before) -> np.ndarray:
-        """Return the levels worth drafting, `[rows]` int64: by the mean estimate, or where none pays, by a high one."""
-        record, held = self.records[stage.cost], self.records[stage.cost].held(rows.request_ids)
-        # Rows that wait for their prompts may draft in the next step, and prompts make a step dear.
-        is_usual = not before.num_nodes and caps.all() and not rows.num_prefill_tokens
-        if held is not None and (is_usual or not held.levels.any()):
-            record.count_unweighed()
-            self._plan.held[stage] = held
-            if held.levels.any():
-                record.trials.reset()
-            return held.levels
-        record.let_go()
-        # Levels that pay by the mean estimate pay by the optimistic one, too. So after a step in which none paid, the
-        # optimistic one alone mostly decides, in one auction instead of two.
-        hopes_first = not record.pays and stage.cost.is_autoregressive
-        hoped = self._best_levels(rows, stage, caps, before, in_doubt=True) if hopes_first else None
-        if hoped is None or hoped.any():
-            best = self._best_levels(rows, stage, caps, before)
-            record.pays = bool(best.any())
-            if record.pays:
-                record.trials.reset()
-                if is_usual:
-                    self._plan.held[stage] = record.hold(rows.request_ids, best)
-                return best
-            hoped = self._best_levels(rows, stage, caps, before, in_doubt=True) if hoped is None else hoped
-        if not hoped.any() and is_usual:
-            record.hold(rows.request_ids, hoped)
-        return hoped
-
-    def _best_levels(
-        self, rows: StepRows, stage: Stage, caps: np.ndarray, before: Before, in_doubt: bool = False
-    ) -> np.ndarray:
-        """Return the depth of each row's draft of the highest profit, `[rows]` int64; all 0 if no draft pays."""
-        gains = self._gains(rows, stage, caps, before, in_doubt)
-        width, most = stage.cost.width, gains.size
-        widths = before.width + np.arange(1, gains.shape[1] + 1) * width
-        seconds = self._seconds(rows, before.num_nodes + most * width, widths)[:, before.num_nodes :]
-        record, price = self.records[stage.cost], self._price(rows)
-        return best_depths(gains, seconds, stage.cost, record, record.reading(rows), price, self.margin)
-
-    def _gains(self, rows: StepRows, stage: Stage, caps: np.ndarray, before: Before, in_doubt: bool) -> np.ndarray:
-        """Return the expected tokens that each level of a draft adds, `[rows, depths]` float64; 0 beyond the caps."""
-        most = np.minimum(-(-caps // stage.cost.width), _DEEPEST)
-        gains = self.records[stage.cost].gains(rows.request_ids, before.promises, int(most.max()), in_doubt)
-        gains[np.arange(gains.shape[1]) >= most[:, None]] = 0.0
-        return gains * np.reshape(self._paces.worth(self._plan), (-1, 1))
-
-    def _with_probes(self, rows: StepRows, stage: Stage, levels: np.ndarray, may: np.ndarray) -> np.ndarray:
-        """Add one level now and then to rows without a draft: acceptance is learnt from it, verified or not."""
-        record = self.records[stage.cost]
-        per_call = record.timer.seconds(stage.cost)[0]
-        least = 0.0 if levels.any() else per_call
-        if self._probe_seconds < least:  # mostly, there is not even time for one call
-            return levels
-        idle = (levels == 0) & may
-        if not idle.any():
-            return levels
-        size, price = size_class(len(rows)), self._relative_price(rows, per_call)
-        factor = record.trials.next_factor(size, price)
-        if self._probe_seconds < factor * least:
-            return levels
-        if stage.cost.is_autoregressive:
-            idle = record.for_trial(rows, idle)
-        probed = np.where(idle, 1, levels)
-        if not self._affords(factor * (record.seconds(stage.cost, probed) - record.seconds(stage.cost, levels))):
-            return levels
-        record.trials.begin(size, price)
-        self._plan.probing = None if levels.any() else stage  # drafts that pay read prompts at their own cost
-        return probed
-
-    def _pays(self, rows: StepRows, stage: Stage, caps: np.ndarray) -> bool:
+    def _asks_at_once(self, stage: Stage, caps: np.ndarray) -> bool:
         """Return whether to ask a source that drafts all levels in one call."""
-        record, size = self.records[stage.cost], size_class(len(rows))
-        seconds, profit = record.seconds(stage.cost, caps > 0), record.profits[size]
+        record = self.records[stage.cost]
+        profit = record.profits[size_class(len(caps))]
         if profit.num < _TRIAL_STEPS or profit.mean > 0:
             record.trials.reset()
             self._plan.pays = profit.num >= _TRIAL_STEPS
             return True
-        if self._probe_seconds < seconds:
-            return False
-        if seconds < _PROBE_SHARE * self._plan.plain_seconds:  # it costs next to nothing to go on learning
-            return self._affords(seconds)
-        price = self._relative_price(rows, seconds)
-        if not self._affords(record.trials.next_factor(size, price) * seconds):
-            return False
-        record.trials.begin(size, price)
-        return True
-
-    def _relative_price(self, rows: StepRows, seconds: float) -> float:
-        """Return the price of drafting for so many seconds and verifying a node per row, in steps without drafts."""
-        plan = self._plan
-        forward = float(self.cost.seconds(*rows.forward_size(len(rows), 2)))
-        return (seconds + forward - plan.prefill_seconds) / plan.plain_seconds - 1
+        return self._probes.may_call(self._plan, stage, caps)
 
     def most_nodes(self, usual: int, most: int) -> int:
         return most
@@ -293,31 +208,20 @@ class GoodputAuction(LengthPolicy):
             self._begin(rows)
         trust = 1.0 if self.trust is None else self.trust.of_source(stage.name)
         if not cost.is_autoregressive:
-            return LevelPrice(0.0, 0.0, self._price(rows) * least_node_seconds(self.cost, rows), trust)
+            return LevelPrice(0.0, 0.0, self._plan.price * least_node_seconds(self.cost, rows), trust)
         record = self.records[cost]
         held = self._plan.held.get(stage)
         if held is not None and held.price is not None:
             return held.price
-        deeper = level_prices(self.cost, rows, self._price(rows), record.timer.seconds(cost), record.acceptance.rate)
+        deeper = level_prices(self.cost, rows, self._plan.price, record.timer.seconds(cost), record.acceptance.rate)
         price = LevelPrice(*deeper[0], self._node_price(rows), trust, deeper)
         if held is not None:
             held.price = price
         return price
 
-    def _price(self, rows: StepRows) -> float:
-        """Return lambda, the price of time in this step: tokens per second."""
-        return self.speedup * len(rows) / self._plan.plain_seconds
-
     def _node_price(self, rows: StepRows) -> float:
         """Return the cost of verifying a further node, in tokens."""
-        return self._price(rows) * node_seconds(self.cost, rows, self._plan.plain_seconds + self._plan.prefill_seconds)
-
-    def _affords(self, price: float) -> bool:
-        """Return whether the time saved for probes has reached `price` (seconds), and if so, spend it."""
-        if self._probe_seconds < price:
-            return False
-        self._probe_seconds = 0.0
-        return True
+        return self._plan.price * node_seconds(self.cost, rows, self._plan.plain_seconds + self._plan.prefill_seconds)
 
     def calibrated(self, rows: StepRows, stage: Stage, trees: Sequence[DraftTree]) -> list[DraftTree]:
         forest = self._plan.drafted[stage] = Forest(trees)
@@ -325,16 +229,6 @@ class GoodputAuction(LengthPolicy):
             return list(trees)
         self._plan.forest = forest.with_probs(self.trust.probs(stage.name, forest))
         return list(self._plan.forest.trees)
-
-    def _seconds(self, rows: StepRows, most: int, widths: np.ndarray) -> np.ndarray:
-        """
-        Return T with 0 to `most` draft nodes, for each bound on the nodes of one row, `[widths, most + 1]` float64;
-        without the time that prompts add to the step.
-        """
-        num = np.arange(most + 1)
-        width = 1 + np.minimum(num, widths[:, None])
-        seconds = self.cost.seconds(*rows.forward_size(num, width))
-        return seconds - self._plan.prefill_seconds
 
     # 2. After drafting
 
@@ -350,7 +244,7 @@ class GoodputAuction(LengthPolicy):
         if forest.num_nodes and not plan.is_baseline:
             best, won = self._winners(rows, forest, mask)
         if won is not best:
-            plan.break_even = best.seconds + (won.tokens - best.tokens) / self._price(rows)
+            plan.break_even = best.seconds + (won.tokens - best.tokens) / plan.price
         tokens = won.tokens
         if won.num_nodes and np.ndim(plan.worth):  # those of `won` are weighed
             tokens = len(rows) + float(forest.along_paths(forest.probs)[mask].sum())
@@ -375,7 +269,7 @@ class GoodputAuction(LengthPolicy):
         gains *= np.broadcast_to(plan.worth, len(rows))[forest.row]
         least = (1 - self.speedup + self.margin) * len(rows)  # plain decoding's profit, and the margin
         may_try = self._trial_seconds > 0
-        best, won = mark_winners(self.cost, plan, forest, gains, self._price(rows), least, may_try, mask)
+        best, won = mark_winners(self.cost, plan, forest, gains, least, may_try, mask)
         if won is not best:
             self._trial_seconds = 0.0
         return best, won
@@ -401,7 +295,7 @@ class GoodputAuction(LengthPolicy):
         if plan.break_even is not None:
             spent = seconds.forward + seconds.other - plan.prefill_seconds
             self._trial_seconds -= max(spent - plan.break_even, 0.0)
-            self._trial_seconds = max(self._trial_seconds, -_MOST_DEBT * plan.plain_seconds)
+            self._trial_seconds = max(self._trial_seconds, -MOST_DEBT * plan.plain_seconds)
         if len(rows) and not plan.is_baseline:
             worth = plan.worth if plan.rows is rows else 1.0
             accepted = float(np.sum(worth * np.asarray(outcome.accepted))) if any(outcome.accepted) else 0.0
@@ -417,12 +311,11 @@ class GoodputAuction(LengthPolicy):
             self._paces.learn(rows, outcome.accepted)
         for stage in rows.stages:
             if stage.asked.any():
-                record = self.records[stage.cost]
-                reading = record.learn_time(stage, rows)
+                reading = self.records[stage.cost].learn_time(stage, rows)
                 if stage is plan.probing:
-                    self._probe_seconds -= record.trials.factor * reading
+                    self._probes.charge(stage, reading)
         if plan.probing is not None:
-            self._probe_seconds = max(self._probe_seconds, -_MOST_DEBT * plan.plain_seconds)
+            self._probes.limit_debt(plan)
         if tokens is None:
             tokens = [known_continuation(tree, num) for tree, num in zip(outcome.verified, outcome.accepted)]
             self._learn_outcomes(plan, rows, rows.stages[0], Forest(outcome.verified), tokens)

@@ -1,9 +1,93 @@
-"""The auction over the levels of autoregressive drafts."""
+"""The auction over the levels of drafts, for sources that are asked by level."""
+
+from collections.abc import Mapping
 
 import numpy as np
 
+from .cost import CostModel
 from .draft_cost import DraftCost
+from .plan import Before, Plan
+from .stage import Stage
 from .stage_record import StageRecord
+from .worth import Paces
+
+_DEEPEST = 32  # levels of an autoregressive draft that are considered
+
+
+class LevelAuction:
+    """
+    Finds the levels worth drafting, by their expected gains beyond the drafts of earlier stages.
+
+    Args:
+        cost (`CostModel`): Cost of the target's forward.
+        records (mapping of `DraftCost` to `StageRecord`): Estimates for each source.
+        paces (`Paces`): Worth of the tokens of each row.
+        margin (`float`): Share by which the goodput of speculation must exceed that of plain decoding.
+    """
+
+    def __init__(self, cost: CostModel, records: Mapping[DraftCost, StageRecord], paces: Paces, margin: float):
+        self.cost, self.records, self.paces, self.margin = cost, records, paces, margin
+
+    def weigh(self, plan: Plan, stage: Stage, caps: np.ndarray, before: Before) -> np.ndarray:
+        """
+        Return the levels worth drafting, `[rows]` int64: by the mean estimate, or where none pays, by a high one. Steps
+        of the same rows keep them for a while, without another auction (`StageRecord.hold`).
+        """
+        rows, record = plan.rows, self.records[stage.cost]
+        held = record.held(rows.request_ids)
+        # Rows that wait for their prompts may draft in the next step, and prompts make a step dear.
+        is_usual = not before.num_nodes and caps.all() and not rows.num_prefill_tokens
+        if held is not None and (is_usual or not held.levels.any()):
+            record.count_unweighed()
+            plan.held[stage] = held
+            if held.levels.any():
+                record.trials.reset()
+            return held.levels
+        record.let_go()
+        # Levels that pay by the mean estimate pay by the optimistic one, too. So after a step in which none paid, the
+        # optimistic one alone mostly decides, in one auction instead of two.
+        hopes_first = not record.pays and stage.cost.is_autoregressive
+        hoped = self.best(plan, stage, caps, before, in_doubt=True) if hopes_first else None
+        if hoped is None or hoped.any():
+            best = self.best(plan, stage, caps, before)
+            record.pays = bool(best.any())
+            if record.pays:
+                record.trials.reset()
+                if is_usual:
+                    plan.held[stage] = record.hold(rows.request_ids, best)
+                return best
+            hoped = self.best(plan, stage, caps, before, in_doubt=True) if hoped is None else hoped
+        if not hoped.any() and is_usual:
+            record.hold(rows.request_ids, hoped)
+        return hoped
+
+    def best(self, plan: Plan, stage: Stage, caps: np.ndarray, before: Before, in_doubt: bool = False) -> np.ndarray:
+        """
+        Return the depth of each row's draft of the highest profit, `[rows]` int64; all 0 if no draft pays. `in_doubt`
+        takes the optimistic estimate of acceptance.
+        """
+        gains = self._gains(plan, stage, caps, before, in_doubt)
+        width, most = stage.cost.width, gains.size
+        widths = before.width + np.arange(1, gains.shape[1] + 1) * width
+        seconds = self._seconds(plan, before.num_nodes + most * width, widths)[:, before.num_nodes :]
+        record = self.records[stage.cost]
+        return best_depths(gains, seconds, stage.cost, record, record.reading(plan.rows), plan.price, self.margin)
+
+    def _gains(self, plan: Plan, stage: Stage, caps: np.ndarray, before: Before, in_doubt: bool) -> np.ndarray:
+        """Return the expected tokens that each level of a draft adds, `[rows, depths]` float64; 0 beyond the caps."""
+        most = np.minimum(-(-caps // stage.cost.width), _DEEPEST)
+        gains = self.records[stage.cost].gains(plan.rows.request_ids, before.promises, int(most.max()), in_doubt)
+        gains[np.arange(gains.shape[1]) >= most[:, None]] = 0.0
+        return gains * np.reshape(self.paces.worth(plan), (-1, 1))
+
+    def _seconds(self, plan: Plan, most: int, widths: np.ndarray) -> np.ndarray:
+        """
+        Return T with 0 to `most` draft nodes, for each bound on the nodes of one row, `[widths, most + 1]` float64;
+        without the time that prompts add to the step.
+        """
+        num = np.arange(most + 1)
+        width = 1 + np.minimum(num, widths[:, None])
+        return self.cost.seconds(*plan.rows.forward_size(num, width)) - plan.prefill_seconds
 
 
 def best_depths(

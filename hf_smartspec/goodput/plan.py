@@ -57,8 +57,9 @@ class Plan:
     Decisions and estimates of an auction in the current step.
 
     Args:
-        rows (`StepRows`, *optional*): The step's rows.
+        rows (`StepRows`): The step's rows.
         plain_seconds, prefill_seconds (`float`): T without drafts and prompts, and the time that prompts add to it.
+        price (`float`): Lambda, the price of time: tokens per second.
         row_seconds (`float`, *optional*): Part of `plain_seconds` that each row adds; computed where it is needed.
         worth (`float` or `np.ndarray` of shape `[rows]`): Worth of a token of each row, 1 in the mean.
         is_baseline (`bool`): Whether the step runs without speculation, so that the cost of such steps stays known.
@@ -75,9 +76,10 @@ class Plan:
         forest (`Forest`, *optional*): The latest forest of the step's trees.
     """
 
-    rows: StepRows | None = None
+    rows: StepRows
     plain_seconds: float = 0.0
     prefill_seconds: float = 0.0
+    price: float = 0.0
     row_seconds: float | None = None
     worth: Any = 1.0
     is_baseline: bool = False

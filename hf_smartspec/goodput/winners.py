@@ -18,7 +18,6 @@ def mark_winners(
     plan: Plan,
     forest: Forest,
     gains: np.ndarray,
-    price: float,
     least: float,
     may_try: bool,
     mask: np.ndarray,
@@ -30,7 +29,6 @@ def mark_winners(
 
     Args:
         gains (`np.ndarray` of shape `[n]`, float64): The worth of every node, a_n.
-        price (`float`): Lambda, tokens per second.
         least (`float`): Profit of plain decoding, and the margin.
         may_try (`bool`): Whether another size may be tried.
         mask (`np.ndarray` of shape `[n]`, bool): Filled with the marks.
@@ -39,13 +37,12 @@ def mark_winners(
         tuple of `Won`: Result of the best nodes by the expected costs, and of the marked ones.
     """
     rows = plan.rows
-    assert rows is not None, "a plan of a step"
     # Strictly less than the parent's, rounding or not; nodes that cannot be accepted stay out.
     bids = gains * (1 - _EPSILON * forest.depths)
     order = np.argsort(-bids)[: np.count_nonzero(bids > _EPSILON)]
     context, _, width = rows.forward_size(0, 0)
     fixed, per_width = (cost.alpha + cost.beta * width) * context, cost.beta * rows.num_context
-    costs = np.array([len(rows), least, price, fixed, per_width, cost.host, plan.prefill_seconds])
+    costs = np.array([len(rows), least, plan.price, fixed, per_width, cost.host, plan.prefill_seconds])
     scanned = order, forest.row, gains, _WIDTHS, _NUM_NARROW, costs
     counts = np.empty(len(rows), np.int64)
     best = Won(*best_prefix(*scanned, *cost.by_tokens(rows.num_batched, len(order) + 1), counts, mask))

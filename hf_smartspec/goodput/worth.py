@@ -38,7 +38,7 @@ class Paces:
         which a row gains `promises` (`[rows]`) tokens of its draft.
         """
         rows, plain = plan.rows, plan.plain_seconds
-        if rows is None or rows.num_remaining is None or len(rows) < 2:
+        if rows.num_remaining is None or len(rows) < 2:
             return 1.0
         num, means = len(rows), np.array([self._means[name].mean for name in rows.request_ids])
         if plan.row_seconds is None:

@@ -9,6 +9,7 @@ from hf_smartspec import DraftTree
 from hf_smartspec.drafts.forest import Forest
 from hf_smartspec.goodput import DraftCost, GoodputAuction, Stage, StepOutcome, StepRows, StepSeconds
 from hf_smartspec.goodput.draft_cost import DraftTimer
+from hf_smartspec.goodput.levels import LevelAuction
 from hf_smartspec.goodput.stage_record import Newcomers, Novelty, StageRecord
 
 from .simulation import line
@@ -66,8 +67,8 @@ def staged_rows(num, cost=None, serves=None):
 @pytest.fixture
 def weighings(monkeypatch):
     """A list that grows by an item with every auction over levels."""
-    calls, weigh = [], GoodputAuction._best_levels
-    monkeypatch.setattr(GoodputAuction, "_best_levels", lambda *args, **named: calls.append(1) or weigh(*args, **named))
+    calls, best = [], LevelAuction.best
+    monkeypatch.setattr(LevelAuction, "best", lambda *args, **named: calls.append(1) or best(*args, **named))
     return calls
 
 
@@ -187,7 +188,7 @@ def test_levels_that_did_not_pay_are_weighed_again_for_other_rows_and_after_a_dr
     for names, num in (((0, 1), 1), ((0, 1), 1), ((0, 2), 2), ((0, 2), 2), ((0,), 3)):
         assert not step_of_nothing(policy, alone(cost, names)).any()
         assert len(weighings) == num
-    policy._probe_seconds = 1.0
+    policy._probes.saved_seconds = 1.0
     assert step_of_nothing(policy, alone(cost, (0,))).any() and len(weighings) == 3, "a trial"
     step_of_nothing(policy, alone(cost, (0,)))
     assert len(weighings) == 4, "it has shown something"
@@ -195,32 +196,33 @@ def test_levels_that_did_not_pay_are_weighed_again_for_other_rows_and_after_a_dr
 
 def test_a_trial_reads_at_most_one_prompt_and_later_trials_wait_until_that_is_paid_for():
     policy, cost, names = GoodputAuction(line()), model_cost(0.5), tuple(range(16))
-    policy._probe_seconds = 2.0
+    policy._probes.saved_seconds = 2.0
     assert np.flatnonzero(step_of_nothing(policy, alone(cost, names))).tolist() == [0]
-    assert policy._probe_seconds < 0.01, "it took as long as expected"
-    policy._probe_seconds = 2.0
+    assert policy._probes.saved_seconds < 0.01, "it took as long as expected"
+    policy._probes.saved_seconds = 2.0
     assert np.flatnonzero(step_of_nothing(policy, alone(cost, names))).tolist() == [0], "the row that was read"
-    policy._probe_seconds = 2.0
+    policy._probes.saved_seconds = 2.0
     assert np.flatnonzero(step_of_nothing(policy, alone(cost, names))).tolist() == [1], "every other time, a new one"
-    policy._probe_seconds = 2.0
+    policy._probes.saved_seconds = 2.0
     assert np.flatnonzero(step_of_nothing(policy, alone(cost, names))).tolist() == [0, 1]
     # A level takes half a second. Further trials that fail are paid for more than once.
     for seconds, debt in ((0.7, 2 * 0.2), (99.0, 50 * 0.02)):
         names = [name + 16 for name in names]  # of others, whose prompts have to be read
-        policy._probe_seconds, rows = 2.0, alone(cost, names)
+        policy._probes.saved_seconds, rows = 2.0, alone(cost, names)
         rows.stages[0].asked = np.asarray(policy.max_nodes(rows, rows.stages[0], [DraftTree.empty()] * 16))
         rows.stages[0].seconds = seconds
         kept = policy.select(rows, [DraftTree.empty()] * 16)
         policy.observe(StepOutcome(rows, kept, kept, [0] * 16, StepSeconds(seconds, 0.02), [np.array([1])] * 16))
-        assert policy._probe_seconds == pytest.approx(-debt, abs=0.1)
+        assert policy._probes.saved_seconds == pytest.approx(-debt, abs=0.1)
     assert not any(step_of_nothing(policy, alone(cost, names)).any() for _ in range(500)), "500 x 1 % of 25 ms"
 
 
 def test_levels_are_weighed_anew_when_a_row_has_ended_its_prefill():
     policy, cost = GoodputAuction(line()), model_cost(0.5)
-    policy._probe_seconds = -1.0  # no trials
+    policy._probes.saved_seconds = -1.0  # no trials
     weighed = []
-    policy._best_levels = lambda rows, stage, caps, *rest, **options: weighed.append(caps) or np.zeros(2, np.int64)
+    auction = policy._level_auction
+    auction.best = lambda plan, stage, caps, *rest, **options: weighed.append(caps) or np.zeros(2, np.int64)
     for caps in ([8, 0], [8, 8], [8, 8]):
         rows = StepRows([0, 1], np.full(2, 50), np.full(2, 8), stages=[Stage(cost, np.array(caps))])
         policy.max_nodes(rows, rows.stages[0], [DraftTree.empty()] * 2)
@@ -249,9 +251,10 @@ def test_levels_pay_or_are_in_doubt_whichever_is_looked_at_first(paid_before):
         rows = StepRows([0, 1], np.full(2, 50), caps, stages=[Stage(cost, caps)])
         policy._begin(rows)
         before = policy._before(rows, [DraftTree.empty()] * 2)
-        certain, hoped = (policy._best_levels(rows, rows.stages[0], caps, before, doubt) for doubt in (False, True))
+        auction, given = policy._level_auction, (policy._plan, rows.stages[0], caps, before)
+        certain, hoped = (auction.best(*given, in_doubt) for in_doubt in (False, True))
         policy.records[cost].pays = paid_before
-        weighed = policy._weighed(rows, rows.stages[0], caps, before)
+        weighed = auction.weigh(*given)
         assert weighed.tolist() == (certain if certain.any() else hoped).tolist()
         found.add((bool(certain.any()), bool(hoped.any())))
     assert found == {(True, True), (False, True), (False, False)}
