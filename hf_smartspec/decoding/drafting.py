@@ -1,15 +1,12 @@
 """Drafting: sources propose nodes stage by stage, and the length policy selects the nodes that are verified."""
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
-from ..candidates.base import label_of
-from ..drafts.merge import Draft, first_drafters, join
+from ..drafts.merge import join
 from ..drafts.price import LevelPrice
 from ..drafts.tree import DraftTree
 from ..goodput.estimates.decayed import DecayedMean
@@ -21,35 +18,10 @@ from .call import ModelLimits, Request
 from .policy_rows import policy_rows
 from .source_guard import GuardedSources, fitting
 from .statistics import GenerationStatistics, Timed
+from .step_drafts import StepDrafts
 
 _EMPTY = DraftTree.empty()
 _NEWEST = 0.1  # least weight of the newest draft in the mean of accepted lengths
-
-
-class StepDrafts(NamedTuple):
-    """
-    Drafts of one step: the proposed trees, and the selected ones, which are verified. Where the policy is not called,
-    there are none, and no `policy_rows`.
-    """
-
-    policy_rows: StepRows | None
-    rows: list[Request]
-    proposed: list[DraftTree]
-    trees: list[DraftTree]
-    start: StepSeconds  # seconds spent before the step
-
-    @property
-    def has_prompts(self) -> bool:
-        return self.policy_rows is not None and self.policy_rows.num_prefill_tokens > 0
-
-    def seconds(self, end: StepSeconds) -> StepSeconds:
-        """Return the step's own seconds, from those spent at its end."""
-        return StepSeconds(*(after - before for before, after in zip(self.start, end)))
-
-    def outcome(self, accepted: Sequence[int], tokens: Sequence[np.ndarray], end: StepSeconds) -> StepOutcome:
-        """Return the outcome for the policy, from accepted nodes and committed tokens of rows, and the step's end."""
-        assert self.policy_rows is not None, "a step that the policy is called for"
-        return StepOutcome(self.policy_rows, self.proposed, self.trees, accepted, self.seconds(end), tokens)
 
 
 class Drafting:
@@ -125,7 +97,7 @@ class Drafting:
             proposed, selected = self.ranks.trees(lambda: self._propose_and_select(step, rows, first), len(rows))
         drafts = StepDrafts(step, rows, proposed, selected, start)
         if self.is_traced:
-            _begin_traces(drafts, self.sources)
+            drafts.begin_traces(self.sources)
         return drafts
 
     def _may_rest(self, rows: list[Request], feeds: dict[Request, np.ndarray]) -> bool:
@@ -326,29 +298,6 @@ class Drafting:
         other = counts.seconds_select - selecting + counts.seconds_verify
         return StepSeconds(counts.seconds_draft + selecting, forward, other)
 
-    def most_running(self, running: Sequence[Request], waiting: Sequence[Request], num_fitting: int) -> float:
-        """
-        Return how many requests of an engine may run in the next step, by a policy that chooses batches (SmartSpec,
-        algorithm 2): all for which there is room (infinity), or fewer.
-
-        Args:
-            waiting (sequence of `Request`): The requests that may begin, in the order of arrival.
-            num_fitting (`int`): How many of these have room in memory, which includes room for drafts.
-        """
-        queue, most = [*running, *waiting], len(running) + num_fitting
-        if not num_fitting or self.ranks is not None:  # several processes would choose differently
-            return math.inf
-        lengths = np.array([request.length for request in queue], np.int64)
-        caps = np.array([request.call.max_nodes for request in queue], np.int64)
-        costs = [request.chain.costs[0] for request in queue]
-        stages = [Stage(cost, np.where([own == cost for own in costs], caps, 0)) for cost in dict.fromkeys(costs)]
-        rows = StepRows(
-            [request.request_id for request in queue], lengths, caps, num_waiting=len(waiting), stages=stages,
-            padded_context=int(lengths.sum()),
-        )  # fmt: skip
-        chosen = self.policy.num_to_run(rows, len(running), lambda number, _: number <= most)
-        return math.inf if chosen >= most else max(chosen, len(running), 1)
-
     def _within_limits(self, request: Request, tree: DraftTree) -> DraftTree:
         if not request.call.forward.trees:
             tree = tree.best_chain()
@@ -383,20 +332,3 @@ def _split_padding(asked: dict[Request, int], position: int) -> tuple[dict[Reque
 def _check_number(policy: LengthPolicy, verb: str, number: int, noun: str, expected: int) -> None:
     if number != expected:
         raise ValueError(f"{type(policy).__name__} {verb} {number} {noun} for {expected} rows.")
-
-
-def _begin_traces(step: StepDrafts, sources: GuardedSources) -> None:
-    """Begin the step in the traces of its rows, before their sources observe its outcome."""
-    assert step.policy_rows is not None, "no step of a traced row rests"
-    for index, (request, drafted, verified) in enumerate(zip(step.rows, step.proposed, step.trees)):
-        if request.trace is None:
-            continue
-        nodes = list(range(len(drafted))) if verified is drafted else Draft.of(drafted).nodes_of(verified)
-        if -1 in nodes:  # the policy has selected nodes that were not proposed
-            drafted, nodes = verified, list(range(len(verified)))
-        proposals = [(stage.position, stage.proposed[index]) for stage in step.policy_rows.stages]
-        labels = first_drafters(
-            drafted,
-            [(Draft.of(tree), partial(sources.drafted_by, request, place)) for place, tree in proposals if len(tree)],
-        )
-        request.trace.begin(drafted, nodes, [label or label_of(request.chain.sources[0]) for label in labels])

@@ -16,11 +16,12 @@ from ..target_model.layout.rows import RowInput
 from .alarm import AcceptanceAlarm
 from .call import DecodingCall, ModelLimits, Request, alike, by_forward
 from .committed import run_forward
-from .drafting import Drafting, StepDrafts
+from .drafting import Drafting
 from .learning import Learning, guarded
 from .prefill import shorten_prompts
 from .source_guard import release
 from .statistics import GenerationStatistics, Timed
+from .step_drafts import StepDrafts
 from .verify import accepted_paths, advance, follow, greedy_picks, pick_ahead, pick_next, picks_ahead
 
 

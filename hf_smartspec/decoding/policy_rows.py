@@ -1,5 +1,6 @@
-"""A step's rows and sources as the length policy gets them."""
+"""A step's rows and sources, and an engine's queue, as the length policy gets them."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -51,6 +52,32 @@ def policy_rows(
         step.caps = _shared_caps(policy, step)
     step.stages = _stages(rows, step.caps, feeds, lengths) or step.stages
     return step
+
+
+def most_running(
+    policy: LengthPolicy, running: Sequence[Request], waiting: Sequence[Request], num_fitting: int
+) -> float:
+    """
+    Return how many requests of an engine may run in the next step, by a policy that chooses batches (SmartSpec,
+    algorithm 2): all for which there is room (infinity), or fewer.
+
+    Args:
+        waiting (sequence of `Request`): The requests that may begin, in the order of arrival.
+        num_fitting (`int`): How many of these have room in memory, which includes room for drafts.
+    """
+    if not num_fitting:
+        return math.inf
+    queue, most = [*running, *waiting], len(running) + num_fitting
+    lengths = np.array([request.length for request in queue], np.int64)
+    caps = np.array([request.call.max_nodes for request in queue], np.int64)
+    costs = [request.chain.costs[0] for request in queue]
+    stages = [Stage(cost, np.where([own == cost for own in costs], caps, 0)) for cost in dict.fromkeys(costs)]
+    rows = StepRows(
+        [request.request_id for request in queue], lengths, caps, num_waiting=len(waiting), stages=stages,
+        padded_context=int(lengths.sum()),
+    )  # fmt: skip
+    chosen = policy.num_to_run(rows, len(running), lambda number, _: number <= most)
+    return math.inf if chosen >= most else max(chosen, len(running), 1)
 
 
 def _shared_caps(policy: LengthPolicy, step: StepRows) -> np.ndarray:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from ..decoding.alarm import alarm_of
 from ..decoding.call import DecodingCall
 from ..decoding.loop import DecodingLoop
+from ..decoding.policy_rows import most_running
 from ..goodput.policy import LengthPolicy
 from ..log import get_logger
 from ..prepare.call import model_limits
@@ -260,12 +261,12 @@ class EngineRunner:
 
     def _most_running(self) -> float:
         """Return how many requests may run, by the policy; infinity where it leaves that to the scheduler."""
-        if not self.loop.policy.chooses_batches:
+        if not self.loop.policy.chooses_batches or self._ranks is not None:  # processes would choose differently
             return math.inf
         scheduler = self.memory.scheduler
         waiting, num_fitting = scheduler.queue()
         requests = [pending.request for pending in waiting]
-        most = self.loop.drafting.most_running(self.loop.running, requests, num_fitting)
+        most = most_running(self.loop.policy, self.loop.running, requests, num_fitting)
         return max(most, len(scheduler.running) + scheduler.num_without_rows)  # so that no tenant waits for others'
 
     def _begin(self, pending: PendingRequest) -> None:

@@ -14,6 +14,7 @@ from ..candidates.base import TreeCandidateGenerator, most_nodes_of, refuse_need
 from ..decoding.batch import DecodingBatch
 from ..decoding.call import DRAFT_ROOM, DecodingCall, ModelLimits, Request
 from ..decoding.loop import DecodingLoop
+from ..decoding.policy_rows import most_running
 from ..decoding.verify import coupled_picks
 from ..goodput.cost import CostModel
 from ..goodput.draft_cost import DraftCost
@@ -213,7 +214,7 @@ class Run:
         if self.loop.policy.chooses_batches:
             waiting, num_fitting = scheduler.queue()
             requests = [item.requests[0] for item in waiting]
-            most = self.loop.drafting.most_running(self.loop.running, requests, num_fitting)
+            most = most_running(self.loop.policy, self.loop.running, requests, num_fitting)
         while len(scheduler.running) < most and (call := scheduler.next()) is not None:
             request = call.requests[0]
             self.seconds_waited += self.clock.now - self._queued(_item(request))
