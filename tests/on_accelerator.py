@@ -11,7 +11,7 @@ import torch
 
 import hf_smartspec
 from hf_smartspec import SmartSpecConfig, device
-from hf_smartspec.decoding import loop, verify
+from hf_smartspec.decoding import verify
 from hf_smartspec.decoding.loop import DecodingLoop
 from hf_smartspec.sampling import noise
 from hf_smartspec.target_model.forward.packed import PackedForward
@@ -290,9 +290,9 @@ def test_picking_token_by_token_comes_to_the_same(on_cpu, on_device, accelerator
     outputs = [generate(models, source, OPTIONS["warped"]) for models in (on_cpu, on_device)]
     monkeypatch.setattr(verify, "_MOST_AHEAD", 1)
     outputs.append(generate(on_device, source, OPTIONS["warped"]))
-    monkeypatch.setattr(loop, "picks_ahead", lambda rows: False)
+    monkeypatch.setattr(verify, "picks_ahead", lambda rows: False)
     outputs.append(generate(on_device, source, OPTIONS["warped"]))
-    monkeypatch.setattr(loop, "picks_ahead", lambda rows: rows[0].call.may_pick_ahead)
+    monkeypatch.setattr(verify, "picks_ahead", lambda rows: rows[0].call.may_pick_ahead)
     outputs.append(generate(on_cpu, source, OPTIONS["warped"]))
     assert all(tokens_of(output) == tokens_of(outputs[0]) for output in outputs)
     assert len({output.statistics.accepted_tokens for output in outputs}) == 1

@@ -7,22 +7,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..candidates.forwarding import unwrapped
 from ..device import waits_are_free
 from ..drafts.tree import DraftTree
 from ..goodput.policy import LengthPolicy
 from ..target_model.forward.ranks import Ranks
 from ..target_model.layout.rows import RowInput
 from .alarm import AcceptanceAlarm
-from .call import DecodingCall, ModelLimits, Request, alike, by_forward
+from .call import DecodingCall, ModelLimits, Request, by_forward
 from .committed import run_forward
 from .drafting import Drafting
-from .learning import Learning, guarded
+from .learning import Learning
+from .lifecycle import RequestLifecycle
 from .prefill import shorten_prompts
-from .source_guard import release
 from .statistics import GenerationStatistics, Timed
 from .step_drafts import StepDrafts
-from .verify import accepted_paths, advance, follow, greedy_picks, pick_ahead, pick_next, picks_ahead
+from .verify import greedy_picks, verify_rows
 
 
 class DecodingLoop:
@@ -55,9 +54,7 @@ class DecodingLoop:
         alarm: AcceptanceAlarm | None = None,
     ):
         self.policy = policy
-        self.max_prefill_tokens, self.on_failure = max_prefill_tokens, on_failure
-        self._release, self.clock = release or _remove_row, clock
-        self._keeps_rows = release is not None  # `release` then reports when a row is gone
+        self.max_prefill_tokens, self.on_failure, self.clock = max_prefill_tokens, on_failure, clock
         self.calls: list[DecodingCall] = []
         self.suspended: set[DecodingCall] = set()
         self.running: list[Request] = []  # rows that need further tokens
@@ -68,6 +65,7 @@ class DecodingLoop:
         self._num_waiting = 0
         self.statistics = GenerationStatistics()
         self.drafting = Drafting(policy, limits, self.statistics, clock, ranks, alarm)
+        self._lifecycle = RequestLifecycle(policy, self.drafting.sources, release)
 
     def add(self, call: DecodingCall) -> None:
         """Add a call, and cache rows for those of its requests that have none."""
@@ -75,21 +73,8 @@ class DecodingLoop:
         self.drafting.learn()
         self.drafting.sources.choose(call)
         for request in call.requests:
-            request.row = request.row or call.forward.add()
-            call.set_lengths(request)
-            self._renew(request)
-            self.drafting.sources.start(request)
-            is_greedy, encoded = request.seed is None, call.encoded_text(request)
-            for recorder in request.chain.recorders:
-                guarded(recorder.start, request.request_id, request.prompt, is_greedy, encoded)
+            self._lifecycle.begin(request)
         self._find_running()
-
-    def _renew(self, request: Request) -> None:
-        """Give sources whose weights have changed a new chance, in spite of what they cost before."""
-        for source, cost in zip(request.chain.sources, request.chain.costs):
-            if number := unwrapped(source).num_renewals:
-                self.policy.renew(cost.source, number)
-                self.drafting.sources.renew(cost.source, number)
 
     def remove(self, call: DecodingCall) -> None:
         """Take out a call, finished or not, running or suspended; sources, policy and recorders forget its requests."""
@@ -104,12 +89,7 @@ class DecodingLoop:
         else:
             self.calls.remove(call)
         for request in call.requests:
-            request.tree = request.logits = None
-            has_row = request.row is not None
-            if has_row and not call.keeps_cache:
-                self._release(request)
-                request.row = None
-            self._forget(request, has_row)
+            self._lifecycle.end(request)
         self._find_running()
         call.statistics.generated_tokens = sum(request.num_valid for request in call.requests)
         self.statistics.generated_tokens += call.statistics.generated_tokens
@@ -263,41 +243,7 @@ class DecodingLoop:
     def verify(self) -> list[Request]:
         """Advance rows along their trees, and return those whose path has ended."""
         with self._timed("seconds_verify"):
-            ready = [request for request in self.running if request.tree is not None]
-            others = [request for request in ready if not request.call.picks_greedily]
-            for rows in alike(others):
-                if picks_ahead(rows):
-                    self._attempt(rows, pick_ahead, rows)
-            ended = [request for request in ready if request.picks]
-            trees = [request.tree for request in ended if request.tree is not None]
-            assert len(trees) == len(ended), "picks belong to a draft under verification"
-            paths = accepted_paths(trees, [request.picks for request in ended])
-            for request, path in zip(ended, paths):
-                self._attempt([request], follow, request, path)
-            alive = set(self.calls)  # without calls that have failed meanwhile
-            ended = [request for request in ended if request.call in alive]
-            others = [request for request in others if not request.picks and request.call in alive]
-            return ended + self._verify_in_rounds(others)
-
-    def _verify_in_rounds(self, ready: list[Request]) -> list[Request]:
-        """Pick one token of every row per round, so that processors get many rows in one call; as `verify`."""
-        ended: list[Request] = []
-        while ready := [request for request in ready if not request.call.waits_for_more(ready)]:
-            still: list[Request] = []
-            for rows in alike(ready):
-                tokens = self._attempt(rows, pick_next, rows) or []
-                for request, token in zip(rows, tokens):
-                    if self._attempt([request], advance, request, token):
-                        still.append(request)
-            for call in dict.fromkeys(request.call for request in ready):
-                if not call.picker.is_known:  # processors and criteria may share state, so that they are called in turn
-                    self._attempt(call.requests, call.batch.report)
-            alive = set(self.calls)  # without calls that have failed meanwhile
-            still = [request for request in still if request.is_active and request.call in alive]
-            going_on = set(still)
-            ended += [request for request in ready if request.call in alive and request not in going_on]
-            ready = still
-        return ended
+            return verify_rows(self.running, self.calls, self._attempt)
 
     # 5. commit
 
@@ -363,7 +309,7 @@ class DecodingLoop:
         active = set(self.running)
         for request in (request for call in self.calls for request in call.requests):
             if request.row is not None and request not in active:
-                self._retire(request)
+                self._lifecycle.retire(request)
         return ended
 
     def _compact(self) -> None:
@@ -372,26 +318,6 @@ class DecodingLoop:
             for forward, rows in by_forward(self.running).items():
                 forward.compact([request.cache_row for request in rows])
             self._is_compact = True
-
-    def _retire(self, request: Request) -> None:
-        """Release the row of a request that needs no further tokens."""
-        request.tree = request.logits = None
-        self._forget(request)
-        if not request.call.keeps_cache:
-            self._release(request)
-            request.row = None
-
-    def _forget(self, request: Request, has_row: bool = True) -> None:
-        """Delete a request from recorders, sources and policy; data of its row only once that is gone."""
-        for recorder in request.chain.recorders:
-            guarded(recorder.stop, request.request_id)
-        is_known_to_source = request.is_known_to_source
-        self.drafting.sources.stop(request)  # their gate has state of requests that it has refused
-        self.policy.forget(request.request_id)
-        if is_known_to_source:
-            request.fed = request.verified = None
-            if not (self._keeps_rows and has_row):
-                release(request.source_request.on_release)
 
     def _attempt(self, rows: Sequence[Request], function: Callable, *args: Any) -> Any:
         """Call the function. If it fails, by code of these rows' calls (processors, ...), only these calls fail."""
@@ -406,10 +332,6 @@ class DecodingLoop:
 
     def _timed(self, name: str) -> Timed:
         return Timed(self.statistics, name, self.clock)
-
-
-def _remove_row(request: Request) -> None:
-    request.call.forward.remove(request.cache_row)
 
 
 _EMPTY = DraftTree.empty()

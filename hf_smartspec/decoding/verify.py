@@ -1,7 +1,8 @@
 """Verification: the tokens that the target picks after each node of a draft, and the path that they accept."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from ..device import fetch_together, has_float64, to_device
 from ..drafts.kernels.trees import walk
 from ..drafts.tree import DraftTree
 from ..sampling.noise import NO_TOKEN, noisy_argmax, uniform_noise
-from .call import Place, Request
+from .call import DecodingCall, Place, Request, alike
 
 _TOP_LINES = 32  # lines of a step whose likeliest tokens sources get: more would cost more than sources learn
 
@@ -287,3 +288,52 @@ def advance(request: Request, token: int) -> bool:
     request.cursor = child
     request.path.append(child)
     return True
+
+
+def verify_rows(rows: Sequence[Request], calls: Sequence[DecodingCall], attempt: Callable[..., Any]) -> list[Request]:
+    """
+    Advance rows along their trees, and return those whose path has ended.
+
+    Args:
+        rows (sequence of `Request`): All running rows.
+        calls (sequence of `DecodingCall`): The running calls, from which `attempt` removes those that fail.
+        attempt (`Callable`): Gets rows, a function and its arguments. If the function fails, only these rows' calls do.
+    """
+    ready = [request for request in rows if request.tree is not None]
+    others = [request for request in ready if not request.call.picks_greedily]
+    for group in alike(others):
+        if picks_ahead(group):
+            attempt(group, pick_ahead, group)
+    ended = [request for request in ready if request.picks]
+    trees = [request.tree for request in ended if request.tree is not None]
+    assert len(trees) == len(ended), "picks belong to a draft under verification"
+    paths = accepted_paths(trees, [request.picks for request in ended])
+    for request, path in zip(ended, paths):
+        attempt([request], follow, request, path)
+    alive = set(calls)  # without calls that have failed meanwhile
+    ended = [request for request in ended if request.call in alive]
+    others = [request for request in others if not request.picks and request.call in alive]
+    return ended + _verify_in_rounds(others, calls, attempt)
+
+
+def _verify_in_rounds(
+    ready: list[Request], calls: Sequence[DecodingCall], attempt: Callable[..., Any]
+) -> list[Request]:
+    """Pick one token of every row per round, so that processors get many rows in one call; as `verify_rows`."""
+    ended: list[Request] = []
+    while ready := [request for request in ready if not request.call.waits_for_more(ready)]:
+        still: list[Request] = []
+        for rows in alike(ready):
+            tokens = attempt(rows, pick_next, rows) or []
+            for request, token in zip(rows, tokens):
+                if attempt([request], advance, request, token):
+                    still.append(request)
+        for call in dict.fromkeys(request.call for request in ready):
+            if not call.picker.is_known:  # processors and criteria may share state, so that they are called in turn
+                attempt(call.requests, call.batch.report)
+        alive = set(calls)  # without calls that have failed meanwhile
+        still = [request for request in still if request.is_active and request.call in alive]
+        going_on = set(still)
+        ended += [request for request in ready if request.call in alive and request not in going_on]
+        ready = still
+    return ended

@@ -81,7 +81,9 @@ def new_source(name):
 
 @pytest.mark.parametrize("name", ["draft", "suffix", "prompt_lookup"])
 def test_an_engine_replays_what_was_recorded_on_its_fast_path(name, monkeypatch):
-    monkeypatch.setattr("hf_smartspec.decoding.loop.pick_next", lambda *_: pytest.fail("tokens are picked one by one"))
+    monkeypatch.setattr(
+        "hf_smartspec.decoding.verify.pick_next", lambda *_: pytest.fail("tokens are picked one by one")
+    )
     items = random_recordings(9, shared=40)
     prompts, responses = [item.prompt for item in items], [item.response for item in items]
     config = SmartSpecConfig(new_source(name), policy=FixedLength(6))
