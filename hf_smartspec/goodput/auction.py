@@ -151,7 +151,7 @@ class GoodputAuction(LengthPolicy):
         before = plan.before[stage] = self._before(rows, trees)
         if stage.is_by_level:
             return self._levels(stage, caps, before)
-        return caps if self._asks_at_once(stage, caps) else np.zeros_like(caps)
+        return caps if self._calls_source(stage, caps) else np.zeros_like(caps)
 
     def _begin(self, rows: StepRows) -> None:
         plain = float(self.cost.seconds(*rows.without_prefill().forward_size()))
@@ -187,7 +187,7 @@ class GoodputAuction(LengthPolicy):
         # A source that heeds prices ends each draft by its own probabilities, which are better than averages.
         return np.where((best > 0) & stage.cost.heeds_prices, caps, np.minimum(levels * stage.cost.width, caps))
 
-    def _asks_at_once(self, stage: Stage, caps: np.ndarray) -> bool:
+    def _calls_source(self, stage: Stage, caps: np.ndarray) -> bool:
         """Return whether to ask a source that drafts all levels in one call."""
         record = self.records[stage.cost]
         profit = record.profits[size_class(len(caps))]

@@ -1,6 +1,6 @@
 """The auction over the levels of drafts, for sources that are asked by level."""
 
-from collections.abc import Mapping
+from collections import defaultdict
 
 import numpy as np
 
@@ -20,12 +20,12 @@ class LevelAuction:
 
     Args:
         cost (`CostModel`): Cost of the target's forward.
-        records (mapping of `DraftCost` to `StageRecord`): Estimates for each source.
+        records (`defaultdict` of `DraftCost` to `StageRecord`): Estimates for each source, the auction's own.
         paces (`Paces`): Worth of the tokens of each row.
         margin (`float`): Share by which the goodput of speculation must exceed that of plain decoding.
     """
 
-    def __init__(self, cost: CostModel, records: Mapping[DraftCost, StageRecord], paces: Paces, margin: float):
+    def __init__(self, cost: CostModel, records: defaultdict[DraftCost, StageRecord], paces: Paces, margin: float):
         self.cost, self.records, self.paces, self.margin = cost, records, paces, margin
 
     def weigh(self, plan: Plan, stage: Stage, caps: np.ndarray, before: Before) -> np.ndarray:

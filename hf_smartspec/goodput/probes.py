@@ -1,6 +1,6 @@
 """Probes: drafts that are not expected to pay, so that rows and sources that do not pay can come back."""
 
-from collections.abc import Mapping
+from collections import defaultdict
 
 import numpy as np
 
@@ -21,13 +21,13 @@ class Probes:
 
     Args:
         cost (`CostModel`): Cost of the target's forward.
-        records (mapping of `DraftCost` to `StageRecord`): Estimates for each source, with its `Trials`.
+        records (`defaultdict` of `DraftCost` to `StageRecord`): Estimates for each source, the auction's own.
 
     Attributes:
         saved_seconds (`float`): Time saved for the next probe; negative after a probe that took longer than expected.
     """
 
-    def __init__(self, cost: CostModel, records: Mapping[DraftCost, StageRecord]):
+    def __init__(self, cost: CostModel, records: defaultdict[DraftCost, StageRecord]):
         self.cost, self.records = cost, records
         self.saved_seconds = 0.0
 
@@ -36,7 +36,7 @@ class Probes:
         self.saved_seconds += PROBE_SHARE * plan.plain_seconds
 
     def charge(self, stage: Stage, seconds: float) -> None:
-        """Count the seconds in which the source of a probe has read texts."""
+        """Count the seconds that the source of a probe has taken to read texts, beyond those of its draft."""
         self.saved_seconds -= self.records[stage.cost].trials.factor * seconds
 
     def limit_debt(self, plan: Plan) -> None:

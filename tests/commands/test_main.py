@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_smartspec import SeededGumbelLogitsProcessor, __version__
 from hf_smartspec.commands import main as cli
 from hf_smartspec.commands.verify import command as verify
-from hf_smartspec.decoding import loop
+from hf_smartspec.decoding.verify import advance
 from hf_smartspec.target_model.cache.slot_cache import SlotCache
 from hf_smartspec.target_model.forward.packed import PackedForward
 from hf_smartspec.training.medusa import MedusaTraining
@@ -311,8 +311,10 @@ def test_small_error_is_a_tie_in_half_precision_only(folder, tmp_path, dtype, st
 
 
 def wrong_pick(monkeypatch):
-    advance = loop.advance
-    monkeypatch.setattr(loop, "advance", lambda row, token: advance(row, 7 if row.num_generated == 5 else token))
+    monkeypatch.setattr(
+        "hf_smartspec.decoding.verify.advance",
+        lambda row, token: advance(row, 7 if row.num_generated == 5 else token),
+    )
 
 
 def wrong_keys(monkeypatch):

@@ -102,7 +102,7 @@ def test_cpus_with_narrower_vectors(tmp_path):
     """What is compiled for them runs here, too; numba is told that this is one."""
     environment = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma", "NUMBA_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", "not cpus_with"]
-    command += [__file__, str(Path(__file__).with_name("test_norms.py"))]
+    command += [__file__, *(str(Path(__file__).with_name(name)) for name in ("test_norms.py", "test_screening.py"))]
     found = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
     assert found.returncode == 0 and "passed" in found.stdout, found.stdout
     assert "skipped" not in found.stdout, found.stdout

@@ -48,6 +48,8 @@ def multiply(a, kind, wide_kind):
 @inner
 def _multiply(a, weight, tokens, bias, outputs, wide):
     num_outputs, share = a[NUM_OUTPUTS], a[SHARE]
+    if wide is not None and a[NUM_TOKENS] <= a[AT_ONCE]:
+        _widen(tokens, a[NUM_TOKENS] * a[NUM_INPUTS], wide)
     begin = share * take(ahead(a, NEXT))
     while begin < num_outputs:
         _multiply_share(a, begin, min(begin + share, num_outputs), weight, tokens, bias, outputs, wide)
@@ -63,7 +65,8 @@ def _multiply_share(a, row, end, weight, tokens, bias, outputs, wide):
         if wide is None:
             _multiply_rows(a, row, end, num, weight, own, bias, results)
         else:
-            _widen(own, num * length, wide)
+            if a[NUM_TOKENS] > a[AT_ONCE]:  # else all are wide
+                _widen(own, num * length, wide)
             _multiply_rows(a, row, end, num, weight, wide, bias, results)
         token += num
 

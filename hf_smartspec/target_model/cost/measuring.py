@@ -84,7 +84,7 @@ HELD_OUT = (
 )  # fmt: skip
 
 
-_WARM_UP = Design(1, 16, 8)
+_WARM_UP = Design(1, 16, 8)  # few enough tokens for the head's copy on every CPU
 
 
 class Measured(NamedTuple):

@@ -88,7 +88,8 @@ class CompiledDecoder:
         room = max(_LEAST, 1 << (len(given.x) - 1).bit_length())
         # Threads wait for one another after every operator, which takes longer than small ones do.
         num_threads = torch.get_num_threads() if room * self._most_weights > SMALL else 1
-        screen = self._current_screen() if best_only and pays_for(len(given.x)) else None
+        lines = given.x if given.layout.kept is None else given.layout.kept
+        screen = self._current_screen() if best_only and pays_for(len(lines)) else None
         key = room, num_threads, layers, given.features is not None and given.features.are_states, screen
         try:  # each thread has a forward of its own
             forward = self._free[key].pop()

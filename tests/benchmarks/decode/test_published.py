@@ -65,6 +65,8 @@ def test_no_way_that_the_auction_decides_may_be_slower_than_none():
     rows = [row("none", 1, 4.0), row("pld@k=2", 1, 5.0), row("heads", 1, 4.2), row("auto", 1, 2.0)]
     found = claims(dict(enumerate(rows)), ways, 0.03, is_exact=False)
     assert [claim.text for claim in found if not claim.holds] == ["heads is not slower than none at any batch size"]
+    found = claims(dict(enumerate(rows)), ways[:2], 0.03, is_exact=False)
+    assert [claim.holds for claim in found] == [False], "the default, though its policy is given"
 
 
 def test_the_default_must_not_be_slower():

@@ -52,8 +52,11 @@ def plain(model, **options):
 def test_narrow_vectors_screen_few_tokens(monkeypatch, screened, most, width, expected):
     monkeypatch.setattr(screening, "_FEW_TOKENS", most)
     monkeypatch.setattr(screening, "widest", lambda: width)
-    generate(enabled(), "none")  # two rows
-    assert any(screened) is expected
+    model = enabled()
+    generate(model, "none")
+    screened.clear()
+    generate(model, "none")  # two rows of seven tokens, of which the last ones' logits are needed
+    assert len(screened) == 24 and set(screened) == {expected}
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3_text", "smollm3"])
