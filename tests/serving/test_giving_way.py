@@ -208,7 +208,7 @@ def test_who_has_given_way_can_be_cancelled(model, monkeypatch):
     with Engine(model, SmartSpecConfig(source, policy=FixedLength(2)), max_batch_size=1) as engine:
         runner = engine._runner
         first, second = (
-            engine.add_request([3, 4], assistant=of(whose, source), **LONG | {"max_new_tokens": 400}) for whose in "ab"
+            engine.add_request([3, 4], assistant=of(whose, source), **LONG | {"max_new_tokens": 1600}) for whose in "ab"
         )
         for _ in range(1000):  # until it waits, with its text
             stepped.clear()
