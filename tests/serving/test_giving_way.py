@@ -1,7 +1,6 @@
 """Requests that give way to other namespaces go on later, with the tokens that they would get alone."""
 
 import itertools
-from threading import Event
 
 import numpy as np
 import pytest
@@ -202,27 +201,29 @@ def test_streams_criteria_and_traces_know_nothing_of_it(model, short_turns):
 
 
 def test_who_has_given_way_can_be_cancelled(model, monkeypatch):
-    source, stepped = Spy(suffix()), Event()
+    source, found = Spy(suffix()), []
     propose = source.propose
-    monkeypatch.setattr(source, "propose", lambda *args: stepped.set() or propose(*args))
+
+    def watched(*args):
+        """Cancel both requests in a step of the second one, while the first one waits with its text."""
+        waiting = [pending for pending in runner.memory.scheduler.waiting if pending.output.request_id == first]
+        if waiting and waiting[0].request.is_resumed and not found:
+            request = waiting[0].request
+            found.append((waiting[0].output.status, request.row, request.num_generated))
+            for name in (first, second):
+                engine.cancel_request(name)
+        return propose(*args)
+
     with Engine(model, SmartSpecConfig(source, policy=FixedLength(2)), max_batch_size=1) as engine:
         runner = engine._runner
-        first, second = (
-            engine.add_request([3, 4], assistant=of(whose, source), **LONG | {"max_new_tokens": 1600}) for whose in "ab"
-        )
-        for _ in range(1000):  # until it waits, with its text
-            stepped.clear()
-            assert stepped.wait(TIMEOUT), "all requests have ended"
-            with engine.pause():
-                waiting = [pending for pending in runner.memory.scheduler.waiting if pending.output.request_id == first]
-                if waiting and waiting[0].request.is_resumed:
-                    assert waiting[0].output.status == RequestStatus.PENDING
-                    assert waiting[0].request.row is None and waiting[0].request.num_generated > 0
-                    engine.cancel_request(first)
-                    break
+        with engine.pause():
+            arguments = LONG | {"max_new_tokens": 400}
+            first, second = (engine.add_request([3, 4], assistant=of(whose, source), **arguments) for whose in "ab")
+            monkeypatch.setattr(source, "propose", watched)
         output = engine.get_result(first, timeout=TIMEOUT)
         assert output.finish_reason == "cancelled" and len(output.generated_tokens) >= scheduler.TURN - 2
-        engine.cancel_request(second)
+        ((status, row, num_generated),) = found
+        assert status == RequestStatus.PENDING and row is None and num_generated > 0
         assert engine.get_result(second, timeout=TIMEOUT).finish_reason == "cancelled"
         assert source.started == source.stopped == 2, "no source keeps anything of a request that is gone"
         name = engine.add_request([7], assistant=of("b", source), **SHORT)
