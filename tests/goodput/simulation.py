@@ -134,3 +134,7 @@ def decide(policy: LengthPolicy, rows: StepRows, trees: list[DraftTree]) -> list
     stage.asked = np.asarray(policy.max_nodes(rows, stage, [DraftTree.empty()] * len(rows)))
     stage.proposed = trees
     return policy.select(rows, policy.calibrated(rows, stage, trees))
+
+
+def model_cost(per_call=1e-3):
+    return DraftCost(per_call=per_call, is_autoregressive=True, source="model")
