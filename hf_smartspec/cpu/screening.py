@@ -13,7 +13,7 @@ import torch
 
 from ..log import get_logger
 from .few_tokens import few_token_linear, has_kernels
-from .kernels.dots import GROUP, SIDE, widest
+from .kernels.dots import GROUP, SIDE, instructions
 from .kernels.program import BOUND, LEVELS, PICK, SCORE
 from .kernels.screen import CHUNK, MOST
 from .program import DTYPES, Program
@@ -25,8 +25,7 @@ from .threads import share_of
 logger = get_logger(__name__)
 
 _LEAST = 2**20  # weights from which on reading fewer bytes saves more than comparing bounds takes
-# Bytes of the CPU's vectors of int8, below which int8 is faster for few tokens alone, and how many these are.
-_WIDE_VECTOR, _FEW_TOKENS = 32, 8
+_FEW_TOKENS = 8  # for which int8 is faster where the CPU has no VNNI
 _ROWS = 256 * SIDE  # rows of a head that are rounded at a time
 _MORE = 1.001  # of a length, for the rounding of its sum
 _APART = 32  # rows of which one counts in sums of columns, which take several times as long as those of rows
@@ -132,7 +131,7 @@ def has_screening(dtype: torch.dtype) -> bool:
 
 def pays_for(num_tokens: int) -> bool:
     """Return whether a screen finds the best tokens of so many lines faster than reading the head whole."""
-    return num_tokens <= _FEW_TOKENS or widest() >= _WIDE_VECTOR
+    return num_tokens <= _FEW_TOKENS or instructions() != "avx2"
 
 
 def best_tokens(x: torch.Tensor, weight: torch.Tensor, screen: Screen) -> Picks | None:

@@ -1,4 +1,4 @@
-"""Sums of products of int8 numbers, scaled by group, by the CPU's instructions for int8 (VNNI) or for int16 (AVX2)."""
+"""Sums of products of int8 numbers, scaled by group, by the CPU's instructions for four products (VNNI) or two."""
 
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
@@ -12,18 +12,22 @@ PARTS = GROUP // PART
 OFFSET = 128  # added to weights, since the instruction multiplies unsigned by signed numbers
 _TOGETHER = 4  # neighbouring inputs of an output, whose products one instruction adds up
 BLOCK = SIDE * GROUP  # bytes of a block's weights for one group
-_NEED = {64: ("+avx512vnni", "+avx512bw", "+avx512vl"), 32: ("+avxvnni",), 16: ("+avx2",)}
-_MOST_TOKENS = {64: 12, 32: 4, 16: 2}  # whose sums in int32 fit the CPU's registers, by bytes of vectors
+_NEED = {
+    "avx512": ("+avx512vnni", "+avx512bw", "+avx512vl"),
+    "avxvnni": ("+avxvnni",),
+    "avx2": ("+avx2",),
+}  # features of CPUs; the first that has all is the fastest
+_MOST_TOKENS = {"avx512": 12, "avxvnni": 4, "avx2": 4}  # whose sums in int32 fit the registers
 
 
-def widest() -> int:
-    """Return the bytes that the CPU for which numba compiles multiplies at once; 0 where it lacks the instructions."""
-    return next((width for width, need in _NEED.items() if cpu_features().issuperset(need)), 0)
+def instructions() -> str:
+    """Return what the CPU for which numba compiles multiplies by, one of `_NEED`; "" where it lacks them all."""
+    return next((name for name, need in _NEED.items() if cpu_features().issuperset(need)), "")
 
 
 def most_tokens() -> int:
     """Return the most tokens that a block is multiplied by at once."""
-    return _MOST_TOKENS[widest()]
+    return _MOST_TOKENS[instructions()]
 
 
 @written(types.int64)
@@ -87,7 +91,7 @@ def _write(vectors, num_tokens, weight, scales, levels, steps, offsets, sums, nu
 
 
 def _vectors(builder: ir.IRBuilder) -> "_Dots":
-    return _Pairs(builder, 32) if widest() == 16 else _Dots(builder, widest())
+    return _Signs(builder, 32) if instructions() == "avx2" else _Dots(builder, 64 if instructions() == "avx512" else 32)
 
 
 class _Dots:
@@ -125,17 +129,13 @@ class _Dots:
     def scaled(self, sums: list[ir.Value], step: ir.Value) -> list[ir.Value]:
         """Return the sums of a part in a token's units."""
         builder, steps = self.builder, self._filled(step)
-        return [builder.fmul(builder.sitofp(own, self.floats), steps) for own in self.whole(sums)]
+        return [builder.fmul(builder.sitofp(own, self.floats), steps) for own in sums]
 
     def add_products(self, totals: list[ir.Value], sums: list[ir.Value], factors: list[ir.Value]) -> None:
         """Add a group's sums, times scales of the weight, to the totals; each operation rounds."""
         builder = self.builder
         for total, own, factor in zip(totals, sums, factors):
             builder.store(builder.fadd(builder.load(total), builder.fmul(own, factor)), total)
-
-    def whole(self, sums: list[ir.Value]) -> list[ir.Value]:
-        """Return one sum for each output."""
-        return sums
 
     def new_totals(self) -> list[ir.Value]:
         zeros = ir.Constant(self.floats, [0.0] * self.lanes)
@@ -162,30 +162,24 @@ class _Dots:
         return self.builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(I32, count), [0] * count))
 
 
-class _Pairs(_Dots):
+class _Signs(_Dots):
     """
-    Writer for CPUs with AVX2 alone, whose products of int8 would saturate: numbers are widened to int16, and two
-    products are added up at once. Until a group ends, each output has two sums.
+    Writer for CPUs with AVX2 alone. It multiplies absolute values of weights by levels that have taken over their
+    signs: two such products fit an int16, since neither number exceeds 127, and are added up in int32 with the next.
     """
 
     def weights(self, pointer: ir.Value) -> list[ir.Value]:
-        narrow, wide = ir.VectorType(I8, 16), ir.VectorType(I16, 16)
-        return [self.builder.sext(self._load(pointer, narrow, begin), wide) for begin in range(0, 64, 16)]
-
-    def levels(self, pointer: ir.Value) -> ir.Value:
-        wide = self.builder.sext(self._load(pointer, ir.VectorType(I8, 4)), ir.VectorType(I16, 4))
-        return self.builder.bitcast(self._filled(self.builder.bitcast(wide, I64), 4), ir.VectorType(I16, 16))
+        return [self._load(pointer, self.bytes, part * self.width) for part in self.parts]
 
     def start(self, offset: ir.Value) -> list[ir.Value]:
-        return [ir.Constant(self.integers, [0] * self.lanes)] * 4
+        return [ir.Constant(self.integers, [0] * self.lanes) for _ in self.parts]
 
     def more(self, sums: list[ir.Value], weights: list[ir.Value], levels: ir.Value) -> list[ir.Value]:
-        products = [call(self.builder, "llvm.x86.avx2.pmadd.wd", self.integers, part, levels) for part in weights]
-        return [self.builder.add(own, part) for own, part in zip(sums, products)]
-
-    def whole(self, sums: list[ir.Value]) -> list[ir.Value]:
-        kind, found = ir.VectorType(I32, 8), []
-        for pair in zip(sums[::2], sums[1::2]):
-            parts = [self.builder.shuffle_vector(*pair, ir.Constant(kind, list(range(at, 16, 2)))) for at in (0, 1)]
-            found.append(self.builder.add(*parts))
+        builder, pairs = self.builder, ir.VectorType(I16, self.width // 2)
+        ones, own = ir.Constant(pairs, [1] * pairs.count), builder.bitcast(levels, self.bytes)
+        found = []
+        for total, weight in zip(sums, weights):
+            sizes, signed = (call(builder, "llvm.x86.avx2.psign.b", self.bytes, it, weight) for it in (weight, own))
+            products = call(builder, "llvm.x86.avx2.pmadd.ub.sw", pairs, sizes, signed)
+            found.append(builder.add(total, call(builder, "llvm.x86.avx2.pmadd.wd", self.integers, products, ones)))
         return found

@@ -5,7 +5,7 @@ from functools import cache
 import torch
 
 from ..few_tokens import SMALL
-from ..kernels.dots import GROUP, PARTS, SIDE, widest
+from ..kernels.dots import GROUP, PARTS, SIDE, instructions
 from ..kernels.program import INT8, LEVELS
 from ..kernels.tiles import num_lanes
 from ..program import DTYPES, run_operator
@@ -18,7 +18,7 @@ _FEW = 2**13  # numbers that one thread has rounded by then
 @cache
 def has_kernels() -> bool:
     """Return whether there is compiled code for this CPU, and torch's threads can run it."""
-    return widest() > 0 and num_lanes() > 0 and has_threads()
+    return bool(instructions()) and num_lanes() > 0 and has_threads()
 
 
 def can_read(weight: torch.Tensor, scale: torch.Tensor, num_outputs: int, num_inputs: int) -> bool:

@@ -48,10 +48,10 @@ def plain(model, **options):
     return model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **options)
 
 
-@pytest.mark.parametrize(("most", "width", "expected"), [(1, 16, False), (2, 16, True), (1, 32, True)])
-def test_narrow_vectors_screen_few_tokens(monkeypatch, screened, most, width, expected):
+@pytest.mark.parametrize(("most", "found", "expected"), [(1, "avx2", False), (2, "avx2", True), (1, "avxvnni", True)])
+def test_without_vnni_few_tokens_are_screened(monkeypatch, screened, most, found, expected):
     monkeypatch.setattr(screening, "_FEW_TOKENS", most)
-    monkeypatch.setattr(screening, "widest", lambda: width)
+    monkeypatch.setattr(screening, "instructions", lambda: found)
     model = enabled()
     generate(model, "none")
     screened.clear()
