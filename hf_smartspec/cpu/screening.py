@@ -13,7 +13,7 @@ import torch
 
 from ..log import get_logger
 from .few_tokens import few_token_linear, has_kernels
-from .kernels.dots import GROUP, SIDE, instructions
+from .kernels.dots import GROUP, SIDE
 from .kernels.program import BOUND, LEVELS, PICK, SCORE
 from .kernels.screen import CHUNK, MOST
 from .program import DTYPES, Program
@@ -25,7 +25,6 @@ from .threads import share_of
 logger = get_logger(__name__)
 
 _LEAST = 2**20  # weights from which on reading fewer bytes saves more than comparing bounds takes
-_FEW_TOKENS = 8  # for which int8 is faster where the CPU has no VNNI
 _ROWS = 256 * SIDE  # rows of a head that are rounded at a time
 _MORE = 1.001  # of a length, for the rounding of its sum
 _APART = 32  # rows of which one counts in sums of columns, which take several times as long as those of rows
@@ -127,11 +126,6 @@ def has_screening(dtype: torch.dtype) -> bool:
     except Exception as error:  # compilers raise errors of many types
         logger.warning(f"Heads are read whole, since no faster code can be compiled ({error!r}).")
         return False
-
-
-def pays_for(num_tokens: int) -> bool:
-    """Return whether a screen finds the best tokens of so many lines faster than reading the head whole."""
-    return num_tokens <= _FEW_TOKENS or instructions() != "avx2"
 
 
 def best_tokens(x: torch.Tensor, weight: torch.Tensor, screen: Screen) -> Picks | None:

@@ -14,7 +14,7 @@ from ...cpu.norms import has_norms
 from ...cpu.program import DTYPES
 from ...cpu.quantized import native
 from ...cpu.quantized.product import has_right_kernels
-from ...cpu.screening import Screen, can_screen, pays_for
+from ...cpu.screening import Screen, can_screen
 from ...cpu.tensor_checks import is_plain, is_vector
 from ...log import get_logger
 from ..attention.seen_lines import has_few_tokens
@@ -88,8 +88,7 @@ class CompiledDecoder:
         room = max(_LEAST, 1 << (len(given.x) - 1).bit_length())
         # Threads wait for one another after every operator, which takes longer than small ones do.
         num_threads = torch.get_num_threads() if room * self._most_weights > SMALL else 1
-        lines = given.x if given.layout.kept is None else given.layout.kept
-        screen = self._current_screen() if best_only and pays_for(len(lines)) else None
+        screen = self._current_screen() if best_only else None
         key = room, num_threads, layers, given.features is not None and given.features.are_states, screen
         try:  # each thread has a forward of its own
             forward = self._free[key].pop()

@@ -23,7 +23,6 @@ PROMPT = torch.tensor([[5, 6, 7, 8, 5, 6, 7], [9, 10, 11, 9, 10, 11, 9]])
 def screened(monkeypatch):
     """Screens of small heads, too, also right after changes; the list of whether forwards had one."""
     monkeypatch.setattr(screening, "_LEAST", 1)
-    monkeypatch.setattr(screening, "_FEW_TOKENS", 1000)  # for narrow vectors, too
     monkeypatch.setattr(compiled, "_LEAST_WAIT", 0)
     found, run = [], ForwardProgram.__call__
     monkeypatch.setattr(
@@ -46,17 +45,6 @@ def generate(model, assistant, **options):
 def plain(model, **options):
     options = {"max_new_tokens": 24, "do_sample": False} | options
     return model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **options)
-
-
-@pytest.mark.parametrize(("most", "found", "expected"), [(1, "avx2", False), (2, "avx2", True), (1, "avxvnni", True)])
-def test_without_vnni_few_tokens_are_screened(monkeypatch, screened, most, found, expected):
-    monkeypatch.setattr(screening, "_FEW_TOKENS", most)
-    monkeypatch.setattr(screening, "instructions", lambda: found)
-    model = enabled()
-    generate(model, "none")
-    screened.clear()
-    generate(model, "none")  # two rows of seven tokens, of which the last ones' logits are needed
-    assert len(screened) == 24 and set(screened) == {expected}
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3_text", "smollm3"])
