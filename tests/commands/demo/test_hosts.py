@@ -5,6 +5,7 @@ import pytest
 
 from hf_smartspec.serving.server.guard.hosts import local_hosts
 
+from ...serving.helpers import TIMEOUT
 from .conftest import GRADIO
 
 pytestmark = GRADIO
@@ -24,10 +25,10 @@ def url():
 
 def test_other_names_are_refused(url):
     for path in ("/", "/config", "/gradio_api/info", "/gradio_api/queue/data?session_hash=x"):
-        refused = httpx.get(url.rstrip("/") + path, headers={"Host": "evil.example"})
+        refused = httpx.get(url.rstrip("/") + path, headers={"Host": "evil.example"}, timeout=TIMEOUT)
         assert refused.status_code == 403 and "127.0.0.1" in refused.json()["error"]["message"]
     for name in ("localhost:7860", "127.0.0.1", "[::1]:80"):
-        assert httpx.get(url, headers={"Host": name}).status_code == 200
+        assert httpx.get(url, headers={"Host": name}, timeout=TIMEOUT).status_code == 200
 
 
 def test_what_others_can_reach_has_any_name():

@@ -88,7 +88,7 @@ MESSAGES = [{"role": "user", "content": "Write a Python function that adds two n
     ],
 )  # fmt: skip
 def test_what_cannot_be_served_is_told(server, path, body):
-    answer = httpx.post(server.url + path, content=json.dumps(body), headers={"Content-Type": "application/json"})
+    answer = server.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
     assert 400 <= answer.status_code < 500, answer.text
     assert answer.json()["error"]["message"] and answer.json()["error"]["type"]
 
@@ -255,7 +255,7 @@ def test_numbers_beyond_all_floats_harm_nobody(server, demo):
             '"temperature": 1e999',
         ):  # fmt: skip
             content = f"{{{ask}, {field}}}"
-            answer = httpx.post(server.url + path, content=content, headers={"Content-Type": "application/json"})
+            answer = server.post(path, content=content, headers={"Content-Type": "application/json"})
             assert answer.status_code in (200, 400), (path, field, answer.text)
     check_serves(server, demo)
 
@@ -329,9 +329,9 @@ def test_references_are_bounded_in_tokens_and_indexed_once_for_all_choices(demo,
 def test_nonsense_harms_nobody(server, demo):
     headers = {"Content-Type": "application/json"}
     for content in (b"", b"{", b"\xff\xfe", b"null", b'{"messages": NaN}', b"[" * 100_000, b'{"a": 1e999}'):
-        answer = httpx.post(server.url + CHAT, content=content, headers=headers)
+        answer = server.post(CHAT, content=content, headers=headers)
         assert 400 <= answer.status_code < 500, content[:20]
-    answer = httpx.post(server.url + "/v1/completions", content=b'{"prompt": "x", "top_p": NaN}', headers=headers)
+    answer = server.post("/v1/completions", content=b'{"prompt": "x", "top_p": NaN}', headers=headers)
     assert answer.status_code == 400
     with pytest.raises(openai.NotFoundError, match="not served here"):
         server.client().completions.create(model="other", prompt="x")

@@ -31,6 +31,7 @@ def test_who_leaves_frees_the_slot(server, demo, path, form, stream):
         async with httpx.AsyncClient(timeout=TIMEOUT) as client:
             asking = asyncio.create_task(_read(client, server.url + path, body))
             while not server.engine.load.num_running:
+                assert not asking.done(), "it has ended before it was seen to run"
                 await asyncio.sleep(0.01)
             asking.cancel()
 
@@ -143,9 +144,7 @@ def test_pages_of_browsers_do_not_get_in(demo):
     with running(demo, hosts=hosts) as server:
         for name, status in {"evil.example": 403, "localhost:8000": 200, "127.0.0.1": 200, "[::1]:80": 200}.items():
             assert server.get("/v1/models", headers={"Host": name}).status_code == status
-        plain = httpx.post(
-            server.url + "/v1/completions", content=b'{"prompt": "x"}', headers={"Content-Type": "text/plain"}
-        )
+        plain = server.post("/v1/completions", content=b'{"prompt": "x"}', headers={"Content-Type": "text/plain"})
         assert 400 <= plain.status_code < 500
 
 
@@ -180,7 +179,7 @@ def test_limits(demo):
     with running(demo, limits=limits, max_batch_size=1) as server:
         client = server.client()
         assert server.post("/v1/completions", {"prompt": "x" * 3000}).status_code == 413
-        huge = httpx.post(server.url + CHAT, content=(b"x" * 500 for _ in range(9)))
+        huge = server.post(CHAT, content=(b"x" * 500 for _ in range(9)))
         assert huge.status_code == 413, "of unknown length"
         with pytest.raises(openai.BadRequestError, match="300 tokens") as caught:
             client.completions.create(model="demo", prompt=[5] * 290, max_tokens=20)

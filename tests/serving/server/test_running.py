@@ -122,6 +122,12 @@ def opened(url, headers, piece, path="/v1/completions"):
     return client
 
 
+def sent(url, key, content):
+    """The answer to a whole body."""
+    headers = {"Authorization": f"Bearer {key}"}
+    return httpx.post(f"{url}/v1/completions", content=content, headers=headers, timeout=TIMEOUT)
+
+
 def status(client):
     """Return the status of an answer after which the server closes the connection."""
     answer = b""
@@ -172,11 +178,9 @@ def test_what_open_bodies_hold_is_bounded_and_one_key_leaves_room_for_others(gua
     with opened(url, header, b"x" * 800) as refused:
         assert status(refused) == 503
     if len(guard.keys) > 1:
-        whole = httpx.post(
-            f"{url}/v1/completions", content=(b"x" * 90 for _ in range(9)), headers={"Authorization": "Bearer b"}
-        )
+        whole = sent(url, "b", (b"x" * 90 for _ in range(9)))
         assert whole.json() == 810
-    small = httpx.post(f"{url}/v1/completions", content=b"small", headers={"Authorization": "Bearer a"})
+    small = sent(url, "a", b"small")
     assert small.json() == 5, "what comes at once holds nothing"
     for client in clients:
         client.close()
@@ -191,9 +195,7 @@ def test_keys_that_hold_all_there_is_leave_others_their_equal_part(guarded):
         clients.append(opened(url, [f"Authorization: Bearer {'abcd'[number % 4]}"], b"x" * 795))
         wait_until(lambda number=number: guard._held.total() > number * 795)
     assert guard._held.total() > 16 * 1000 - 200
-    own = httpx.post(
-        f"{url}/v1/completions", content=(b"x" * 90 for _ in range(9)), headers={"Authorization": "Bearer e"}
-    )
+    own = sent(url, "e", (b"x" * 90 for _ in range(9)))
     assert own.json() == 810
     with opened(url, ["Authorization: Bearer a"], b"x" * 800) as refused:
         assert status(refused) == 503
