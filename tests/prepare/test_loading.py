@@ -13,8 +13,7 @@ from hf_smartspec.prepare.draft_models import Tokenizers, load_drafter, load_who
 from hf_smartspec.target_model.model_state import warn_once
 
 from ..models import new_model
-
-TIMEOUT = 20.0
+from ..serving.helpers import TIMEOUT
 
 
 class Load:

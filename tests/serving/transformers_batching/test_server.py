@@ -1,6 +1,5 @@
 """transformers' own server over an enabled model: its clients get what `generate` gives each by itself."""
 
-import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -49,19 +48,17 @@ def folder(request, tmp_path_factory):
 def server(folder, deprecated_by_itself):
     from transformers.cli.serve import Serve
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     with hf_smartspec.enable(assistant="suffix"), own_settings():
         server = Serve(
-            folder, continuous_batching=True, host="127.0.0.1", port=port, device="cpu", dtype="float32",
+            folder, continuous_batching=True, host="127.0.0.1", port=0, device="cpu", dtype="float32",
             non_blocking=True,
         )  # fmt: skip
         try:
             deadline = time.monotonic() + TIMEOUT
             while not server.server.started:
-                assert time.monotonic() < deadline
+                assert server._thread.is_alive() and time.monotonic() < deadline
                 time.sleep(0.01)
+            port = server.server.servers[0].sockets[0].getsockname()[1]  # one that was free when it was bound
             yield server, openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
         finally:
             server.kill_server()
