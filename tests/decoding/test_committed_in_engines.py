@@ -12,6 +12,7 @@ from ..candidates.toy_hidden_states import NearestStates
 from ..cases import left_padded
 from ..models import new_model, shared_model
 from ..serving import helpers
+from ..serving.helpers import TIMEOUT
 from ..sources import Oracle, Random, WithDecoys
 from ..watching import Watching
 from .shown import LENGTH, OnlyTokens, decoded, plain
@@ -19,7 +20,7 @@ from .shown import LENGTH, OnlyTokens, decoded, plain
 
 def served(engine, prompts, length=LENGTH, **arguments) -> list[list[int]]:
     names = [engine.add_request(prompt, max_new_tokens=length, **arguments) for prompt in prompts]
-    return [engine.get_result(name, timeout=60).generated_tokens for name in names]
+    return [engine.get_result(name, timeout=TIMEOUT).generated_tokens for name in names]
 
 
 def all_alone(model, prompts, length=LENGTH) -> list[list[int]]:
@@ -145,7 +146,7 @@ def test_cancellation_in_flight():
         engine._runner.loop.step = cancelling
         with engine.pause():
             names = [engine.add_request(prompt, max_new_tokens=60) for prompt in prompts]
-        outputs = [engine.get_result(name, timeout=60) for name in names]
+        outputs = [engine.get_result(name, timeout=TIMEOUT) for name in names]
     cancelled = [output.finish_reason == "cancelled" for output in outputs]
     assert sum(cancelled) == 4
     for prompt, output in zip(prompts, outputs):

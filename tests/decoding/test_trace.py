@@ -10,6 +10,7 @@ from hf_smartspec import DraftTree, Engine, FixedLength, RoutedCandidates, Smart
 from hf_smartspec.candidates import FusedCandidates, StagedCandidates, SuffixTreeCandidates
 
 from ..generate.helpers import VOCAB_SIZE, noisy_copy, prompts, tiny_llama
+from ..serving.helpers import TIMEOUT
 from ..strategies import path_to
 
 PROMPT, LENGTH = [3, 4, 5], 24
@@ -84,7 +85,7 @@ def _plain(model, **settings):
 def _output(model, assistant, tag=None, **settings):
     config = SmartSpecConfig(assistant, num_nodes=8)
     with Engine(model, config) as engine:
-        return engine.get_result(engine.add_request(PROMPT, trace=True, tag=tag, **GREEDY | settings), timeout=60)
+        return engine.get_result(engine.add_request(PROMPT, trace=True, tag=tag, **GREEDY | settings), timeout=TIMEOUT)
 
 
 def _check(output, plain):
@@ -171,7 +172,7 @@ def test_trees_say_what_was_verified_and_accepted(model, plain):
 
     source = Bushy("bushy", plain, lambda place: 3)
     with Engine(model, SmartSpecConfig(source, policy=Narrow(8))) as engine:
-        output = engine.get_result(engine.add_request(PROMPT, trace=True, **GREEDY), timeout=60)
+        output = engine.get_result(engine.add_request(PROMPT, trace=True, **GREEDY), timeout=TIMEOUT)
     _check(output, plain)
     assert any(not all(step.is_verified) for step in output.traced_steps)
     assert output.token_sources[:6] == ["bushy", "bushy", None] * 2
@@ -205,7 +206,7 @@ def test_streams_tell_it_of_what_they_hold(model, plain):
 def test_nobody_asks_nobody_is_told(model, plain):
     source = Scripted("one", plain, lambda place: place % 4)
     with Engine(model, SmartSpecConfig(source, num_nodes=8)) as engine:
-        output = engine.get_result(engine.add_request(PROMPT, **GREEDY), timeout=60)
+        output = engine.get_result(engine.add_request(PROMPT, **GREEDY), timeout=TIMEOUT)
     assert output.generated_tokens == plain and output.token_sources is None and output.traced_steps is None
 
 

@@ -10,6 +10,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_smartspec
 
+from ..serving.helpers import TIMEOUT
 from .helpers import EOS, Oracle, Spy, draft_source, prompts, tiny_llama
 
 BATCH = prompts([5, 9, 2, 7])
@@ -146,7 +147,7 @@ def test_text_streamer(model, tokenizer, capsys, skip_prompt):
 
 def test_text_iterator_streamer_in_a_thread(model, tokenizer):
     def chunks(**kwargs):
-        streamer = TextIteratorStreamer(tokenizer, timeout=60)
+        streamer = TextIteratorStreamer(tokenizer, timeout=TIMEOUT)
         arguments = ONE | {"max_new_tokens": 20, "streamer": streamer} | kwargs
         thread = threading.Thread(target=model.generate, kwargs=arguments)
         thread.start()

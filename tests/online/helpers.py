@@ -13,7 +13,7 @@ from hf_smartspec.training.eagle import new_heads
 
 from ..models import VOCAB_SIZE, new_model
 
-TIMEOUT = 60.0
+TIMEOUT = 600.0  # a process may get a minute of no processor on a busy machine
 EAGER = {"every_requests": 1, "shadow": 0, "tolerance": 1.0, "learning_rate": 3e-3, "batch_tokens": 64}
 KINDS = ("draft", "medusa", "eagle3")
 

@@ -11,7 +11,7 @@ from hf_smartspec.online.losses import LOSSES
 from hf_smartspec.online.options import LearningOptions
 
 from ..covering import exhaustive, part_of
-from .helpers import KINDS, feed, learner_of, new_drafter, new_target, samples_of, student_with
+from .helpers import KINDS, TIMEOUT, feed, learner_of, new_drafter, new_target, samples_of, student_with
 
 
 @pytest.fixture
@@ -217,13 +217,13 @@ def test_one_update_at_a_time(target, monkeypatch):
 
     def learn(*args):
         begun.release()
-        assert may_go_on.acquire(timeout=60)
+        assert may_go_on.acquire(timeout=TIMEOUT)
         original(*args)
 
     monkeypatch.setattr(learner, "_learn", learn)
     first = threading.Thread(target=learner.update)
     first.start()
-    assert begun.acquire(timeout=60)
+    assert begun.acquire(timeout=TIMEOUT)
     feed(learner, target)
     second = threading.Thread(target=learner.update)
     second.start()

@@ -11,12 +11,12 @@ from hf_smartspec import Engine, SmartSpecConfig
 from hf_smartspec.serving import scheduler
 
 from ..cases import Setting
+from ..serving.helpers import TIMEOUT
 from .drafters import Drafters
 from .outcome import Outcome
 from .requests import Way, arguments_of, random_policy, random_prompt, random_setting
 from .targets import target
 
-_TIMEOUT = 120.0
 _COME, _CANCEL = 0.3, 0.06  # chances at a step of the engine: that a request comes, and that one is cancelled
 _SAME = 0.7  # share of requests that go on from a text and are drafted for as that was
 
@@ -119,7 +119,7 @@ class Wave:
 
     def _text(self, number: int, asked: Asked) -> list[int]:
         self._ask(number + 1)  # where all before it have been answered, nothing runs that could ask
-        output = self.engine.get_result(self._names[number], timeout=_TIMEOUT)
+        output = self.engine.get_result(self._names[number], timeout=TIMEOUT)
         prompt = list(asked.setting.prompts[0])
         if output is None:
             self.outcome.add_fault(f"{asked.name}: never answered")

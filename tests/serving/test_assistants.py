@@ -10,9 +10,8 @@ from hf_smartspec import DraftModelCandidates, Engine, SmartSpecConfig
 from hf_smartspec.goodput import FixedLength
 
 from ..generate.helpers import noisy_copy, tiny_llama
-from .helpers import Asked
+from .helpers import TIMEOUT, Asked
 
-TIMEOUT = 60.0
 LENGTH = 9
 
 

@@ -13,11 +13,10 @@ from hf_smartspec.target_model.compat import RequestStatus
 
 from ..covering import IS_EXHAUSTIVE
 from ..generate.helpers import noisy_copy, tiny_llama
-from .helpers import all_alone, random_requests
+from .helpers import TIMEOUT, all_alone, random_requests
 
 NUM_REQUESTS = 10_000 if IS_EXHAUSTIVE else 60
 NUM_CLIENTS = 6
-TIMEOUT = 120.0
 
 
 class Client:

@@ -32,6 +32,7 @@ from hf_smartspec.simulator.results import pooled
 from hf_smartspec.simulator.sources import TimedCandidates
 from tests.generate.helpers import BOS, VOCAB_SIZE, tiny_llama
 
+from ..serving.helpers import TIMEOUT
 from .helpers import rng
 
 COST = CostModel(alpha=1e-6, gamma=1e-3, delta=20e-3)
@@ -262,7 +263,7 @@ def test_policies_see_the_same_as_in_the_real_engine():
     for index, prompt in enumerate(prompts):
         engine.add_request(prompt, str(index), max_new_tokens=12 + index, eos_token_id=None)
     with engine:
-        outputs = [engine.get_result(str(index), timeout=60) for index in range(len(prompts))]
+        outputs = [engine.get_result(str(index), timeout=TIMEOUT) for index in range(len(prompts))]
 
     simulated, said = Watching(4), {}
     requests = [

@@ -12,8 +12,11 @@ from transformers import AutoModelForCausalLM
 
 from hf_smartspec import Engine, FixedLength, SmartSpecConfig, enable
 
+from ..serving.helpers import TIMEOUT
+
 RANK = int(os.environ["RANK"])
 LENGTHS = {"max_new_tokens": 24, "eos_token_id": None, "pad_token_id": 0}
+LONG = {"max_new_tokens": 1900, "eos_token_id": None}  # they run until others have come, also on slow machines
 
 
 class FailsOnce(FixedLength):
@@ -62,22 +65,23 @@ def serve(model, draft):
         for k, ids in enumerate(prompts):
             time.sleep(0.004 * ((7 * k + 5 * RANK) % 4))  # no event: the moments are what is tested
             engine.add_request(ids, request_id=str(k), do_sample=k % 2 > 0, seed=k, **LENGTHS)
-        found = [engine.get_result(str(k), timeout=100).generated_tokens for k in range(len(prompts))]
-        engine.add_request(prompts[0], request_id="long", max_new_tokens=200, eos_token_id=None)
+        found = [engine.get_result(str(k), timeout=TIMEOUT).generated_tokens for k in range(len(prompts))]
+        engine.add_request(prompts[0], request_id="long", **LONG)
         if RANK == 0:
             engine.cancel_request("long")
-        long, accepted = engine.get_result("long", timeout=100), engine.statistics.accepted_tokens
+        long, accepted = engine.get_result("long", timeout=TIMEOUT), engine.statistics.accepted_tokens
     with Engine(model, ["suffix", draft], max_batch_size=4) as engine:
         one, other = (SmartSpecConfig(["suffix", draft], namespace=name) for name in "ab")
         for k in range(4):
-            engine.add_request(prompts[k], request_id=f"hold {k}", streaming=True, assistant=one,
-                               max_new_tokens=200, eos_token_id=None)  # fmt: skip
+            engine.add_request(prompts[k], request_id=f"hold {k}", streaming=True, assistant=one, **LONG)
         next(engine.request_id_iter("hold 3"))  # all places are taken
         for k, ids in enumerate(prompts):
             engine.add_request(ids, request_id=f"turn {k}", do_sample=k % 2 > 0, seed=k, assistant=other, **LENGTHS)
-        turns = [engine.get_result(f"turn {k}", timeout=100).generated_tokens for k in range(len(prompts))]
+        turns = [engine.get_result(f"turn {k}", timeout=TIMEOUT).generated_tokens for k in range(len(prompts))]
         say(test="engine", found=found, turns=turns, alone=alone, accepted=accepted,
             reason=long.finish_reason, gave_way=engine._runner.num_suspended)  # fmt: skip
+        for k in range(4 if RANK == 0 else 0):  # what is left of them need not be waited for
+            engine.cancel_request(f"hold {k}")
 
 
 def fail(model, draft):
@@ -113,7 +117,7 @@ def load(folder):
 
 def main():
     sys.argv[1] += os.environ["RANK"]
-    faulthandler.dump_traceback_later(240, exit=True)  # a forward that not all run never ends
+    faulthandler.dump_traceback_later(1200, exit=True)  # a forward that not all run never ends
     torch.set_num_threads(1)
     for folder in sys.argv[3:]:
         model, draft = load(folder)

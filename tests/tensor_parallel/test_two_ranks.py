@@ -15,7 +15,7 @@ from ..covering import IS_EXHAUSTIVE
 pytestmark = [pytest.mark.long, pytest.mark.end_to_end]  # all in one worker, which starts the processes once
 REPOSITORY = Path(__file__).parents[2]
 SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "max_position_embeddings": 256, "head_dim": 16}  # fmt: skip
+         "num_key_value_heads": 2, "max_position_embeddings": 2048, "head_dim": 16}  # fmt: skip
 _LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 TYPES = {
     "llama": {},
@@ -40,7 +40,7 @@ def found(tmp_path_factory):
     said = str(tmp_path_factory.mktemp("said") / "rank")
     run = subprocess.run(
         [*_LAUNCHER, "-m", "tests.tensor_parallel.one_rank", said, *folders],
-        cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=280,
+        cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=1300,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-4000:]
     found = {}

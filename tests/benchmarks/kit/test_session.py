@@ -4,10 +4,12 @@ import argparse
 import json
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
+from benchmarks.kit import session
 from benchmarks.kit.arguments import add_session_arguments
 from benchmarks.kit.claims import Claim
 from benchmarks.kit.session import Case, Section, Session, new_session
@@ -86,18 +88,22 @@ def test_a_resumed_run_measures_only_what_is_missing(tmp_path):
         new_session(arguments("--resume"))
 
 
-def test_measurements_are_kept_at_once_and_stopped_in_time(tmp_path):
+def test_measurements_are_kept_at_once_and_stopped_in_time(tmp_path, monkeypatch):
     path, handler = tmp_path / "results.json", signal.getsignal(signal.SIGALRM)
-    seen = []
+    now, seen, left = [0.0], [], []
+    # What comes before the endless case takes none of the session's time, however slow the machine is.
+    monkeypatch.setattr(session, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def endless():
         seen.append(json.loads(path.read_text())["results"])
+        now[0] = 600.0
+        left.append(signal.setitimer(signal.ITIMER_REAL, 0.01)[0])  # that time passes at once
         while True:
             time.sleep(0.01)
 
     cases = [Case("quick", measured), Case("endless", endless), Case("late", measured)]
-    Session({}, path, 2.0).run([section(cases, may_overrun=False)], Console())
-    assert seen[0]["part"]["quick"]["value"] == 1
+    Session({}, path, 600.0).run([section(cases, may_overrun=False)], Console())
+    assert 300 < left[0] <= 600 and seen[0]["part"]["quick"]["value"] == 1
     report = json.loads(path.read_text())
     assert list(report["results"]["part"]) == ["quick"]
     assert "stopped" in report["skipped"]["part: endless"] and "was over" in report["skipped"]["part: late"]

@@ -18,6 +18,7 @@ from hf_smartspec.candidates import WrappedCandidates
 
 from ...cases import left_padded
 from ...models import new_model, shared_model
+from ...serving.helpers import TIMEOUT
 
 # Shorter ones than there are layers for multi-token prediction fail in transformers itself.
 PROMPTS = [[5, 9, 5, 9, 5], [11, 60, 30, 8], [3, 4, 5, 6, 7, 3, 4]]
@@ -137,7 +138,7 @@ def test_prompts_in_pieces_and_rows_that_are_not_asked(served):
     generator.notes = _Notebook(known)
     with Engine(model, SmartSpecConfig(generator, policy=_EverySecond()), max_prefill_tokens=2) as engine:
         names = [engine.add_request(prompt, max_new_tokens=LENGTH) for prompt in PROMPTS]
-        outputs = [engine.get_result(name, timeout=60) for name in names]
+        outputs = [engine.get_result(name, timeout=TIMEOUT) for name in names]
         assert engine.statistics.accepted_tokens > 0
     assert [prompt + output.generated_tokens for prompt, output in zip(PROMPTS, outputs)] == known
     drafts = generator.notes.drafts

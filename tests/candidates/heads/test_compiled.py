@@ -19,6 +19,7 @@ from hf_smartspec.target_model.written.compiled import CompiledDecoder
 from hf_smartspec.target_model.written.decoder import WrittenDecoder
 
 from ...models import new_model
+from ...serving.helpers import TIMEOUT
 from .eagle_forwards import check, run, texts
 from .published_eagle import LAYOUTS, random_heads
 
@@ -162,7 +163,7 @@ def test_one_thread_writes_heads_out_while_others_wait(tmp_path, monkeypatch):
         written.append(given)
         if len(written) == 1:
             others.append(pool.submit(logits_of, heads, items))
-            assert lock.second.wait(timeout=60)
+            assert lock.second.wait(timeout=TIMEOUT)
         return write(given)
 
     monkeypatch.setattr(heads_module, "_WrittenHeads", write_slowly)

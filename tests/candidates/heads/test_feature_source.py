@@ -15,6 +15,7 @@ from hf_smartspec.goodput import CostModel, TreeGoodput
 from ...covering import exhaustive
 from ...generate.helpers import prompts, tiny_llama
 from ...models import new_model
+from ...serving.helpers import TIMEOUT
 from .by_heart import texts_of, trained_eagle
 from .published_eagle import LAYOUTS, random_heads
 from .test_medusa_source import GREEDY, LENGTHS, NUM_TOKENS, SAMPLED
@@ -228,7 +229,7 @@ def check_same_drafts(found, expected) -> int:
 def answers(engine, texts, **options) -> list[list[int]]:
     """Without a pause, behind which nothing of earlier texts counts."""
     names = [engine.add_request(text, **GREEDY | options) for text in texts]
-    outputs = [engine.get_result(name, timeout=120) for name in names]
+    outputs = [engine.get_result(name, timeout=TIMEOUT) for name in names]
     assert all(output.error is None for output in outputs)
     return [list(output.generated_tokens) for output in outputs]
 
@@ -258,7 +259,7 @@ def test_drafts_behind_prefixes_that_are_there_already_are_the_same(target, head
             dropped = engine.add_request(texts[0], max_new_tokens=300, eos_token_id=None)
             assert answers(engine, texts) == expected_of(target, texts)
             engine.cancel_request(dropped)
-            engine.get_result(dropped, timeout=60)
+            engine.get_result(dropped, timeout=TIMEOUT)
             assert len(source.rows) <= 4 and max(source.sizes) >= 2
         # A request that ends has less room than another one of the same text that goes on.
         known[begins_with] = {text: tree for text, tree in source.of.items() if source.rooms[text] == 5 * width}
@@ -314,7 +315,7 @@ def test_drafts_go_on_after_the_weights_have_changed(heads):
             return propose(*args, **options)
 
         source.propose = changing
-        output = engine.get_result(name, timeout=60)
+        output = engine.get_result(name, timeout=TIMEOUT)
         assert output.error is None and len(output.generated_tokens) == 60
     generated = [*text, *output.generated_tokens]
     behind = sorted(len(key) for key in source.of)

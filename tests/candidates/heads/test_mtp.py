@@ -22,6 +22,7 @@ from hf_smartspec.target_model.layout.rows import RowInput
 from ...covering import exhaustive
 from ...generate.helpers import prompts
 from ...models import VOCAB_SIZE, new_model, shared_model
+from ...serving.helpers import TIMEOUT
 from .fitted import fitted_mtp
 from .mtp_targets import HYBRIDS, TARGETS, load_target, write_target
 
@@ -274,7 +275,7 @@ def test_drafts_behind_reused_prefixes_are_those_behind_whole_prompts(targets, n
                 dropped = engine.add_request(text[:-1], max_new_tokens=200, eos_token_id=None)
                 name = engine.add_request(text, **few)
                 engine.cancel_request(dropped)
-                output = engine.get_result(name, timeout=60)
+                output = engine.get_result(name, timeout=TIMEOUT)
                 expected = target.generate(torch.tensor([text]), attention_mask=torch.ones(1, len(text)), **few)
                 assert output.generated_tokens == expected[0, len(text) :].tolist()
             assert engine.statistics.drafted_tokens > NUM_TOKENS

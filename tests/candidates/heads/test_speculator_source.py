@@ -13,6 +13,7 @@ from hf_smartspec.candidates.models import growing
 from ...covering import exhaustive
 from ...generate.helpers import prompts, tiny_llama
 from ...models import VOCAB_SIZE, new_model
+from ...serving.helpers import TIMEOUT
 from .speculator import NUM_STEPS, logits_along, random_speculator, write
 from .test_medusa_source import GREEDY, LENGTHS, NUM_TOKENS, SAMPLED
 
@@ -112,7 +113,7 @@ def test_requests_of_an_engine_draft_together(target, folder, monkeypatch):
             with engine.pause():
                 names = [engine.add_request(text, **GREEDY) for text in texts]
                 dropped = engine.add_request(texts[0], max_new_tokens=200, eos_token_id=None)
-            outputs = [engine.get_result(name, timeout=60) for name in names]
+            outputs = [engine.get_result(name, timeout=TIMEOUT) for name in names]
             engine.cancel_request(dropped)
             for text, output in zip(texts, outputs):
                 expected = target.generate(torch.tensor([text]), attention_mask=torch.ones(1, len(text)), **GREEDY)

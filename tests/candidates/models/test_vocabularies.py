@@ -18,7 +18,7 @@ from hf_smartspec.sampling.noise import add_gumbel_noise
 from ...cases import left_padded
 from ...generate.helpers import check_same, noisy_copy, tiny_llama
 from ...models import VOCAB_SIZE, new_model
-from ...serving.helpers import Asked
+from ...serving.helpers import TIMEOUT, Asked
 from .checks import next_scores, sharp_model, start
 
 SIZE = 1000
@@ -106,7 +106,7 @@ def test_requests_of_an_engine(target, draft):
              zip(PROMPTS, [({}, None), (SAMPLING, 5), ({}, None)])]  # fmt: skip
     with Engine(target, draft) as engine:
         names = [engine.add_request(item.prompt, **item.arguments) for item in asked]
-        outputs = [engine.get_result(name, timeout=60) for name in names]
+        outputs = [engine.get_result(name, timeout=TIMEOUT) for name in names]
     for item, output in zip(asked, outputs):
         assert output.generated_tokens == item.alone(target)
     assert sum(output.statistics.accepted_tokens for output in outputs) > 0

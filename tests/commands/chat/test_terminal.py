@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from ...serving.helpers import TIMEOUT
 from .. import processes
 from ..helpers import EMBEDDED
 
@@ -29,7 +30,7 @@ class Terminal:
 
     def until(self, text):
         """What is shown up to this text, from where the last call stopped."""
-        end = time.monotonic() + 120
+        end = time.monotonic() + TIMEOUT
         while text not in self._seen:
             assert time.monotonic() < end and self.process.is_alive(), self._seen
             if select.select([self._end], [], [], 0.1)[0]:
@@ -39,7 +40,7 @@ class Terminal:
 
     def interrupt(self, text):
         """Ctrl-C until this is shown: one that comes as readline begins to wait is seen with the next key only."""
-        end = time.monotonic() + 120
+        end = time.monotonic() + TIMEOUT
         while text not in self._seen and time.monotonic() < end:
             self.send(CTRL_C)
             again = time.monotonic() + 5
@@ -58,7 +59,9 @@ class Terminal:
 
 @pytest.fixture
 def chat():
-    terminal = Terminal("--model", EMBEDDED, "--dtype", "float32", "--assistant", "prompt_lookup")
+    # An answer that goes on until Ctrl-C comes: the most probable one has no end within these tokens.
+    endless = ("--temperature", "0", "--max-new-tokens", "1500")
+    terminal = Terminal("--model", EMBEDDED, "--dtype", "float32", "--assistant", "prompt_lookup", *endless)
     yield terminal
     terminal.close()
 
@@ -72,8 +75,8 @@ def test_a_chat_in_a_terminal(chat):
     chat.send(CTRL_C)
     chat.until("stopped; ")
     assert re.search(r"[1-9]\d* drafted, [1-9]\d* accepted", chat.until("> "))
-    chat.send("/temperature 0\n")
-    chat.until("temperature 0")
+    chat.send("/temperature 0.5\n")
+    chat.until("temperature 0.5")
     chat.until("> ")
     chat.send(UP + UP)
     assert "tree?" in chat.until("tree?") + "tree?"  # from the history
@@ -83,7 +86,7 @@ def test_a_chat_in_a_terminal(chat):
     chat.until("accepted of drafted")
     chat.until("> ")
     chat.send(CTRL_D)
-    chat.process.join(60)
+    chat.process.join(TIMEOUT)
     assert chat.process.exitcode == 0
 
 

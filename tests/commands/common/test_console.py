@@ -7,6 +7,8 @@ import pytest
 from hf_smartspec.commands.common import console
 from hf_smartspec.commands.common.console import ProgressLines, track
 
+from ...serving.helpers import TIMEOUT
+
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch):
@@ -15,7 +17,7 @@ def _soon(monkeypatch):
 
 def wait_for(capsys, text):
     """Everything on stderr, once it holds the text."""
-    seen, end = "", time.monotonic() + 30
+    seen, end = "", time.monotonic() + TIMEOUT
     while text not in seen:
         assert time.monotonic() < end, seen
         seen += capsys.readouterr().err

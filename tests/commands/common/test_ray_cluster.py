@@ -12,6 +12,8 @@ import psutil
 
 from hf_smartspec.commands.common import ray_cluster
 
+from ...serving.helpers import TIMEOUT
+
 SCRIPT = """
 import json, os, sys
 from hf_smartspec.commands.common.ray_cluster import ray_cluster
@@ -38,7 +40,7 @@ def test_ray_listens_on_loopback_only_and_reports_nothing(monkeypatch):
         assert len(addresses) > 5 and {address.removeprefix("::ffff:") for address in addresses} == {"127.0.0.1"}
     finally:
         process.stdin.close()
-        process.wait(60)
+        process.wait(TIMEOUT)
 
 
 def listening(pid):

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 from hf_smartspec.commands.common.answering.speaker import Prompter
 from hf_smartspec.commands.generate.rows import Shard, launched_device, launched_shard
 
+from ...serving.helpers import TIMEOUT
 from .. import processes
 from ..helpers import EMBEDDED, call
 
@@ -73,7 +74,7 @@ def test_killed_three_times_it_goes_on_to_the_same_file(folder, data, tmp_path):
         process = processes.start(
             processes.run_killed, line(folder, data, output, "--assistant", "prompt_lookup"), moment
         )
-        process.join(120)
+        process.join(TIMEOUT)
         assert process.exitcode == -signal.SIGKILL
         assert output.read_bytes().count(b"\n") == num_rows
         assert output.read_bytes().endswith(b"prom") is (moment == "torn")
@@ -155,7 +156,7 @@ def test_two_processes_of_accelerate_share_the_rows(folder, data, tmp_path):
     note = ["bash", "-c", f"env -0 > {tmp_path}/$RANK.env"]
     words = ["--multi_gpu", "--num_processes", "2", "--main_process_port", "0", "--no_python", *note]
     launcher = processes.start(processes.run_launched, words)
-    launcher.join(120)
+    launcher.join(TIMEOUT)
     assert launcher.exitcode == 0
     told = [(tmp_path / f"{rank}.env").read_text().split("\0") for rank in range(2)]
     check_parts(folder, data, tmp_path, [dict(item.split("=", 1) for item in items if item) for items in told])

@@ -16,6 +16,7 @@ import torch
 
 from hf_smartspec.commands.serve import checks
 
+from ...serving.helpers import TIMEOUT
 from .. import processes
 from ..helpers import EMBEDDED, call
 
@@ -121,13 +122,13 @@ def test_what_runs_is_finished_when_the_server_is_told_to_end(tmp_path):
         url = address(process, tmp_path / "said")
         body = {"prompt": "1, 2, 3,", "max_tokens": 200, "ignore_eos": True, "stream": True}
         headers = {"Authorization": "Bearer k"}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers, timeout=60) as answer:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers, timeout=TIMEOUT) as answer:
             lines = answer.iter_lines()
             assert next(lines).startswith("data: ")
             process.terminate()
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]" and '"length"' in rest[-2]
-        process.join(60)
+        process.join(TIMEOUT)
         assert process.exitcode == 0
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{url}/health")
@@ -137,7 +138,7 @@ def test_what_runs_is_finished_when_the_server_is_told_to_end(tmp_path):
 
 
 def address(process, said):
-    end = time.monotonic() + 120
+    end = time.monotonic() + TIMEOUT
     while not (said.exists() and (match := re.search(r"at (http://\S+)/v1", said.read_text()))):
         assert process.is_alive() and time.monotonic() < end
         time.sleep(0.02)

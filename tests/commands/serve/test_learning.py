@@ -22,12 +22,12 @@ from hf_smartspec.commands.serve.learning import new_learning
 from hf_smartspec.commands.serve.serving import loaded_server
 from hf_smartspec.serving.server.guard.keys import ApiKeys
 
+from ...serving.helpers import TIMEOUT
 from ...serving.server.running import Served
 from .. import processes
 from ..helpers import EMBEDDED
 from .test_command import address
 
-TIMEOUT = 60.0
 PROMPTS = ["def add(a, b):", "SELECT name FROM", "Tom has 3 apples", "The capital of"]
 NUM_TOKENS = 10
 OPTIONS = {"every_requests": 4, "learning_rate": 1e-2, "passes": 8}

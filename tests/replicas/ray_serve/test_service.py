@@ -24,6 +24,7 @@ from hf_smartspec.commands.serve.cluster import application
 
 from ...commands.common.test_ray_cluster import listening
 from ...commands.helpers import call
+from ...serving.helpers import TIMEOUT
 from ...serving.server.running import served_demo
 
 REPOSITORY = Path(__file__).parents[3]
@@ -109,7 +110,7 @@ def test_all_are_answered_once_though_a_replica_is_killed(service):
     bodies = [body_of(number) for number in range(24)]
 
     async def main():
-        async with httpx.AsyncClient(base_url=url, timeout=300, limits=httpx.Limits(max_connections=64)) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT, limits=httpx.Limits(max_connections=64)) as client:
             calm = await asyncio.gather(*(ask(client, fields) for fields in bodies))
             enough, count = asyncio.Event(), 0
 
@@ -139,16 +140,16 @@ def test_all_are_answered_once_though_a_replica_is_killed(service):
 @pytest.mark.exhaustive  # as Ray Serve starts: a minute or more of two cores
 def test_the_front_answers_for_all(service):
     _, url = service
-    assert httpx.get(f"{url}/v1/models", timeout=60).json()["data"][0]["id"] == "demo"
-    metrics = httpx.get(f"{url}/metrics", timeout=60).text
+    assert httpx.get(f"{url}/v1/models", timeout=TIMEOUT).json()["data"][0]["id"] == "demo"
+    metrics = httpx.get(f"{url}/metrics", timeout=TIMEOUT).text
     assert re.search(r'vllm:request_success_total\{finished_reason="length",model_name="demo",replica="\w+"\}', metrics)
-    wrong = httpx.post(f"{url}/v1/completions", json={"prompt": ""}, timeout=60)
+    wrong = httpx.post(f"{url}/v1/completions", json={"prompt": ""}, timeout=TIMEOUT)
     assert wrong.status_code == 400 and "empty" in wrong.json()["error"]["message"]
-    large = httpx.post(f"{url}/v1/completions", content=b" " * (9 * 2**20), timeout=60)
+    large = httpx.post(f"{url}/v1/completions", content=b" " * (9 * 2**20), timeout=TIMEOUT)
     assert large.status_code == 413
-    assert httpx.get(f"{url}/nowhere", timeout=60).status_code == 404
+    assert httpx.get(f"{url}/nowhere", timeout=TIMEOUT).status_code == 404
     for path in ("/v1/models", "/metrics"):  # a page in a browser here, under a name of its own
-        assert httpx.get(f"{url}{path}", headers={"Host": "elsewhere.example"}, timeout=60).status_code == 403
+        assert httpx.get(f"{url}{path}", headers={"Host": "elsewhere.example"}, timeout=TIMEOUT).status_code == 403
 
 
 @pytest.mark.exhaustive  # as Ray Serve starts: a minute or more of two cores
@@ -158,8 +159,8 @@ def test_replicas_learn_from_what_they_serve(service, learnt):
     def updates():
         for prompt in PROMPTS:
             body = {"prompt": prompt, "max_tokens": 8, "temperature": 0}
-            assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
-        metrics = httpx.get(f"{url}/metrics", timeout=60).text
+            assert httpx.post(f"{url}/v1/completions", json=body, timeout=TIMEOUT).status_code == 200
+        metrics = httpx.get(f"{url}/metrics", timeout=TIMEOUT).text
         found = re.findall(r'smartspec:learning_updates_total\{.*replica="(\w+)"\} (\S+)', metrics)
         return {replica for replica, number in found if float(number)}
 
@@ -178,15 +179,17 @@ def test_nothing_listens_but_on_loopback(service):
 def test_what_runs_is_finished_when_the_service_is_told_to_end(service):
     process, url = service
     fields = {"prompt": "1, 2, 3,", "max_tokens": 1500, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{url}/v1/completions", json=fields, timeout=60) as answer:
+    with httpx.stream("POST", f"{url}/v1/completions", json=fields, timeout=TIMEOUT) as answer:
         lines = answer.iter_lines()
         assert next(lines).startswith("data: ")
         process.send_signal(signal.SIGTERM)
-        refused = wait_for(lambda: httpx.get(f"{url}/v1/models", timeout=60), lambda answer: answer.status_code != 200)
+        refused = wait_for(
+            lambda: httpx.get(f"{url}/v1/models", timeout=TIMEOUT), lambda answer: answer.status_code != 200
+        )
         assert refused.status_code == 503 and refused.headers["retry-after"] and "error" in refused.json()
         rest = [line for line in lines if line]
     assert rest[-1] == "data: [DONE]" and '"length"' in rest[-2]
-    assert process.wait(60) == 0
+    assert process.wait(TIMEOUT) == 0
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import hf_smartspec
 from hf_smartspec import OnlineDistillation, SmartSpecConfig
 from hf_smartspec.replicas import SharedCheckpoints
 from tests.online.helpers import new_drafter, new_target
+from tests.serving.helpers import TIMEOUT
 
 
 def shared(tmp_path, replica, **options):
@@ -107,7 +108,7 @@ def test_changes_are_published_while_attached(tmp_path):
     one._folder.write = noticed
     with one.attached():
         write(first, b"learnt", 100)
-        assert has_come.wait(30)
+        assert has_come.wait(TIMEOUT)
     late, third = shared(tmp_path, "c")
     with late.attached():
         assert third.read_bytes() == b"learnt"

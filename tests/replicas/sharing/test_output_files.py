@@ -21,6 +21,7 @@ from hf_smartspec.replicas.sharing.folder import SharedFolder
 from hf_smartspec.replicas.sharing.snapshot import SharedOutput, pack, unpack
 
 from ...covering import examples
+from ...serving.helpers import TIMEOUT
 from .replicas import OPTIONS, TOKENIZER, drafted, held, new_source, replica, serve
 
 
@@ -146,7 +147,7 @@ def test_what_cannot_be_read_keeps_nobody_from_writing_and_is_reported_once(tmp_
     with monkeypatch.context() as patch:
         patch.setattr(SharedFolder, "read", refused)
         with shared.attached(source):
-            assert enough.wait(30)
+            assert enough.wait(TIMEOUT)
     assert len([item for item in caplog.records if "is left alone" in item.getMessage()]) == 1
     late, other = replica(tmp_path)
     assert late.pull(other) == 1

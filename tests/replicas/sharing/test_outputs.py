@@ -12,6 +12,7 @@ from hf_smartspec.replicas.sharing.folder import SharedFolder
 
 from ...covering import examples
 from ...folders import byte_tokenizer
+from ...serving.helpers import TIMEOUT
 from .replicas import OPTIONS, drafted, held, new_source, replica, serve
 
 
@@ -135,7 +136,7 @@ def test_attached_replicas_exchange_by_themselves(tmp_path):
     two.add_outputs = noticed
     with first.attached(one), second.attached(two):
         serve(one, "a", [1, 2, 3], [10, 11, 12])
-        assert has_come.wait(30)
+        assert has_come.wait(TIMEOUT)
     assert held(two) == held(one)
     assert not [thread for thread in threading.enumerate() if thread.name == "hf-smartspec sharing"]
 

@@ -20,10 +20,9 @@ from hf_smartspec.serving.server.metrics import ServerMetrics
 from hf_smartspec.serving.server.running import DrainingServer, listen
 from hf_smartspec.serving.server.served import ServedModel
 
-from ..helpers import Asked
+from ..helpers import TIMEOUT, Asked
 
 TARGET = Path(__file__).parents[3] / "demos/models/target"
-TIMEOUT = 60.0
 
 
 @dataclass

@@ -22,6 +22,7 @@ from tests.generate.helpers import prompts
 from tests.models import new_model, noisy_model
 
 from ...covering import exhaustive
+from ...serving.helpers import TIMEOUT
 
 BATCH = prompts([5, 9, 2, 40])
 OPTIONS = BATCH | {"max_new_tokens": 24, "do_sample": False}
@@ -171,7 +172,7 @@ def test_rows_in_slots_of_different_sizes(calls, source):
     with hf_smartspec.Engine(model, sources("llama")[source], max_batch_size=4) as engine:
         with engine.pause():
             names = [engine.add_request(text, **settings) for text in texts]
-        outputs = [engine.get_result(name, timeout=60) for name in names]
+        outputs = [engine.get_result(name, timeout=TIMEOUT) for name in names]
         slabs = engine._memory.cache.slabs.items
         assert len({slab.capacity for slab in slabs}) == len(slabs) == 3
     for text, output in zip(texts, outputs):

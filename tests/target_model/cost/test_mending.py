@@ -19,6 +19,7 @@ from hf_smartspec.target_model.cost.profiling import (
 )
 
 from ...models import new_model
+from ...serving.helpers import TIMEOUT
 
 pytestmark = pytest.mark.usefixtures("few_points")
 
@@ -162,14 +163,14 @@ def test_a_profile_that_another_thread_measures_meanwhile_is_not_mended(next_pro
         found = read(model)
         if not thread.ident:
             thread.start()
-            assert has_ended_or_waits.wait(60)
+            assert has_ended_or_waits.wait(TIMEOUT)
         return found
 
     thread = Thread(target=refresh)
     monkeypatch.setattr(profiling, "_lock", Watched())
     monkeypatch.setattr(profiling, "read_profile", read_slowly)
     mend_profile(model, wrong)
-    thread.join(60)
+    thread.join(TIMEOUT)
     assert read(model) == better
 
 

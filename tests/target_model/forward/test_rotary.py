@@ -16,6 +16,7 @@ from hf_smartspec.target_model.support.capabilities import can_pack
 from ...cases import left_padded, prompts_of
 from ...covering import part_of
 from ...models import new_model
+from ...serving.helpers import TIMEOUT
 from ...sources import Oracle, Recording, WithDecoys, Wrong
 
 BORDER, NEW = 32, 40
@@ -174,7 +175,7 @@ def test_an_engine_serves_every_request_as_it_would_be_alone(name):
     expected = [plain(model, {"input_ids": torch.tensor([prompt])})[0, len(prompt) :].tolist() for prompt in prompts]
     with Engine(model, assistant="prompt_lookup", max_batch_size=2, max_prefill_tokens=7) as engine:
         names = [engine.add_request(prompt, max_new_tokens=NEW) for prompt in prompts]
-        assert [engine.get_result(name, timeout=60).generated_tokens for name in names] == expected
+        assert [engine.get_result(name, timeout=TIMEOUT).generated_tokens for name in names] == expected
         assert engine.report() is not None
 
 

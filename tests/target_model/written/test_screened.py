@@ -13,6 +13,7 @@ from hf_smartspec.target_model.written import compiled, packed_forward, written_
 from hf_smartspec.target_model.written.program import ForwardProgram
 
 from ...models import new_model
+from ...serving.helpers import TIMEOUT
 
 pytestmark = pytest.mark.skipif(not has_screening(torch.float32), reason="there is no faster code for this CPU")
 
@@ -190,7 +191,7 @@ def test_in_engines(screened):
         with engine.pause():
             names = [engine.add_request(row.tolist(), max_new_tokens=24) for row in PROMPT]
             sampled = engine.add_request(PROMPT[0].tolist(), max_new_tokens=8, do_sample=True)
-        found = [engine.get_result(name, timeout=300) for name in (*names, sampled)]
+        found = [engine.get_result(name, timeout=TIMEOUT) for name in (*names, sampled)]
     for row, output in zip(expected, found):
         assert output.generated_tokens == row[PROMPT.shape[1] :].tolist()
     assert any(screened) and not all(screened)
@@ -202,7 +203,7 @@ def test_weights_that_change_in_a_pause(screened):
 
     def answers():
         names = [engine.add_request(row.tolist(), max_new_tokens=24) for row in PROMPT]
-        return [engine.get_result(name, timeout=300).generated_tokens for name in names]
+        return [engine.get_result(name, timeout=TIMEOUT).generated_tokens for name in names]
 
     with hf_smartspec.Engine(model, assistant="none") as engine:
         before = answers()

@@ -20,6 +20,7 @@ from hf_smartspec.target_model.written.trial import check
 
 from ...covering import exhaustive, part_of
 from ...models import new_model, shared_model
+from ...serving.helpers import TIMEOUT
 from .test_written import WRITTEN
 
 HALF = torch.bfloat16, torch.float16
@@ -228,10 +229,10 @@ def test_who_waited_for_a_trial_and_autocasts_gets_no_decoder(monkeypatch):
 
     def slow(*args):
         is_trying.set()
-        assert waits.wait(30)
+        assert waits.wait(TIMEOUT)
 
     def use_autocast():
-        assert is_trying.wait(30)
+        assert is_trying.wait(TIMEOUT)
         with torch.autocast("cpu", torch.bfloat16):
             found.append(written_decoder(model))
 

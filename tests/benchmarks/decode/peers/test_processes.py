@@ -12,6 +12,8 @@ from benchmarks.decode.peers import known
 from benchmarks.decode.peers.known import PEERS, python_of
 from benchmarks.decode.peers.processes import RUNNERS, PeerError, PeerProcess
 
+from ....serving.helpers import TIMEOUT
+
 JOB = {"prompts": [[1, 2], [3], [4]], "num_tokens": 3, "threads": 1, "settings": {}}
 FAKE = """
 import os
@@ -57,7 +59,7 @@ def start(tmp_path):
 
     def start(**settings):
         job = JOB | {"settings": settings}
-        started.append(PeerProcess(Path(sys.executable), "fake_peer", job, tmp_path, timeout=60))
+        started.append(PeerProcess(Path(sys.executable), "fake_peer", job, tmp_path, timeout=TIMEOUT))
         return started[-1]
 
     yield start
@@ -125,7 +127,7 @@ def test_an_interrupted_wait_leaves_nothing_that_keeps_python_from_ending(start,
         process.decode("count", [0])
     timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
     for timer in timers:
-        timer.join(10)
+        timer.join(60)
     assert not any(timer.is_alive() for timer in timers)
 
 

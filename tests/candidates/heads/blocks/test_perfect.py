@@ -8,6 +8,7 @@ from hf_smartspec.candidates.heads.blocks.drafter import BlockDrafter
 from hf_smartspec.candidates.heads.blocks.source import BlockCandidates
 
 from ....cases import left_padded
+from ....serving.helpers import TIMEOUT
 from .perfect import ROUND, cycle, cyclic_target, written
 
 GREEDY = {"max_new_tokens": 41, "do_sample": False}
@@ -77,9 +78,9 @@ def test_requests_that_come_and_go(target, tmp_path):
                 dropped = engine.add_request(texts[0], max_new_tokens=400, do_sample=False)
                 names = [engine.add_request(text, **options) for text in texts]
                 names.append(engine.add_request(texts[1], assistant="none", **options))
-            outputs = [engine.get_result(name, timeout=60) for name in names]
+            outputs = [engine.get_result(name, timeout=TIMEOUT) for name in names]
             engine.cancel_request(dropped)
-            engine.get_result(dropped, timeout=60)
+            engine.get_result(dropped, timeout=TIMEOUT)
             for text, output in zip([*texts, texts[1]], outputs):
                 whole = [*text, *output.generated_tokens]
                 assert output.error is None and whole == cycle(len(whole), (text[0] - 3) % ROUND)

@@ -29,6 +29,7 @@ from hf_smartspec.target_model.drafters.blocks import BlockForward
 from ....covering import exhaustive, part_of
 from ....generate.helpers import prompts, tiny_llama
 from ....models import VOCAB_SIZE, new_model, shared_model
+from ....serving.helpers import TIMEOUT
 from ...combined.test_wrapped_outputs import PROMPTS, _DFlash, by_transformers, plain, spread
 from ..test_medusa_source import GREEDY, LENGTHS, NUM_TOKENS, SAMPLED, WAYS
 from .forwards import run_block
@@ -316,7 +317,7 @@ def test_a_loaded_batch_is_asked_for_no_block(target, folder):
     source.propose = counted
     with Engine(target, SmartSpecConfig(source), max_batch_size=6) as engine:
         names = [engine.add_request(text, **GREEDY | {"max_new_tokens": 120}) for text in texts]
-        outputs = [engine.get_result(name, timeout=120) for name in names]
+        outputs = [engine.get_result(name, timeout=TIMEOUT) for name in names]
     assert all(output.error is None for output in outputs)
     assert 0 < len(calls) < 40
 

@@ -20,6 +20,7 @@ from hf_smartspec.drafts.tree import DraftTree, check_trees
 from ....covering import examples
 from ....generate.helpers import tiny_llama
 from ....models import new_model
+from ....serving.helpers import TIMEOUT
 from ....strategies import path_to
 from ..checks import next_scores
 from .pairs import TEXTS, TOKENIZERS, byte_level, character_tokenizer, sentence_piece
@@ -298,7 +299,7 @@ def test_requests_that_sample_beside_others_that_do_not(sampling):
             engine.add_request(prompts[0][0].tolist(), max_new_tokens=16, **banned),
             engine.add_request(prompts[1][0].tolist(), max_new_tokens=16, **banned, **sampling),
         ]
-        outputs = [engine.get_result(name, timeout=60) for name in names]
+        outputs = [engine.get_result(name, timeout=TIMEOUT) for name in names]
         for prompt, output, options in zip(prompts, outputs, ({}, sampling)):
             plain = model.generate(torch.from_numpy(prompt), max_new_tokens=16, assistant="none", **banned, **options)
             assert output.generated_tokens == plain[0, prompt.shape[1] :].tolist()

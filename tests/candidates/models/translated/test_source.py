@@ -17,7 +17,7 @@ from hf_smartspec.sampling.noise import add_gumbel_noise
 from ....cases import left_padded
 from ....generate.helpers import noisy_copy, tiny_llama
 from ....models import new_model
-from ....serving.helpers import Asked
+from ....serving.helpers import TIMEOUT, Asked
 from ....strategies import path_to
 from ..checks import look_at_the_end, next_scores
 from .pairs import CHARACTERS, TEXTS, byte_level, character_tokenizer, other_characters, sentence_piece, with_tokens_of
@@ -249,7 +249,7 @@ def test_requests_of_an_engine(target, draft, given_to):
     of_request = {"assistant": draft, "assistant_tokenizer": DRAFT} if given_to == "request" else {}
     with Engine(target, assistant, **of_engine) as engine:
         names = [engine.add_request(item.prompt, **item.arguments, **of_request) for item in asked]
-        outputs = [engine.get_result(name, timeout=60) for name in names]
+        outputs = [engine.get_result(name, timeout=TIMEOUT) for name in names]
         assert len(engine._preparing.drafters) <= 1, "requests share the draft model's forwards"
     for item, output in zip(asked, outputs):
         assert output.generated_tokens == item.alone(target)

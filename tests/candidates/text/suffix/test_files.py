@@ -11,6 +11,8 @@ from hf_smartspec.candidates.request import SourceRequest
 from hf_smartspec.candidates.text.suffix.files import read
 from hf_smartspec.candidates.text.suffix.kernels.mix import new_model
 
+from ....serving.helpers import TIMEOUT
+
 _OPTIONS = {"max_bytes": 2**20, "max_depth": 4, "max_match": 2}
 _OUTPUT_LEN = 40
 
@@ -37,7 +39,7 @@ def test_readers_find_whole_files_while_two_processes_save(tmp_path):
     other.start()
     source, found = saver(3), Counter()
     try:
-        assert has_begun.wait(timeout=120), "the other process imports the package first"
+        assert has_begun.wait(timeout=TIMEOUT), "the other process imports the package first"
         for _ in range(10_000):
             source.save(path)
             for _ in range(20):
@@ -50,7 +52,7 @@ def test_readers_find_whole_files_while_two_processes_save(tmp_path):
         assert min(found[2], found[3]) >= 50, "both were at work"
     finally:
         may_end.set()
-        other.join(timeout=60)
+        other.join(timeout=TIMEOUT)
     assert other.exitcode == 0
     assert [item.name for item in tmp_path.iterdir()] == ["trees"], "no temporary file is left"
     loaded = SuffixTreeCandidates.load(path, progress=False, **_OPTIONS)
