@@ -57,11 +57,13 @@ def test_a_key_has_no_more_open_than_it_may(demo):
         one, two = (server.client(key) for key in KEYS)
         with pytest.raises(openai.BadRequestError, match="5 answers at once, but at most 4 are accepted"):
             one.completions.create(**SHORT | {"prompt": ["x"] * 5})
-        with one.completions.create(**STREAM | {"prompt": ["1, 2,", "3, 4,"], "n": 2, "temperature": 1.0}):
+        with server.engine.pause():  # what is open stays so, however late the next request comes
+            stream = one.completions.create(**STREAM | {"prompt": ["1, 2,", "3, 4,"], "n": 2, "temperature": 1.0})
             with pytest.raises(openai.RateLimitError, match="4 requests of this key") as refused:
                 one.completions.create(**SHORT)
             assert int(refused.value.response.headers["Retry-After"]) > 0
             assert set(refused.value.body) == {"message", "type", "param", "code"}
+        with stream:
             answer = two.completions.create(**SHORT)
             assert answer.choices[0].text == demo.text(demo.alone("SELECT", max_new_tokens=4))
         wait_until(lambda: server.engine.load.num_running == 0)
@@ -113,7 +115,18 @@ def test_forms_log_probabilities_and_penalties_go_on_after_turns(demo, monkeypat
 def test_who_asks_for_everything_gets_its_part(demo, attack):
     """Another key's short request is answered while all of it still runs and waits, with its own tokens."""
     with running(demo, keys=KEYS, admin_keys=KEYS[1:]) as server:
-        stops = threading.Event()
+        stops, is_full, runner = threading.Event(), threading.Event(), server.engine._runner
+        step = runner.loop.step
+
+        def step_for_both():
+            """All of the attack stays where it is while nobody else asks, for however long."""
+            if server.engine.load.num_running == 8 and server.engine.load.num_waiting > 8:
+                is_full.set()
+            with runner._changed:
+                runner._changed.wait_for(lambda: not is_full.is_set() or stops.is_set() or len(runner._num_open) > 1)
+            return step()
+
+        runner.loop.step = step_for_both
 
         async def attack_until_told() -> None:
             headers = {"Authorization": f"Bearer {KEYS[0]}"}
@@ -125,7 +138,7 @@ def test_who_asks_for_everything_gets_its_part(demo, attack):
         attacker = threading.Thread(target=asyncio.run, args=(attack_until_told(),))
         attacker.start()
         try:
-            wait_until(lambda: server.engine.load.num_running == 8 and server.engine.load.num_waiting > 8)
+            assert is_full.wait(TIMEOUT)
             for _ in range(3):
                 answer = server.client(KEYS[1]).completions.create(**SHORT)
                 assert answer.choices[0].text == demo.text(demo.alone("SELECT", max_new_tokens=4))
