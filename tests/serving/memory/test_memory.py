@@ -115,17 +115,28 @@ def test_a_kept_row_that_fills_the_memory_becomes_that_of_the_request(model):
 
 
 def test_memory_is_given_back_when_little_is_needed(model):
-    long, *short = requests_of([2000, *[10] * 3])
-    with Engine(model, "none", max_batch_size=2, max_kv_bytes=2**24) as engine:
+    long, *short = requests_of([5000, *[10] * 9], max_new_tokens=2)
+    with Engine(model, "none", max_batch_size=1, max_kv_bytes=2**25) as engine:
         check_all(engine, model, [long])
         most = engine._memory.num_bytes
-        check_all(engine, model, short[:1])
+        check_all(engine, model, short[:7])
         assert engine._memory.num_bytes >= most, "the long one may be asked for more"
-        check_all(engine, model, short * 2)
+        check_all(engine, model, short)
         assert engine._memory.num_bytes <= most / 4
         address = engine._memory.cache.layers[0].keys.data_ptr()
         check_all(engine, model, short * 3)
         assert engine._memory.cache.layers[0].keys.data_ptr() == address
+
+
+def test_chats_begin_where_they_stopped_though_a_short_request_came_alone(model):
+    """Their keys and values are many times what runs then."""
+    chats, (alone,) = requests_of([200] * 12), requests_of([10])
+    with Engine(model, "none", max_batch_size=2) as engine:
+        check_all(engine, model, chats)
+        check_all(engine, model, [alone])
+        reused = engine._memory.num_reused
+        check_all(engine, model, chats)
+        assert engine._memory.num_reused == reused + 12 * 199
 
 
 def test_a_request_that_cannot_be_placed_leaves_no_row(model, monkeypatch):
