@@ -1,7 +1,9 @@
 """Requests with all sorts of settings, and what each of them yields by itself."""
 
+import threading
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,10 +139,43 @@ def suffix() -> SuffixTreeCandidates:
     return SuffixTreeCandidates(min_probability=0.02, max_bytes=2**22)
 
 
+@contextmanager
+def all_at_once(engine: Engine) -> Iterator[None]:
+    """
+    Let the engine wait between two steps while requests are added or cancelled, so that it learns of all of them before
+    the same step. A pause would do that, too, but forget kept texts.
+    """
+    with engine._runner._changed:
+        yield
+
+
+def wait_once(engine: Engine, until: Callable[[], Any] | None = None) -> threading.Event:
+    """
+    Let the engine wait once, when all running requests have tokens, until it is asked for something else (a request, a
+    cancellation, a pause, its end), or for what `until` says: on a slow machine, all that runs might end before that.
+    Return what is set as soon as it waits. Nothing is to be asked earlier.
+    """
+    runner, step, waits = engine._runner, engine._runner.loop.step, threading.Event()
+
+    def is_asked() -> bool:
+        return bool(runner._inbox or runner._cancelled or runner._num_pauses or runner._is_stopping)
+
+    def waiting():
+        if not waits.is_set() and all(request.num_valid for request in runner.loop.running):
+            with runner._changed:  # whose waiters are told of all these
+                waits.set()
+                assert runner._changed.wait_for(until or is_asked, TIMEOUT), "nobody has asked for anything"
+        return step()
+
+    runner.loop.step = waiting
+    return waits
+
+
 def check_all(engine: Engine, model, requests: list[Asked], expected: list[list[int]] | None = None) -> list:
-    """Adds all requests and compares every output with the request by itself: what is expected, where that is known."""
+    """Adds all requests at once, and compares every output with `expected`, or with the request by itself."""
     expected = all_alone(model, requests) if expected is None else expected
-    names = [engine.add_request(asked.prompt, **asked.arguments) for asked in requests]
+    with all_at_once(engine):
+        names = [engine.add_request(asked.prompt, **asked.arguments) for asked in requests]
     outputs = [engine.get_result(name, timeout=TIMEOUT) for name in names]
     for asked, output, tokens in zip(requests, outputs, expected):
         assert output is not None and output.error is None
@@ -164,9 +199,10 @@ def change_weights_while_running(
     engine: Engine, prompt: list[int], max_new_tokens: int, other: PreTrainedModel
 ) -> None:
     """Give the model another one's weights in a pause: earlier tokens stay, later ones come from the new weights."""
+    waits = wait_once(engine)
     name = engine.add_request(prompt, max_new_tokens=max_new_tokens, eos_token_id=None, streaming=True)
     stream = engine.request_id_iter(name)
-    next(stream)
+    assert waits.wait(TIMEOUT)
     with engine.pause():
         engine.model.load_state_dict(other.state_dict())
         request = next(iter(engine._runner.loop.calls)).requests[0]

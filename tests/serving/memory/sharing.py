@@ -1,8 +1,5 @@
 """Requests whose prompts begin alike."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import numpy as np
 
 from hf_smartspec import Engine, EngineOutput
@@ -36,15 +33,6 @@ def begin(engine: Engine, asked: Asked) -> str:
     if output.is_finished():
         _fetched[name] = output
     return name
-
-
-@contextmanager
-def all_at_once(engine: Engine) -> Iterator[None]:
-    """Let the requests that are added within begin in one step, beside the running ones."""
-    memory = engine._memory
-    following, memory.next = memory.next, lambda *_: None
-    yield
-    memory.next = following
 
 
 def end(engine: Engine, model, asked: Asked, name: str) -> None:

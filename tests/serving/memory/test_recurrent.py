@@ -15,9 +15,8 @@ from hf_smartspec.target_model.written import packed_forward
 from ...covering import part_of
 from ...generate.helpers import EOS, set_special_tokens
 from ...models import RECURRENT, UNPADDED, new_model
-from ..helpers import TIMEOUT, Asked, change_weights_while_running, check_all, random_requests, suffix
+from ..helpers import TIMEOUT, Asked, all_at_once, change_weights_while_running, check_all, random_requests, suffix
 from ..test_giving_way import check_turns, of, short_turns  # noqa: F401 (a fixture)
-from .sharing import all_at_once
 
 pytestmark = pytest.mark.skipif(not RECURRENT, reason="this release's layers with states are not known")
 LONG = {"max_new_tokens": 30, "eos_token_id": None}

@@ -1,6 +1,7 @@
 """Engines of models that cannot be packed: every request runs by itself, and gets what it would get alone."""
 
 import logging
+import threading
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from ..helpers import (
     Asked,
     StopsAt,
     all_alone,
+    all_at_once,
     change_weights_while_running,
     check_all,
     random_requests,
@@ -134,12 +136,25 @@ class Kept(BaseStreamer):
 def test_streams_streamers_and_cancellation(architecture):
     model, streamer = model_of(architecture), Kept()
     with Engine(model, suffix(), max_batch_size=3) as engine:
-        first = engine.add_request([3, 4, 5], streaming=True, **LONG)
-        second = engine.add_request([6, 7], streamer=streamer, **LONG)
-        gone = engine.add_request([8, 9], max_new_tokens=1000, eos_token_id=None, streaming=True)
+        step, has_read, outputs = engine._runner.loop.step, threading.Condition(), []
+
+        def read_in_step():
+            """Nothing runs on before an output has been read: whoever reads too slowly would see the last one only."""
+            with has_read:
+                assert has_read.wait_for(lambda: first not in engine.results._unread, TIMEOUT)
+            return step()
+
+        engine._runner.loop.step = read_in_step
+        with all_at_once(engine):
+            first = engine.add_request([3, 4, 5], streaming=True, **LONG)
+            second = engine.add_request([6, 7], streamer=streamer, **LONG)
+            gone = engine.add_request([8, 9], max_new_tokens=1000, eos_token_id=None, streaming=True)
         next(engine.request_id_iter(gone))
         engine.cancel_request(gone)
-        outputs = list(engine.request_id_iter(first))
+        for output in engine.request_id_iter(first):
+            outputs.append(output)
+            with has_read:
+                has_read.notify_all()
         other, cancelled = engine.get_result(second, timeout=TIMEOUT), engine.get_result(gone, timeout=TIMEOUT)
     lengths = [len(output.generated_tokens) for output in outputs]
     assert lengths == sorted(lengths) and len(lengths) > 2

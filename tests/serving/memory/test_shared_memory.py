@@ -10,8 +10,8 @@ from hf_smartspec.target_model.cache.slabs import slot_size
 
 from ...covering import exhaustive
 from ...generate.helpers import VOCAB_SIZE, tiny_llama
-from ..helpers import Asked, check_all, suffix
-from .sharing import FIRST, LONG, PREFIX, alike, all_at_once, begin, check_rows, end, end_all
+from ..helpers import Asked, all_at_once, check_all, suffix
+from .sharing import FIRST, LONG, PREFIX, alike, begin, check_rows, end, end_all
 
 pytestmark = pytest.mark.usefixtures("together")
 BYTES_PER_TOKEN = 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, head_dim, float32
@@ -32,9 +32,9 @@ def test_what_is_shared_lies_in_memory_once(model, monkeypatch):
         copy_lines(cache, source, target, number)
 
     with Engine(model, "none") as engine:
-        name = begin(engine, base)
+        monkeypatch.setattr(slot_cache.SlotCache, "_copy_lines", noting)
         with all_at_once(engine):
-            monkeypatch.setattr(slot_cache.SlotCache, "_copy_lines", noting)
+            name = engine.add_request(base.prompt, **base.arguments)
             names = [engine.add_request(asked.prompt, streaming=True, **asked.arguments) for asked in others]
         next(engine.request_id_iter(names[-1]))
         with engine.pause():
@@ -53,12 +53,11 @@ def test_more_requests_run_than_copies_would_fit(model):
     base, others = Asked(FIRST, LONG), alike(8, longest=4, max_new_tokens=30, eos_token_id=None)
     need = slot_size(len(PREFIX) + 2 + 120) + 8 * slot_size(3 + 2 + 30)
     with Engine(model, "none", max_kv_bytes=need * BYTES_PER_TOKEN) as engine:
-        name = begin(engine, base)
         most, place = [], engine._memory.place
         engine._memory.place = lambda request, running: most.append(len(running)) or place(request, running)
         with all_at_once(engine):
-            names = [engine.add_request(asked.prompt, **asked.arguments) for asked in others]
-        end_all(engine, model, [base, *others], [name, *names])
+            names = [engine.add_request(asked.prompt, **asked.arguments) for asked in (base, *others)]
+        end_all(engine, model, [base, *others], names)
         assert engine._memory.cache.num_lines <= need
     assert max(most) == 8
 
@@ -73,11 +72,9 @@ def test_memory_that_is_full(model, together, max_tokens):
     ]
     with Engine(model, suffix(), max_batch_size=8, max_kv_bytes=max_tokens * BYTES_PER_TOKEN) as engine:
         for turn in range(3):
-            name = begin(engine, base)
             asked = alike(14, seed=turn)
             mixed = [item for pair in zip(asked, strangers[turn : turn + 14]) for item in pair]
-            check_all(engine, model, mixed)
-            end(engine, model, base, name)
+            check_all(engine, model, [base, *mixed])
             check_rows(engine)
             assert engine._memory.cache.num_lines <= max_tokens
     assert together

@@ -13,8 +13,8 @@ from ...covering import exhaustive
 from ...generate.helpers import VOCAB_SIZE, noisy_copy, tiny_llama
 from ...models import new_model, noisy_model, shared_model
 from ...watching import Watching
-from ..helpers import TIMEOUT, Asked, check_all, suffix
-from .sharing import FIRST, LONG, LONGER, PREFIX, alike, all_at_once, begin, check_rows, end, end_all
+from ..helpers import TIMEOUT, Asked, all_at_once, check_all, suffix
+from .sharing import FIRST, LONG, LONGER, PREFIX, alike, begin, check_rows, end, end_all
 
 pytestmark = pytest.mark.usefixtures("together")
 
