@@ -195,6 +195,18 @@ class StopsAt(StoppingCriteria):
         return torch.full((len(input_ids),), input_ids.shape[1] >= self.length)
 
 
+class Holds(StoppingCriteria):
+    """Keeps a request where it is until it is let go."""
+
+    def __init__(self):
+        self.arrived, self.may_go = threading.Event(), threading.Event()
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.arrived.set()
+        assert self.may_go.wait(TIMEOUT)
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
 def change_weights_while_running(
     engine: Engine, prompt: list[int], max_new_tokens: int, other: PreTrainedModel
 ) -> None:

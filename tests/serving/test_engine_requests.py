@@ -16,7 +16,7 @@ from hf_smartspec.target_model.compat import RequestStatus
 
 from ..generate.helpers import VOCAB_SIZE, Oracle, noisy_copy, tiny_llama
 from ..models import new_model
-from .helpers import TIMEOUT, Asked, check_all, random_requests, suffix
+from .helpers import TIMEOUT, Asked, all_at_once, check_all, random_requests, suffix, wait_once
 
 
 @pytest.fixture
@@ -67,11 +67,14 @@ def test_outputs_carry_their_steps_and_seconds(architecture):
 def test_requests_that_end_early_carry_what_they_took(model):
     """One is cancelled after its first tokens, one while it waits: it has taken nothing."""
     with Engine(model, suffix(), max_batch_size=1) as engine:
-        name = engine.add_request([3, 4, 5], streaming=True, max_new_tokens=400, eos_token_id=None)
-        waiting = engine.add_request([6, 7], max_new_tokens=4)
-        next(engine.request_id_iter(name))
-        for each in (waiting, name):
-            engine.cancel_request(each)
+        waits = wait_once(engine)
+        with all_at_once(engine):
+            name = engine.add_request([3, 4, 5], streaming=True, max_new_tokens=400, eos_token_id=None)
+            waiting = engine.add_request([6, 7], max_new_tokens=4)
+        assert waits.wait(TIMEOUT)
+        with all_at_once(engine):
+            for each in (waiting, name):
+                engine.cancel_request(each)
         counts = engine.get_result(name, timeout=TIMEOUT).statistics
         nothing = engine.get_result(waiting, timeout=TIMEOUT).statistics
     assert counts.generated_tokens > 0 and counts.steps > 0 and counts.forwards > 0
@@ -148,13 +151,16 @@ def test_whoever_streams_with_transformers_streamers(model):
 
 def test_cancelling(model):
     with Engine(model, "none", max_batch_size=1) as engine:
-        running = engine.add_request([3], max_new_tokens=400, eos_token_id=None, streaming=True)
-        waiting = engine.add_request([4], max_new_tokens=400)
-        asked = Asked([5], {"max_new_tokens": 5})
-        last = engine.add_request(asked.prompt, **asked.settings)
+        asked, waits = Asked([5], {"max_new_tokens": 5}), wait_once(engine)
+        with all_at_once(engine):
+            running = engine.add_request([3], max_new_tokens=400, eos_token_id=None, streaming=True)
+            waiting = engine.add_request([4], max_new_tokens=400)
+            last = engine.add_request(asked.prompt, **asked.settings)
         next(engine.request_id_iter(running))
-        for name in (waiting, running, "nobody"):
-            engine.cancel_request(name)
+        assert waits.wait(TIMEOUT)
+        with all_at_once(engine):
+            for name in (waiting, running, "nobody"):
+                engine.cancel_request(name)
         outputs = [engine.get_result(name, timeout=TIMEOUT) for name in (running, waiting, last)]
         engine.cancel_request(last)
     assert [output.finish_reason for output in outputs[:2]] == ["cancelled"] * 2
@@ -180,12 +186,15 @@ def test_stopping(model):
         engine.add_request([3], max_new_tokens=400, eos_token_id=None, streaming=True),
         engine.add_request([4], max_new_tokens=3),
     ]
+    waits = wait_once(engine)
     engine.start()
     next(engine.request_id_iter(names[0]))
+    assert waits.wait(TIMEOUT)
     engine.stop(drain=False)
     assert [engine.get_result(name).finish_reason for name in names] == ["cancelled"] * 2
     assert not engine.is_running and threading.active_count() == threads
     with pytest.raises(KeyError), Engine(model, "none") as engine:
+        wait_once(engine)
         name = engine.add_request([3], max_new_tokens=400, eos_token_id=None)
         raise KeyError
     assert engine.get_result(name).finish_reason == "cancelled" and threading.active_count() == threads

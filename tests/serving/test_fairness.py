@@ -1,5 +1,8 @@
 """Namespaces that share an engine: which requests are served when, and that none shuts out another."""
 
+import threading
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -10,7 +13,7 @@ from hf_smartspec.serving import scheduler
 
 from ..costs import UnmovedCost
 from ..generate.helpers import tiny_llama
-from .helpers import TIMEOUT, Asked, all_alone, of, suffix
+from .helpers import TIMEOUT, Asked, all_alone, all_at_once, of, suffix
 
 LONG = {"max_new_tokens": 60, "eos_token_id": None}
 SHORT = {"max_new_tokens": 4, "eos_token_id": None}
@@ -22,14 +25,18 @@ def model():
 
 
 class Steps:
-    """Counts an engine's steps, and after which of them each request ended."""
+    """
+    Counts an engine's steps, and after which of them each request ended. With `act`, it is called in every step before
+    the model runs: what happens there happens at its step, however slow the threads are.
+    """
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Engine, act: Callable[[int], None] = lambda number: None):
         self.num, self.ends = 0, {}
         step, answer = engine._runner.loop.step, engine._runner._answer
 
         def counting():
             self.num += 1
+            act(self.num)
             return step()
 
         def noting(pending, output):
@@ -44,15 +51,20 @@ def test_a_short_request_does_not_wait_for_long_ones_of_another(model, num_long)
     """It takes as many steps as it would take alone."""
     prompts = [[3 + number % 30, 4, 5, 6 + number // 30] for number in range(num_long)]
     with Engine(model, "none", max_batch_size=4) as engine:
-        steps = Steps(engine)
-        with engine.pause():
-            long = [engine.add_request(prompt, assistant=of("a"), streaming=True, **LONG) for prompt in prompts]
-        next(engine.request_id_iter(long[0]))
-        for _ in range(3):
-            with engine.pause():
-                assert {call.namespace for call in engine._runner.loop.calls} == {"a"}
-                now = steps.num
-                name = engine.add_request([7, 8, 9], assistant=of("b"), **SHORT)
+        short, running, added = {}, [], threading.Event()
+
+        def adding(number):
+            if number in (3, 10, 17):
+                running.extend(call.namespace for call in engine._runner.loop.calls)
+                short[engine.add_request([7, 8, 9], assistant=of("b"), **SHORT)] = number
+            if len(short) == 3:
+                added.set()
+
+        steps = Steps(engine, adding)
+        with all_at_once(engine):
+            long = [engine.add_request(prompt, assistant=of("a"), **LONG) for prompt in prompts]
+        assert added.wait(TIMEOUT) and set(running) == {"a"}
+        for name, now in short.items():
             output = engine.get_result(name, timeout=TIMEOUT)
             assert output.generated_tokens == Asked([7, 8, 9], SHORT).alone(model)
             assert steps.ends[name] - now <= 4
@@ -90,18 +102,21 @@ def test_a_text_that_takes_all_memory_lets_short_requests_in(model):
     prompt = np.random.default_rng(0).integers(3, 40, 1800).tolist()
     asked = Asked(prompt, {"max_new_tokens": 300, "eos_token_id": None})
     with Engine(model, "none", max_kv_bytes=2100 * bytes_per_token, max_prefill_tokens=600) as engine:
-        steps = Steps(engine)
-        long = engine.add_request(prompt, assistant=of("a"), streaming=True, **asked.arguments)
-        next(engine.request_id_iter(long))
-        for number in range(3):
-            with engine.pause():
-                now = steps.num
-                name = engine.add_request([7, 8, 9 + number], assistant=of("b"), **SHORT)
+        short = {}
+
+        def adding(number):
+            """The long text has been read by the fourth step; a short request comes when the one before has ended."""
+            if number >= 4 and len(short) < 3 and all(name in steps.ends for name in short):
+                short[engine.add_request([7, 8, 9 + len(short)], assistant=of("b"), **SHORT)] = number
+
+        steps = Steps(engine, adding)
+        long = engine.add_request(prompt, assistant=of("a"), **asked.arguments)
+        assert engine.get_result(long, timeout=TIMEOUT).generated_tokens == asked.alone(model)
+        assert engine._runner.num_suspended == 3
+        for number, (name, now) in enumerate(short.items()):
             output = engine.get_result(name, timeout=TIMEOUT)
             assert output.generated_tokens == Asked([7, 8, 9 + number], SHORT).alone(model)
             assert steps.ends[name] - now <= 4 * scheduler.TURN + 4 + 8, "four steps to read the long text again"
-        assert engine.get_result(long, timeout=TIMEOUT).generated_tokens == asked.alone(model)
-        assert engine._runner.num_suspended == 3
 
 
 def test_prompts_are_read_in_turns(model):
@@ -130,11 +145,18 @@ def test_equal_parts():
 
 def test_weights_are_parts_of_places(model):
     with Engine(model, "none", max_batch_size=8, namespace_weights={"a": 3}) as engine:
-        with engine.pause():
+        running = []
+
+        def adding(number):
+            if number == 3:
+                names.append(engine.add_request([3], assistant=of("c"), **SHORT))
+            if number == 5:
+                running.extend(call.namespace for call in engine._runner.loop.calls)
+
+        Steps(engine, adding)
+        with all_at_once(engine):
             names = [engine.add_request([3, 4], assistant=of(name), **LONG) for name in "ab" * 8]
-        next(engine.request_id_iter(engine.add_request([3], assistant=of("c"), streaming=True, **SHORT)))
-        with engine.pause():
-            running = [call.namespace for call in engine._runner.loop.calls]
+        assert engine.get_result(names[0], timeout=TIMEOUT).error is None
         for name in names:
             engine.cancel_request(name)
     assert running.count("a") >= 5 and running.count("b") in (1, 2)

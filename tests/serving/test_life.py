@@ -13,7 +13,7 @@ from hf_smartspec.target_model.compat import RequestStatus
 
 from ..generate.helpers import EOS, Oracle, noisy_copy, set_special_tokens, tiny_llama
 from ..models import new_model
-from .helpers import Asked, random_requests
+from .helpers import Asked, all_at_once, random_requests, wait_once
 from .test_engine import TIMEOUT, check_all, suffix
 
 LONG = {"max_new_tokens": 400, "eos_token_id": None}
@@ -124,12 +124,13 @@ def test_callbacks_that_wait_for_their_own_engine(model, name):
 
 
 class Leaving(FixedLength):
-    """Ends the thread that it is called in, once it is told to: it is no request's own code."""
+    """Ends the thread that it is called in, at its last step: it is no request's own code."""
 
-    leaves = False
+    steps_left = 6
 
     def max_nodes(self, rows, stage, trees):
-        if self.leaves:
+        self.steps_left -= 1
+        if not self.steps_left:
             raise SystemExit
         return super().max_nodes(rows, stage, trees)
 
@@ -137,10 +138,13 @@ class Leaving(FixedLength):
 def test_a_thread_that_ends_answers_everybody(model, caplog):
     policy = Leaving(0)
     with Engine(model, SmartSpecConfig(suffix(), policy=policy), max_batch_size=2) as engine:
-        names = [engine.add_request([3, 4, 5], **LONG) for _ in range(4)]
-        engine.cancel_request(names[0])
-        engine.cancel_request(names[1])
-        policy.leaves = True
+        waits = wait_once(engine)
+        with all_at_once(engine):
+            names = [engine.add_request([3, 4, 5], **LONG) for _ in range(4)]
+        assert waits.wait(TIMEOUT)
+        with all_at_once(engine):
+            engine.cancel_request(names[0])
+            engine.cancel_request(names[1])
         outputs = [engine.get_result(name, timeout=TIMEOUT) for name in names]
         engine._runner._thread.join(TIMEOUT)
         assert not engine.is_running

@@ -14,7 +14,8 @@ from hf_smartspec.serving.server.guard.keys import CALLER, Caller
 from hf_smartspec.serving.server.guard.limits import Limits, OpenRequests
 
 from ...covering import exhaustive
-from .running import TIMEOUT, check_nothing_is_left, running, wait_until
+from ..helpers import wait_once
+from .running import TIMEOUT, check_nothing_is_left, is_idle, running, wait_until
 
 KEYS = ("key of a", "key of b")
 SHORT = {"model": "demo", "prompt": "SELECT", "max_tokens": 4}
@@ -73,10 +74,13 @@ def test_a_key_has_no_more_open_than_it_may(demo):
 def test_a_full_queue_of_one_key_refuses_no_other(demo):
     with running(demo, keys=KEYS, limits=Limits(max_queue=3), max_batch_size=1) as server:
         one, two = (server.client(key) for key in KEYS)
+        waits = wait_once(server.engine, lambda: len(server.engine._runner._num_open) > 1)  # for the other key
         with one.completions.create(**STREAM | {"n": 4, "temperature": 1.0}):
+            assert waits.wait(TIMEOUT)
             with pytest.raises(openai.RateLimitError, match="4 requests of this key"):
                 one.completions.create(**SHORT)
             assert two.completions.create(**SHORT).usage.completion_tokens == 4
+        wait_until(lambda: is_idle(server))  # who has hung up is noticed while the server runs
     check_nothing_is_left(server)
 
 

@@ -1,31 +1,18 @@
 """The manager's methods: they work as transformers' own, with each request's own settings."""
 
 import asyncio
-import threading
 
 import pytest
 import torch
-from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, GenerationConfig, StoppingCriteria
+from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, GenerationConfig
 
 import hf_smartspec
 
 from ...generate.helpers import BOS, EOS, PAD, tiny_llama, tiny_tokenizer
-from ..helpers import TIMEOUT, all_alone, random_requests
+from ..helpers import TIMEOUT, Holds, all_alone, random_requests
 
 GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": EOS, "pad_token_id": PAD}
 PROMPT = [BOS, 7, 9, 11, 7, 9]
-
-
-class Holds(StoppingCriteria):
-    """Keeps a request where it is until it is let go."""
-
-    def __init__(self):
-        self.arrived, self.may_go = threading.Event(), threading.Event()
-
-    def __call__(self, input_ids, scores, **kwargs):
-        self.arrived.set()
-        assert self.may_go.wait(TIMEOUT)
-        return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
 @pytest.fixture

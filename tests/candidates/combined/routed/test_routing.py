@@ -22,6 +22,7 @@ from hf_smartspec.candidates.request import SourceRequest
 
 from ....covering import exhaustive
 from ....generate.helpers import PAD, VOCAB_SIZE, noisy_copy, prompts, set_special_tokens, tiny_llama, tiny_tokenizer
+from ....serving.helpers import TIMEOUT, Holds
 from ...heads.fitted import fitted_eagle, fitted_heads
 
 LENGTHS, NEW = [5, 12, 6, 14, 9], 24
@@ -287,9 +288,10 @@ def test_it_drafts_for_one_target_at_a_time(model, drafters):
     for target in (model, other, model):
         target.generate(**prompts([5]), max_new_tokens=4, assistant=routed)
     with Engine(model, routed) as engine:
-        engine.add_request([3, 4], max_new_tokens=400)
-        while not len(routed._log):
-            pass
+        holds = Holds()
+        engine.add_request([3, 4], max_new_tokens=400, stopping_criteria=[holds])
+        assert holds.arrived.wait(TIMEOUT) and len(routed._log)
         with pytest.raises(ValueError, match="at present"):
             other.generate(**prompts([5]), max_new_tokens=4, assistant=routed)
         engine.cancel_request("req_0")
+        holds.may_go.set()
