@@ -158,13 +158,16 @@ def wait_once(engine: Engine, until: Callable[[], Any] | None = None) -> threadi
     runner, step, waits = engine._runner, engine._runner.loop.step, threading.Event()
 
     def is_asked() -> bool:
-        return bool(runner._inbox or runner._cancelled or runner._num_pauses or runner._is_stopping)
+        return bool(runner._inbox or runner._cancelled or runner._num_pauses)
+
+    def is_over() -> bool:
+        return runner._is_stopping or bool((until or is_asked)())
 
     def waiting():
         if not waits.is_set() and all(request.num_valid for request in runner.loop.running):
             with runner._changed:  # whose waiters are told of all these
                 waits.set()
-                assert runner._changed.wait_for(until or is_asked, TIMEOUT), "nobody has asked for anything"
+                assert runner._changed.wait_for(is_over, TIMEOUT), "nobody has asked for anything"
         return step()
 
     runner.loop.step = waiting
@@ -196,7 +199,7 @@ class StopsAt(StoppingCriteria):
 
 
 class Holds(StoppingCriteria):
-    """Keeps a request where it is until it is let go."""
+    """Keeps a request where it is until it is let go, at the end of a `with` block at the latest."""
 
     def __init__(self):
         self.arrived, self.may_go = threading.Event(), threading.Event()
@@ -205,6 +208,12 @@ class Holds(StoppingCriteria):
         self.arrived.set()
         assert self.may_go.wait(TIMEOUT)
         return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.may_go.set()
 
 
 def change_weights_while_running(

@@ -1,4 +1,7 @@
-"""Sums of products of int8 numbers, scaled by group, by the CPU's instructions for four products (VNNI) or two."""
+"""Sums of products of int8 numbers, scaled by group: with the CPU's dot products of int8 (VNNI), or with AVX2 alone."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
@@ -12,22 +15,29 @@ PARTS = GROUP // PART
 OFFSET = 128  # added to weights, since the instruction multiplies unsigned by signed numbers
 _TOGETHER = 4  # neighbouring inputs of an output, whose products one instruction adds up
 BLOCK = SIDE * GROUP  # bytes of a block's weights for one group
-_NEED = {
-    "avx512": ("+avx512vnni", "+avx512bw", "+avx512vl"),
-    "avxvnni": ("+avxvnni",),
-    "avx2": ("+avx2",),
-}  # features of CPUs; the first that has all is the fastest
-_MOST_TOKENS = {"avx512": 12, "avxvnni": 4, "avx2": 4}  # whose sums in int32 fit the registers
+
+
+class _Instructions(NamedTuple):
+    features: Sequence[str]  # of CPUs that have the instructions
+    width: int  # bytes of their vectors
+    most_tokens: int  # whose sums in int32 fit the registers
+
+
+_INSTRUCTIONS = {  # the fastest first
+    "avx512": _Instructions(("+avx512vnni", "+avx512bw", "+avx512vl"), 64, 12),
+    "avxvnni": _Instructions(("+avxvnni",), 32, 4),
+    "avx2": _Instructions(("+avx2",), 32, 4),
+}
 
 
 def instructions() -> str:
-    """Return what the CPU for which numba compiles multiplies by, one of `_NEED`; "" where it lacks them all."""
-    return next((name for name, need in _NEED.items() if cpu_features().issuperset(need)), "")
+    """Return the instructions with which numba's CPU multiplies, one of `_INSTRUCTIONS`; "" where it lacks them all."""
+    return next((name for name, one in _INSTRUCTIONS.items() if cpu_features().issuperset(one.features)), "")
 
 
 def most_tokens() -> int:
     """Return the most tokens that a block is multiplied by at once."""
-    return _MOST_TOKENS[instructions()]
+    return _INSTRUCTIONS[instructions()].most_tokens
 
 
 @written(types.int64)
@@ -91,7 +101,8 @@ def _write(vectors, num_tokens, weight, scales, levels, steps, offsets, sums, nu
 
 
 def _vectors(builder: ir.IRBuilder) -> "_Dots":
-    return _Signs(builder, 32) if instructions() == "avx2" else _Dots(builder, 64 if instructions() == "avx512" else 32)
+    name = instructions()
+    return (_Signs if name == "avx2" else _Dots)(builder, _INSTRUCTIONS[name].width)
 
 
 class _Dots:
@@ -169,7 +180,9 @@ class _Signs(_Dots):
     """
 
     def weights(self, pointer: ir.Value) -> list[ir.Value]:
-        return [self._load(pointer, self.bytes, part * self.width) for part in self.parts]
+        """Return weights with their absolute values, in pairs."""
+        found = [self._load(pointer, self.bytes, part * self.width) for part in self.parts]
+        return [(weight, self._with_signs(weight, weight)) for weight in found]
 
     def start(self, offset: ir.Value) -> list[ir.Value]:
         return [ir.Constant(self.integers, [0] * self.lanes) for _ in self.parts]
@@ -178,8 +191,11 @@ class _Signs(_Dots):
         builder, pairs = self.builder, ir.VectorType(I16, self.width // 2)
         ones, own = ir.Constant(pairs, [1] * pairs.count), builder.bitcast(levels, self.bytes)
         found = []
-        for total, weight in zip(sums, weights):
-            sizes, signed = (call(builder, "llvm.x86.avx2.psign.b", self.bytes, it, weight) for it in (weight, own))
-            products = call(builder, "llvm.x86.avx2.pmadd.ub.sw", pairs, sizes, signed)
+        for total, (weight, size) in zip(sums, weights):
+            products = call(builder, "llvm.x86.avx2.pmadd.ub.sw", pairs, size, self._with_signs(own, weight))
             found.append(builder.add(total, call(builder, "llvm.x86.avx2.pmadd.wd", self.integers, products, ones)))
         return found
+
+    def _with_signs(self, numbers: ir.Value, signs: ir.Value) -> ir.Value:
+        """Return numbers, negated where `signs` is negative, and 0 where it is 0."""
+        return call(self.builder, "llvm.x86.avx2.psign.b", self.bytes, numbers, signs)

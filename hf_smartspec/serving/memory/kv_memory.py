@@ -22,7 +22,7 @@ from .prefix_cache import CachedText, PrefixRows, SharedBase, SharedPrefix, shar
 _FIRST_LINES = 64
 _WASTE = 4  # allocated memory beyond this multiple of the need is returned
 _MOST_KEPT = 1024  # rows; every prompt is compared with all of them
-_RECENT = 8  # full batches whose rows are kept, however long: between two turns of a chat, many others run
+_RECENT = 128  # rows that are kept, however little runs: between two turns of a chat, many other requests come
 
 
 class EngineMemory(RequestMemory):
@@ -244,10 +244,10 @@ class EngineMemory(RequestMemory):
     def _shrink(self) -> None:
         """
         Return memory if little of it is needed. Needed are running rows, and kept rows that are no longer than these or
-        are among those of `_RECENT` full batches that were used last. The cache grows again as rows are added.
+        are among the `_RECENT` used last. The cache grows again as rows are added.
         """
         longest = max(self.scheduler.running.values(), default=0)
-        old = self.prefixes.long_unused(_RECENT * self.scheduler.max_batch_size, longest)
+        old = self.prefixes.long_unused(_RECENT, longest)
         enough = self.scheduler.num_taken + self.prefixes.num_taken - sum(row.stride for row in old)
         if self.cache.num_lines > _WASTE * max(enough, _FIRST_LINES):
             self._remove(old)

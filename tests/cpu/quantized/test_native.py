@@ -45,6 +45,17 @@ def new_tokens(num_tokens: int, num_inputs: int, dtype) -> torch.Tensor:
     return x.to(dtype)
 
 
+def largest_numbers(num_inputs: int, num_outputs: int):
+    """A map, and tokens, whose levels are as large as they can be, so that sums are, too."""
+    generator = torch.Generator().manual_seed(num_inputs)
+    signs = torch.randint(0, 2, (num_outputs, num_inputs), generator=generator) * 2 - 1
+    signs[:8], signs[8:16] = 1, -1
+    weight, scale = in_blocks(to_levels(signs.float()))
+    weight[0, 0, 0, 0] = -128  # no level of `to_levels`, but a file may hold it
+    x = torch.stack([torch.ones(num_inputs), -torch.ones(num_inputs), signs[20].float(), -signs[21].float()])
+    return (weight, scale, None, num_outputs), x
+
+
 def assert_equal(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert actual.dtype == expected.dtype and actual.shape == expected.shape
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
@@ -91,6 +102,11 @@ def large_products():
     return arguments, [(x, plain_int8_linear(x, *arguments)) for x in tokens]
 
 
+def test_the_largest_numbers_do_not_overflow():
+    arguments, x = largest_numbers(1088, 40)
+    assert_equal(native.int8_linear(x, *arguments), plain_int8_linear(x, *arguments))
+
+
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 def test_any_number_of_threads(large_products, num_threads):
     arguments, products = large_products
@@ -110,7 +126,7 @@ def test_several_callers_at_the_same_time():
 
 @pytest.mark.parametrize("name", ["avxvnni", "avx2"])
 def test_instructions_of_processors_without_avx512(monkeypatch, name):
-    found = list(dots._NEED)
+    found = list(dots._INSTRUCTIONS)
     if not dots.instructions() or found.index(name) < found.index(dots.instructions()):
         pytest.skip("the CPU lacks the instruction")
     monkeypatch.setattr(dots, "instructions", lambda: name)
@@ -121,9 +137,10 @@ def test_instructions_of_processors_without_avx512(monkeypatch, name):
     def run(address):
         multiply(int64_at(address), float32_at(0))
 
-    weight, scale, bias, num_outputs = new_map(77, 40)
-    for num_tokens in (1, 2, 3, 4, 7, 11):
-        x = new_tokens(num_tokens, 77, torch.float32)
+    tokens = [new_tokens(num_tokens, 77, torch.float32) for num_tokens in (1, 2, 3, 4, 7, 11)]
+    largest, signs = largest_numbers(77, 40)
+    for (weight, scale, bias, num_outputs), x in [*((new_map(77, 40), x) for x in tokens), (largest, signs)]:
+        num_tokens = len(x)
         levels, outputs = to_levels(x, 32), torch.zeros(num_tokens, num_outputs)
         offsets = -dots.OFFSET * levels.values.sum(-1, dtype=torch.int32)
         tensors = weight, scale, *levels, offsets, bias, outputs

@@ -5,6 +5,7 @@ import pytest
 
 from hf_smartspec import Engine
 from hf_smartspec.candidates.base import NoCandidates
+from hf_smartspec.serving.memory import kv_memory
 from hf_smartspec.target_model.cache.slabs import slot_size
 from hf_smartspec.target_model.cache.slot_cache import SlotCache
 
@@ -114,7 +115,8 @@ def test_a_kept_row_that_fills_the_memory_becomes_that_of_the_request(model):
         assert engine._memory.num_reused == 80 + 79
 
 
-def test_memory_is_given_back_when_little_is_needed(model):
+def test_memory_is_given_back_when_little_is_needed(model, monkeypatch):
+    monkeypatch.setattr(kv_memory, "_RECENT", 8)
     long, *short = requests_of([5000, *[10] * 9], max_new_tokens=2)
     with Engine(model, "none", max_batch_size=1, max_kv_bytes=2**25) as engine:
         check_all(engine, model, [long])

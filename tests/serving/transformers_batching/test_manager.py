@@ -135,38 +135,35 @@ def test_bad_requests_are_answered_with_an_error(manager):
 
 
 def test_cancelled_requests_are_over_and_given_to_nobody(manager):
-    holds = Holds()
-    name = manager.add_request(PROMPT, stopping_criteria=[holds])
-    assert holds.arrived.wait(TIMEOUT)
-    assert name in manager.batch_processor.scheduler.active_requests
-    with pytest.raises(ValueError, match="in use"):
-        manager.add_request(PROMPT, request_id=name)
-    manager.cancel_request(name)
-    manager.cancel_request("unknown")
-    holds.may_go.set()
+    with Holds() as holds:
+        name = manager.add_request(PROMPT, stopping_criteria=[holds])
+        assert holds.arrived.wait(TIMEOUT)
+        assert name in manager.batch_processor.scheduler.active_requests
+        with pytest.raises(ValueError, match="in use"):
+            manager.add_request(PROMPT, request_id=name)
+        manager.cancel_request(name)
+        manager.cancel_request("unknown")
     assert list(manager.request_id_iter(name)) == []
     manager.stop(timeout=TIMEOUT)
     assert manager.get_result(timeout=0) is None and manager.batch_processor is None
 
 
 def test_stopping_waits_or_does_not(manager):
-    holds = Holds()
-    name = manager.add_request(PROMPT, stopping_criteria=[holds])
-    assert holds.arrived.wait(TIMEOUT)
-    manager.stop(block=False)
-    assert manager.is_running() and manager.add_request(PROMPT) is None
-    manager.stop(timeout=0.01)  # transformers, too, only says that it goes on
-    assert manager.is_running()
-    holds.may_go.set()
+    with Holds() as holds:
+        name = manager.add_request(PROMPT, stopping_criteria=[holds])
+        assert holds.arrived.wait(TIMEOUT)
+        manager.stop(block=False)
+        assert manager.is_running() and manager.add_request(PROMPT) is None
+        manager.stop(timeout=0.01)  # transformers, too, only says that it goes on
+        assert manager.is_running()
     manager.join(0.0, TIMEOUT)
     assert not manager.is_running() and manager.get_result(name).error is None
     manager.start()
-    holds = Holds()
-    manager.add_request(PROMPT, request_id="runs", stopping_criteria=[holds])
-    manager.add_request(PROMPT, request_id="waits")
-    assert holds.arrived.wait(TIMEOUT)
-    manager.stop(block=False, hard_stop=True)
-    holds.may_go.set()
+    with Holds() as holds:
+        manager.add_request(PROMPT, request_id="runs", stopping_criteria=[holds])
+        manager.add_request(PROMPT, request_id="waits")
+        assert holds.arrived.wait(TIMEOUT)
+        manager.stop(block=False, hard_stop=True)
     manager.join(0.0, TIMEOUT)
     assert "stopped" in manager.get_result("waits").error and "stopped" in manager.get_result("runs").error
 

@@ -287,8 +287,7 @@ def test_it_drafts_for_one_target_at_a_time(model, drafters):
     routed, other = RoutedCandidates({"model": drafters["model"]}), hf_smartspec.enable(tiny_llama(seed=3))
     for target in (model, other, model):
         target.generate(**prompts([5]), max_new_tokens=4, assistant=routed)
-    with Engine(model, routed) as engine:
-        holds = Holds()
+    with Engine(model, routed) as engine, Holds() as holds:
         engine.add_request([3, 4], max_new_tokens=400, stopping_criteria=[holds])
         assert holds.arrived.wait(TIMEOUT) and len(routed._log)
         with pytest.raises(ValueError, match="at present"):
