@@ -374,9 +374,10 @@ class Engine:
         once. Remaining requests are cancelled.
         """
         self._runner.check_thread()
+        session = self._runner.session  # another thread may meanwhile end this one, and start the next
         if drain and self.is_running:
             self.results.wait_until_answered(timeout)
-        self._runner.stop()
+        self._runner.stop(session)
         if self._policy.cost is not None:
             mend_profile(self.model, self._policy.cost)
 

@@ -76,7 +76,7 @@ class EngineRunner:
         self._changed = threading.Condition()
         self._inbox: deque[PendingRequest] = deque()
         self._cancelled: set[str] = set()
-        self._thread: threading.Thread | None = None
+        self.session: threading.Thread | None = None  # the thread that was started last
         self._is_stopping = self._is_idle = False
         self._num_pauses = 0
         self.fatal_error: BaseException | None = None
@@ -86,7 +86,7 @@ class EngineRunner:
 
     @property
     def is_running(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        return self.session is not None and self.session.is_alive()
 
     @property
     def waiting(self) -> list[str]:
@@ -96,7 +96,7 @@ class EngineRunner:
 
     def check_thread(self) -> None:
         """Raise `RuntimeError` in streamers, criteria and processors: waiting for the engine there would deadlock."""
-        if threading.current_thread() is self._thread:
+        if threading.current_thread() is self.session:
             raise RuntimeError("An engine cannot be stopped, paused or waited for from one of its own callbacks.")
 
     def submit(self, pending: PendingRequest) -> None:
@@ -131,8 +131,8 @@ class EngineRunner:
                 self._is_stopping = self._is_idle = False
                 self.fatal_error = None
                 self.memory.expire()
-                self._thread = threading.Thread(target=self._serve, name="hf-smartspec engine", daemon=True)
-                self._thread.start()
+                self.session = threading.Thread(target=self._serve, name="hf-smartspec engine", daemon=True)
+                self.session.start()
 
     def ask_to_end(self) -> None:
         """Ask the thread to end, without waiting for it."""
@@ -140,10 +140,14 @@ class EngineRunner:
             self._is_stopping = True
             self._changed.notify_all()
 
-    def stop(self) -> None:
-        self.ask_to_end()
-        if self._thread is not None:
-            self._thread.join()
+    def stop(self, session: threading.Thread | None) -> None:
+        """End a session and wait for its end; nothing happens if another one has begun since."""
+        with self._changed:
+            if self.session is not session:
+                return
+            self.ask_to_end()
+        if session is not None:
+            session.join()
         with self._changed:
             if not self.is_running:  # else another thread has started it again
                 self._schedule_new()

@@ -146,7 +146,7 @@ def test_a_thread_that_ends_answers_everybody(model, caplog):
             engine.cancel_request(names[0])
             engine.cancel_request(names[1])
         outputs = [engine.get_result(name, timeout=TIMEOUT) for name in names]
-        engine._runner._thread.join(TIMEOUT)
+        engine._runner.session.join(TIMEOUT)
         assert not engine.is_running
     assert all(output.status == RequestStatus.FAILED for output in outputs)
     assert "SystemExit" in outputs[-1].error
@@ -226,7 +226,30 @@ def test_an_engine_that_nobody_holds_stops(model):
     next(outputs)
     del outputs
     gc.collect()
-    runner._thread.join(TIMEOUT)
+    runner.session.join(TIMEOUT)
     assert reference() is None and not runner.is_running
     output = results.get(name, 0)
     assert output.finish_reason == "cancelled" and 0 < len(output.generated_tokens) < 4000
+
+
+def test_who_stops_late_does_not_end_what_another_thread_has_started(model, monkeypatch):
+    """All has been answered when both stop the engine; one of them is slow, and comes when it runs again."""
+    engine = Engine(model, "none").start()
+    waited, may_go, wait = threading.Event(), threading.Event(), engine.results.wait_until_answered
+
+    def wait_long(timeout):
+        wait(timeout)
+        waited.set()
+        assert may_go.wait(TIMEOUT)
+
+    monkeypatch.setattr(engine.results, "wait_until_answered", wait_long)
+    late = threading.Thread(target=engine.stop, daemon=True)
+    late.start()
+    assert waited.wait(TIMEOUT)
+    engine.stop(drain=False)
+    with engine.start():
+        may_go.set()
+        late.join(TIMEOUT)
+        assert engine.is_running
+        monkeypatch.undo()
+        check_all(engine, model, [Asked([3, 4, 5], {"max_new_tokens": 4})])
