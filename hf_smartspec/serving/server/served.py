@@ -82,7 +82,7 @@ class ServedModel:
 
     def stop(self) -> None:
         """Stop the engine and cancel its requests."""
-        self._worker.shutdown(wait=True, cancel_futures=True)
+        self._worker.shutdown()  # after it has dropped the requests of clients that have left
         self.engine.stop(drain=False)
 
     def encode(self, prompt: str | Sequence[int], field: str = "prompt", add_special_tokens: bool = True) -> list[int]:

@@ -15,7 +15,7 @@ from hf_smartspec.serving.server.guard.limits import Limits, OpenRequests
 
 from ...covering import exhaustive
 from ..helpers import wait_once
-from .running import TIMEOUT, check_nothing_is_left, is_idle, running, wait_until
+from .running import TIMEOUT, check_nothing_is_left, running, wait_until
 
 KEYS = ("key of a", "key of b")
 SHORT = {"model": "demo", "prompt": "SELECT", "max_tokens": 4}
@@ -80,7 +80,25 @@ def test_a_full_queue_of_one_key_refuses_no_other(demo):
             with pytest.raises(openai.RateLimitError, match="4 requests of this key"):
                 one.completions.create(**SHORT)
             assert two.completions.create(**SHORT).usage.completion_tokens == 4
-        wait_until(lambda: is_idle(server))  # who has hung up is noticed while the server runs
+    check_nothing_is_left(server)
+
+
+def test_requests_of_who_left_as_the_server_stopped_are_dropped(demo):
+    """Nothing is kept for them, though they are dropped one after another, by a thread that has other work."""
+    with running(demo) as server:
+        worker, ends = server.models["demo"]._worker, threading.Event()
+        shutdown = worker.shutdown
+
+        def shut_down_while_it_works(*args, **kwargs):
+            shutdown(*args, **kwargs | {"wait": False})
+            ends.set()
+            shutdown()
+
+        worker.shutdown = shut_down_while_it_works
+        with server.client().completions.create(**STREAM | {"n": 4, "temperature": 1.0}) as stream:
+            next(iter(stream))
+            worker.submit(ends.wait, TIMEOUT)
+        wait_until(lambda: not len(server.models["demo"].open))
     check_nothing_is_left(server)
 
 
@@ -127,7 +145,9 @@ def test_who_asks_for_everything_gets_its_part(demo, attack):
             if server.engine.load.num_running == 8 and server.engine.load.num_waiting > 8:
                 is_full.set()
             with runner._changed:
-                runner._changed.wait_for(lambda: not is_full.is_set() or stops.is_set() or len(runner._num_open) > 1)
+                runner._changed.wait_for(
+                    lambda: not is_full.is_set() or stops.is_set() or len(runner._num_open) > 1, TIMEOUT
+                )
             return step()
 
         runner.loop.step = step_for_both
