@@ -83,7 +83,7 @@ class Program:
     def __init__(self, dtype: torch.dtype, operators: Sequence[tuple[int, Mapping[str, float]]]):
         self.dtype = dtype
         self._tape = np.zeros(HEADER + len(operators) * SIZE, np.int64)
-        self._tape[0] = len(operators)
+        self._tape[0], self._address = len(operators), self._tape.ctypes.data
         self._rows = self._tape[HEADER:].reshape(-1, SIZE)
         self._numbers = self._rows.view(np.float64)
         self._codes = [code for code, _ in operators]
@@ -105,4 +105,4 @@ class Program:
     def run(self, num_threads: int) -> None:
         self._rows[:, 1:3] = 0  # counters
         self._tape[1] = barrier() if num_threads > 1 else 0
-        run(address_of(self.dtype), self._tape.ctypes.data, num_threads)
+        run(address_of(self.dtype), self._address, num_threads)

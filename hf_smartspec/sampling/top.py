@@ -49,7 +49,8 @@ def _best(scores: torch.Tensor, count: int) -> np.ndarray:
     infinity, integers = _BITS[scores.dtype]
     best = np.empty((len(scores), count), np.int64)
     if count:
-        find_best(scores.detach().contiguous().view(integers).numpy(), infinity, best)
+        own = scores.detach() if scores.requires_grad else scores
+        find_best(own.contiguous().view(integers).numpy(), infinity, best)
     return best
 
 

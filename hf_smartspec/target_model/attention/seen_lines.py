@@ -29,9 +29,11 @@ def lines_of(layout: StepLayout, parts: Sequence[PaddedPart], window: int | None
     key = first, last, window
     if key not in layout.seen:
         firsts, counts = layout.firsts[first:last], layout.columns[first:last] + 1
-        begins = np.zeros_like(counts)
+        begins = firsts
         if window is not None:
-            begins = np.maximum(_positions(layout, parts) + 1 - window, 0)
+            unseen = np.maximum(_positions(layout, parts) + 1 - window, 0)
+            begins, counts = firsts + unseen, counts - unseen
+            assert counts.min() > 0, "every token attends to its own line"
         nodes, most = None, max([0 if part.seen_nodes is None else len(part.seen_nodes) for part in parts])
         if most:
             nodes = np.zeros((most, last - first), np.int64)
@@ -40,14 +42,13 @@ def lines_of(layout: StepLayout, parts: Sequence[PaddedPart], window: int | None
                 if (seen := part.seen_nodes) is not None:
                     nodes[: len(seen), part.tokens.start - first : part.tokens.stop - first] = seen
             nodes[0] += firsts
-        assert counts.min() > 0, "every token attends to its own line"
         prefixes = None
         if layout.shared:
             prefixes = np.zeros((2, len(layout.firsts)), np.int64)
             for shared in layout.shared:
                 prefixes[:, shared.tokens.numpy()] = [[shared.first_line], [shared.num_columns]]
             prefixes = prefixes[:, first:last].copy()
-        layout.seen[key] = SeenLines(firsts + begins, counts - begins, runs_of(firsts), nodes, prefixes)
+        layout.seen[key] = SeenLines(begins, counts, runs_of(firsts), nodes, prefixes)
     return layout.seen[key]
 
 

@@ -329,8 +329,10 @@ class SlotCache(Cache):
                     sources.append(end + node)
                     targets.append(end + target)
             row.length, row.num_nodes = row.length + len(path), 0
+        if not sources:
+            return
         memories = self._memories()
-        if not sources or not memories:
+        if not memories:
             return
         moves = np.array([sources, targets])
         if memories[0].is_cpu:

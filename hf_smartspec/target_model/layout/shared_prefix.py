@@ -67,8 +67,9 @@ def shared_reads_of(rows: Sequence[CacheRow]) -> list[tuple[CacheRow, int]]:
     return list(dict.fromkeys([(row.prefix_row or row, row.shared_read_len) for row in rows if row.shared_read_len]))
 
 
-def shared_parts(rows: Sequence[RowInput], counts: np.ndarray) -> list[SharedPart]:
-    """Return the shared parts of rows with `counts` tokens each (`[rows]`), in the order of the rows."""
+def shared_parts(rows: Sequence[RowInput]) -> list[SharedPart]:
+    """Return the shared parts of rows, in their order."""
+    counts = [item.num_tokens for item in rows]
     ends = np.cumsum(counts)
     parts = []
     for owner, length in shared_reads_of([item.row for item in rows]):

@@ -10,6 +10,7 @@ import torch
 
 from ...cpu.attention import NO_TREE
 from ...device import StagingBuffer
+from .kernels.places import place_rows
 from .kernels.trees import depths_of, lay_out
 from .rows import RowInput
 from .shared_prefix import SharedPart, shared_parts
@@ -178,12 +179,14 @@ _FEW_DRAFTS = 4  # up to here, drafts are checked faster one by one
 
 
 class _Tokens(NamedTuple):
-    """The tokens of some rows end to end, `[N]` int64 each."""
+    """The tokens of some rows end to end, `[N]` int64 each: views of one array."""
 
     firsts: np.ndarray  # lines of their slots
     query: np.ndarray  # index within the row
     columns: np.ndarray
-    positions: np.ndarray  # the same array as `columns` where all drafts are chains
+    positions: np.ndarray
+    limits: np.ndarray  # every token attends to all columns below its own
+    lines: np.ndarray
 
     def of(self, part: slice) -> "_Tokens":
         return _Tokens(*[array[part] for array in self])
@@ -219,11 +222,8 @@ def build_layout(groups: Sequence[Sequence[RowInput]], rounding: Rounding | None
     sizes that `rounding` gives.
     """
     rows = [item for group in groups for item in group]
-    counts = np.array([item.num_tokens for item in rows])
-    places, has_tree = _places(rows, counts), _has_tree(rows)
+    places, has_tree = _places(rows), _has_tree(rows)
     tokens = np.concatenate([part for item in rows for part in _tokens(item)])
-    if any(has_tree):
-        places = places._replace(positions=places.columns.copy())
     parts, start, first = [], 0, 0
     for group in groups:
         end, last = start + sum([item.num_tokens for item in group]), first + len(group)
@@ -231,16 +231,17 @@ def build_layout(groups: Sequence[Sequence[RowInput]], rounding: Rounding | None
         start, first = end, last
     positions = places.positions
     offsets = [item.row.position_offset + item.row.shared_read_len for item in rows]
+    shares = any([item.row.shared_read_len for item in rows])
     if any(offsets):  # embeddings only: windows and masks count columns
-        positions = positions + np.repeat(offsets, counts)
+        positions = positions + np.repeat(offsets, [item.num_tokens for item in rows])
     return StepLayout(
         tokens=_tensor(tokens)[None],
         positions=_tensor(positions)[None],
         firsts=places.firsts,
         columns=places.columns,
-        lines=_tensor(places.firsts + places.columns),
+        lines=_tensor(places.lines),
         parts=parts,
-        shared=shared_parts(rows, counts) if any([item.row.shared_read_len for item in rows]) else [],
+        shared=shared_parts(rows) if shares else [],
     )
 
 
@@ -249,20 +250,12 @@ def _tokens(item: RowInput) -> list[np.ndarray]:
     return [item.feed, item.tree.tokens[item.first_node :]] if item.num_nodes else [item.feed]
 
 
-def _places(rows: Sequence[RowInput], counts: np.ndarray) -> _Tokens:
+def _places(rows: Sequence[RowInput]) -> _Tokens:
     """Return the places of all tokens as if all drafts were chains: in the column of their position."""
-    firsts = np.array([item.row.start for item in rows])
-    columns = np.array([item.row.own + item.first_node for item in rows])
-    num = int(counts.sum())
-    if num == len(rows):
-        return _Tokens(firsts, np.zeros_like(firsts), columns, columns)
-    if len(rows) == 1:
-        query = np.arange(num)
-        columns = query + columns
-        return _Tokens(np.repeat(firsts, num), query, columns, columns)
-    query = np.arange(num) - np.repeat(np.cumsum(counts) - counts, counts)
-    columns = np.repeat(columns, counts) + query
-    return _Tokens(np.repeat(firsts, counts), query, columns, columns)
+    numbers = np.array([(item.row.start, item.row.own + item.first_node, item.num_tokens) for item in rows], np.int64)
+    places = np.empty((len(_Tokens._fields), sum([item.num_tokens for item in rows])), np.int64)
+    place_rows(numbers, places)
+    return _Tokens(*places)
 
 
 def _has_tree(rows: Sequence[RowInput]) -> list[bool]:
@@ -290,15 +283,15 @@ def _build_part(
     """Build one part from the places of all tokens; correct the positions of tree nodes."""
     first = rows[0].row
     first_line, stride = first.start, first.stride
-    firsts, query, columns, positions = places.of(tokens)
+    firsts, query, _, positions, limits, _ = places.of(tokens)
     num_rows, width = rows[-1].row.slot - rows[0].row.slot + 1, max([item.num_tokens for item in rows])
-    num_columns = max([item.row.own + item.first_node + item.num_tokens for item in rows])
+    columns = [item.row.own + item.first_node + item.num_tokens for item in rows]
+    num_columns = max(columns)
     if rounding is not None:
         width = rounding.tokens(width)
         num_columns = min(rounding.columns(num_columns), stride - (first.shared_read_len - first.prefix_len))
-    limits = columns + 1  # every token attends to all columns up to its own
-    lines = (firsts - first_line) // stride * width + query  # of the padded batch
-    is_padded = len(lines) != num_rows * width
+    is_padded = len(query) != num_rows * width
+    lines = (firsts - first_line) // stride * width + query if is_padded else query  # of the padded batch
     query_positions = tree_pairs = nodes = seen_nodes = None
     if any(has_tree):
         shape = num_rows, width, num_columns
@@ -321,7 +314,7 @@ def _build_part(
         scatter=_tensor(lines) if is_padded else None,
         seen_nodes=seen_nodes,
         on_host=(padded_limits, padded_limits if query_positions is None else query_positions + 1),
-        sees_all=tree_pairs is None and int(padded_limits.min()) == num_columns,
+        sees_all=width == 1 and not is_padded and tree_pairs is None and min(columns) == num_columns,
     )
 
 

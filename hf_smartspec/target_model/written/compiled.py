@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable
+from functools import cached_property
 from threading import Lock
 from typing import Any
 
@@ -64,7 +65,7 @@ class CompiledDecoder:
             and all(has_few_tokens(part, window, self.dtype) for window in self._windows for part in layout.parts)
         )
 
-    @property
+    @cached_property
     def _windows(self) -> set[int | None]:
         return {layer.window for layer in self.plan.layers if layer.delta is None}
 

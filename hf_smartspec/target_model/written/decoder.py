@@ -167,7 +167,7 @@ class WrittenDecoder:
         """Compute logits `[M, vocab_size]` from hidden states `[M, hidden_size]` after the final norm."""
         return self.plan.logit_scaling.apply(self.plan.head(x))
 
-    @property
+    @cached_property
     def _scales(self) -> bool:
         """Return whether logits are scaled, which may round different ones to the same."""
         return self.plan.logit_scaling != LogitScaling()

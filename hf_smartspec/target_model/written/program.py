@@ -266,6 +266,10 @@ class ForwardProgram:
         """Note where the fields are that are set before every forward."""
         rows = self.program.rows
         self.token_counts = rows[:, column(codes.ADD, "num_tokens")]
+        # Indices of numpy's own, since every use of a list would make them anew.
+        self.on_all, self.on_wide, self.on_lines = (
+            np.array(numbers, np.int64) for numbers in (self.sized, self.multiplied, self.rotated)
+        )
         self.wide = column(codes.MULTIPLY, "wide")
         sizes = rows[self.multiplied, column(codes.MULTIPLY, "wide_size")]
         self.most_wide = int(sizes.max(initial=0))
@@ -293,7 +297,7 @@ class ForwardProgram:
         kept = [x.new_empty(num, self.size) for _ in self.kept]
         for number, states in zip(self.kept.values(), kept):
             program.set(number, "outputs", states.data_ptr())
-        self.token_counts[self.sized], self.token_counts[self.last] = num, num_kept
+        self.token_counts[self.on_all], self.token_counts[self.last] = num, num_kept
         program.set(self.last_norm, "lines", 0 if lines is None else lines.data_ptr())
         if self.screening is None:
             program.set(self.head, "outputs", logits.data_ptr())
@@ -320,7 +324,7 @@ class ForwardProgram:
             self._set_memory(x, cache)
         assert all(part.dtype is self.dtype for pair in tables.values() for part in pair)
         held: list[torch.Tensor] = self.deltas.place(x, cache) if self.deltas.plans else []
-        rows[self.rotated, self.lines] = layout.lines.data_ptr()
+        rows[self.on_lines, self.lines] = layout.lines.data_ptr()
         for name, where in self.rotations.items():
             cos, sin = (part.contiguous() for part in tables[name])
             rows[where] = cos.shape[-1], cos.data_ptr(), sin.data_ptr()
@@ -334,9 +338,9 @@ class ForwardProgram:
 
         if widens(self.dtype, len(x)):
             held.append(x.new_empty(self.num_threads * self.most_wide, dtype=torch.float32))
-            rows[self.multiplied, self.wide] = held[-1].data_ptr()
+            rows[self.on_wide, self.wide] = held[-1].data_ptr()
         else:
-            rows[self.multiplied, self.wide] = 0
+            rows[self.on_wide, self.wide] = 0
         return held
 
     def _set_memory(self, x: torch.Tensor, cache: SlotCache) -> None:
