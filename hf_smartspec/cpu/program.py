@@ -14,12 +14,12 @@ from .kernels.gates import GATE_FIELDS
 from .kernels.int8 import INT8_FIELDS, LEVELS_FIELDS
 from .kernels.multiply import MULTIPLY_FIELDS
 from .kernels.norms import ADD_FIELDS, NORM_FIELDS
-from .kernels.program import HEADER, SIZE, run_bfloat16, run_float32, run_widened
+from .kernels.program import HEADER, PLACE, SIZE, run_bfloat16, run_float32, run_widened
 from .kernels.recur import CONVOLVE_FIELDS, RECUR_FIELDS
 from .kernels.rotate import ROTATE_FIELDS
 from .kernels.screen import SCREEN_FIELDS
 from .kernels.tiles import num_lanes
-from .threads import barrier, run
+from .threads import give_way, run
 
 _FIELDS = {
     codes.MULTIPLY: MULTIPLY_FIELDS,
@@ -54,20 +54,20 @@ def address_of(dtype: torch.dtype) -> int:
 def operator(code: int) -> Any:
     """Return the class of a program of one operator; its first two fields, counters, are 0 unless given."""
     kinds = [(name, ctypes.c_double if name in _FLOATS else ctypes.c_int64) for name in _FIELDS[code]]
-    header = [(name, ctypes.c_int64) for name in ("num_operators", "barrier", "code")]
+    header = [(name, ctypes.c_int64) for name in ("num_operators", "give_way", "code", "state")]
     return type("Operator", (ctypes.Structure,), {"_fields_": header + kinds})
 
 
 def run_operator(dtype: torch.dtype, code: int, num_threads: int, *fields: float) -> Any:
     """Run one operator with its fields, counters aside; return its program, an `operator(code)`."""
-    arguments = operator(code)(1, 0, code, 0, 0, *fields)
+    arguments = operator(code)(1, 0, code, 0, 0, 0, *fields)
     run(address_of(dtype), ctypes.addressof(arguments), num_threads)
     return arguments
 
 
 def column(code: int, name: str) -> int:
     """Return the place of a field in `Program.rows`, for operators of this code."""
-    return 1 + _FIELDS[code].index(name)
+    return PLACE + _FIELDS[code].index(name)
 
 
 class Program:
@@ -99,10 +99,10 @@ class Program:
 
     @property
     def rows(self) -> np.ndarray:
-        """Codes and integer fields of all operators, `[operators, SIZE]` int64."""
+        """Codes, states and integer fields of all operators, `[operators, SIZE]` int64."""
         return self._rows
 
     def run(self, num_threads: int) -> None:
-        self._rows[:, 1:3] = 0  # counters
-        self._tape[1] = barrier() if num_threads > 1 else 0
+        self._rows[:, 1 : PLACE + 2] = 0  # states and counters
+        self._tape[1] = give_way() if num_threads > 1 else 0
         run(address_of(self.dtype), self._address, num_threads)

@@ -10,7 +10,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic
 
-from .writing import bfloat16_of, float32_of, fused_of, power_of_two_of, written
+from .writing import bfloat16_of, call, float32_of, fused_of, power_of_two_of, written
 from .writing import prefetch as write_prefetch
 
 
@@ -120,3 +120,37 @@ def take(typing_context, pointer):
         return builder.atomic_rmw("add", args[0], ir.IntType(64)(1), "monotonic")
 
     return types.int64(pointer), generate
+
+
+@intrinsic
+def add_to(typing_context, pointer, number):
+    """
+    Add to the integer at `pointer` atomically, and return what it was. What this thread wrote before is seen by those
+    that `read` the sum.
+    """
+
+    def generate(context, builder, signature, args):
+        return builder.atomic_rmw("add", args[0], args[1], "acq_rel")
+
+    return types.int64(pointer, types.int64), generate
+
+
+@intrinsic
+def read(typing_context, pointer):
+    """Return the integer at `pointer` as other threads have left it, with all that they wrote before."""
+
+    def generate(context, builder, signature, args):
+        return builder.load_atomic(args[0], "acquire", 8)
+
+    return types.int64(pointer), generate
+
+
+@intrinsic
+def pause(typing_context):
+    """Tell the processor that this thread waits for another one."""
+
+    def generate(context, builder, signature, args):
+        call(builder, "llvm.x86.sse2.pause", ir.VoidType())
+        return context.get_dummy_value()
+
+    return types.void(), generate

@@ -1,7 +1,7 @@
 """Programs: operators that threads run one after the other, in one call."""
 
 from ...jit import callback, inner
-from ...jit.pointers import ahead, bfloat16_at, call_at, float32_at, float64_at, int64_at
+from ...jit.pointers import add_to, ahead, bfloat16_at, call_at, float32_at, float64_at, int64_at, pause, read
 from .attend import attend
 from .gates import gate
 from .int8 import levels, multiply_int8
@@ -11,10 +11,14 @@ from .recur import convolve, recur
 from .rotate import rotate
 from .screen import bound, pick
 
-# Compiled code is called with the address of int64: the number of operators, 0 or the address of the function that
-# waits for the other threads, and then for each operator its code and its fields, `SIZE` numbers in all.
+# Compiled code is called with the address of int64: the number of operators, 0 for one thread or else the address of
+# the function that lets other threads run, and then for each operator its code, its state, and its fields, `SIZE`
+# numbers in all. The state is 0 at first: threads that are in the operator, and `_LEFT` times those that have left it.
 SIZE = 32
 HEADER = 2
+PLACE = 2  # of an operator's first field
+_LEFT = 2**32
+_SPINS = 1000  # looks at a state, of some 50 ns each, before other threads get this one's processor
 MULTIPLY, NORM, ADD, GATE, ROTATE, ATTEND, LEVELS, INT8, CONVOLVE, RECUR, SCORE, BOUND, PICK = range(13)
 
 
@@ -39,32 +43,57 @@ def _run(address, kind, wide_kind):
     tape, numbers = int64_at(address), float64_at(address)
     for number in range(tape[0]):
         place = HEADER + number * SIZE
-        code, a, fields = tape[place], ahead(tape, place + 1), ahead(numbers, place + 1)
-        if code == MULTIPLY:
-            multiply(a, kind, wide_kind)
-        elif code == NORM:
-            norm(a, fields, kind)
-        elif code == ADD:
-            add(a, fields, kind)
-        elif code == GATE:
-            gate(a, kind)
-        elif code == ROTATE:
-            rotate(a, kind)
-        elif code == ATTEND:
-            attend(a, fields, kind)
-        elif code == LEVELS:
-            levels(a, kind)
-        elif code == INT8:
-            multiply_int8(a, kind)
-        elif code == CONVOLVE:
-            convolve(a)
-        elif code == RECUR:
-            recur(a, fields)
-        elif code == SCORE:  # in float32, whatever the kind
-            multiply_int8(a, float32_at(0))
-        elif code == BOUND:
-            bound(a, kind)
-        elif code == PICK:
-            pick(a, fields, kind)
-        if tape[1]:
-            call_at(tape[1])
+        code, state = tape[place], ahead(tape, place + 1)
+        a, fields = ahead(tape, place + PLACE), ahead(numbers, place + PLACE)
+        if not tape[1]:
+            _operate(code, a, fields, kind, wide_kind)
+            continue
+        # Threads take shares of the work until none is left, so that an operator is done when one thread has left it
+        # and none is in it. Those that are late, as where other processes use their processor, are not waited for.
+        if read(state) < _LEFT:
+            add_to(state, 1)
+            _operate(code, a, fields, kind, wide_kind)
+            add_to(state, _LEFT - 1)
+        _wait(state, tape[1])
+
+
+@inner
+def _wait(state, give_way):
+    """Wait until the threads that are in an operator, one of which has left it, have left it, too."""
+    spins = 0
+    while read(state) & (_LEFT - 1):
+        spins += 1
+        if spins < _SPINS:
+            pause()
+        else:
+            call_at(give_way)
+
+
+@inner
+def _operate(code, a, fields, kind, wide_kind):
+    if code == MULTIPLY:
+        multiply(a, kind, wide_kind)
+    elif code == NORM:
+        norm(a, fields, kind)
+    elif code == ADD:
+        add(a, fields, kind)
+    elif code == GATE:
+        gate(a, kind)
+    elif code == ROTATE:
+        rotate(a, kind)
+    elif code == ATTEND:
+        attend(a, fields, kind)
+    elif code == LEVELS:
+        levels(a, kind)
+    elif code == INT8:
+        multiply_int8(a, kind)
+    elif code == CONVOLVE:
+        convolve(a)
+    elif code == RECUR:
+        recur(a, fields)
+    elif code == SCORE:  # in float32, whatever the kind
+        multiply_int8(a, float32_at(0))
+    elif code == BOUND:
+        bound(a, kind)
+    elif code == PICK:
+        pick(a, fields, kind)
