@@ -60,7 +60,7 @@ def operator(code: int) -> Any:
 
 def run_operator(dtype: torch.dtype, code: int, num_threads: int, *fields: float) -> Any:
     """Run one operator with its fields, counters aside; return its program, an `operator(code)`."""
-    arguments = operator(code)(1, 0, code, 0, 0, 0, *fields)
+    arguments = operator(code)(1, give_way(), code, 0, 0, 0, *fields)
     run(address_of(dtype), ctypes.addressof(arguments), num_threads)
     return arguments
 
@@ -83,7 +83,8 @@ class Program:
     def __init__(self, dtype: torch.dtype, operators: Sequence[tuple[int, Mapping[str, float]]]):
         self.dtype = dtype
         self._tape = np.zeros(HEADER + len(operators) * SIZE, np.int64)
-        self._tape[0], self._address = len(operators), self._tape.ctypes.data
+        self._tape[:HEADER] = len(operators), give_way()
+        self._address = self._tape.ctypes.data
         self._rows = self._tape[HEADER:].reshape(-1, SIZE)
         self._numbers = self._rows.view(np.float64)
         self._codes = [code for code, _ in operators]
@@ -104,5 +105,4 @@ class Program:
 
     def run(self, num_threads: int) -> None:
         self._rows[:, 1 : PLACE + 2] = 0  # states and counters
-        self._tape[1] = give_way() if num_threads > 1 else 0
         run(address_of(self.dtype), self._address, num_threads)

@@ -11,9 +11,9 @@ from .recur import convolve, recur
 from .rotate import rotate
 from .screen import bound, pick
 
-# Compiled code is called with the address of int64: the number of operators, 0 for one thread or else the address of
-# the function that lets other threads run, and then for each operator its code, its state, and its fields, `SIZE`
-# numbers in all. The state is 0 at first: threads that are in the operator, and `_LEFT` times those that have left it.
+# Compiled code is called with the address of int64: the number of operators, the address of the function that lets
+# other threads run, and then for each operator its code, its state, and its fields, `SIZE` numbers in all. The state is
+# 0 at first: threads that are in the operator, and `_LEFT` times those that have left it.
 SIZE = 32
 HEADER = 2
 PLACE = 2  # of an operator's first field
@@ -45,9 +45,6 @@ def _run(address, kind, wide_kind):
         place = HEADER + number * SIZE
         code, state = tape[place], ahead(tape, place + 1)
         a, fields = ahead(tape, place + PLACE), ahead(numbers, place + PLACE)
-        if not tape[1]:
-            _operate(code, a, fields, kind, wide_kind)
-            continue
         # Threads take shares of the work until none is left, so that an operator is done when one thread has left it
         # and none is in it. Those that are late, as where other processes use their processor, are not waited for.
         if read(state) < _LEFT:
