@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import errno
 import importlib
 import os
 import sys
@@ -82,15 +83,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def guarded(program: str, dispatch: Callable[[list[str]], int], arguments: list[str]) -> int:
-    """Return the exit status of `dispatch(arguments)`; after Ctrl-C, print one line in the name of `program`."""
+    """
+    Return the exit status of `dispatch(arguments)`; after Ctrl-C or on a full disk, print one line in the name of
+    `program`.
+    """
     try:
-        return dispatch(arguments)
+        try:
+            return dispatch(arguments)
+        finally:
+            print(end="", flush=True)  # at the interpreter's exit, what fails would be reported as an ignored exception
     except KeyboardInterrupt:
         print(f"{program}: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # the reader of a pipe, such as `head`, has left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return 1
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _discard_output()
+        print(f"{program}: error: cannot write: {error.strerror}", file=sys.stderr)
+        return 1
+
+
+def _discard_output() -> None:
+    """Lead standard output nowhere: what is buffered is written once more at the interpreter's exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -2,9 +2,11 @@
 
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -196,6 +198,24 @@ def test_ctrl_c_ends_with_one_line_and_status_130(folder, monkeypatch, capsys):
     assert run_verify(folder) == 130
     captured = capsys.readouterr()
     assert captured.err == "smartspec: interrupted\n"
+
+
+_VERSION = "from hf_smartspec.commands.main import main; raise SystemExit(main(['--version']))"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is always full is a device of Linux")
+def test_output_on_a_full_disk_ends_with_one_line_and_status_1():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", _VERSION], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, "smartspec: error: cannot write: No space left on device\n")
+
+
+def test_output_that_nobody_reads_ends_silently_with_status_1():
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as pipe:
+        done = subprocess.run([sys.executable, "-c", _VERSION], stdout=pipe, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 # --- verify
