@@ -1,6 +1,7 @@
 """A model that answers prompts, with its tokenizer and its assistant."""
 
 import argparse
+import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -140,7 +141,8 @@ class Prompter:
     def token_ids(self, prompt: str | Sequence[Mapping[str, Any]]) -> list[int]:
         """
         Return the token ids of a chat, or of a text, which is a user's turn where there is a chat template; raises
-        `ValueError` for an empty prompt, a chat without a template, or an object that is neither text nor chat.
+        `ValueError` for an empty prompt, one that is no UTF-8, a chat without a template, or an object that is neither
+        text nor chat.
         """
         if isinstance(prompt, str):
             if not prompt.strip():
@@ -162,6 +164,10 @@ class Prompter:
         return self._ids(messages)
 
     def _ids(self, prompt: str | list[Message]) -> list[int]:
+        try:
+            json.dumps(prompt, ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError:  # other bytes of arguments, and of standard input in the C locale, are surrogates
+            raise ValueError("the prompt is no UTF-8 text") from None
         ids: list[int] = prompt_ids(prompt, self.tokenizer)[0].tolist()
         return ids
 
