@@ -16,15 +16,6 @@ from .request import SourceRequest
 
 TYPICAL_NODES = 16  # of drafts from texts, which cost by the node only
 _OWN_REQUEST = "get_candidates"
-# Methods that the engine called in earlier releases, and what took their place.
-_FORMER_METHODS = {
-    **dict.fromkeys(("attach", "assign", "couple", "encode"), "`begin(request)`, whose request has what they passed"),
-    "reuse": "the return value of `begin(request)`",
-    "show": "`observe`",
-    "observe_likeliest": "`observe`, whose `Committed` has `likeliest`",
-    "forget": "`request.on_release` in `begin(request)`",
-    "weights_changed": "the attribute `weights_version`",
-}
 
 
 class AssistedDecodingSource(CandidateGenerator):
@@ -130,11 +121,6 @@ class TreeCandidateGenerator(AssistedDecodingSource):
         own = vars(cls)
         if "start" in own and "begin" not in own and cls.begin is not TreeCandidateGenerator.begin:
             raise TypeError(f"{cls.__name__} overrides `start`, which its parent does not call: override `begin`.")
-        for name, successor in _FORMER_METHODS.items():
-            if callable(getattr(cls, name, None)):
-                raise TypeError(
-                    f"{cls.__name__} defines `{name}`, which is no longer called: use {successor}, or rename it."
-                )
 
     @property
     def name(self) -> str:

@@ -1,10 +1,8 @@
 """The interface of length policies, which decide how many nodes each row drafts, and which of them are verified."""
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from inspect import signature
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -171,18 +169,6 @@ class LengthPolicy(ABC):
 
     learns_late = False
     chooses_batches = False
-
-    def __init_subclass__(cls, **arguments: Any) -> None:
-        super().__init_subclass__(**arguments)
-        own = cls.__dict__.get("observe")
-        if own is not None and len(signature(own).parameters) > 2:  # as it was before there was a `StepOutcome`
-            names = ", ".join(StepOutcome._fields)
-            warnings.warn(
-                f"{cls.__name__}.observe takes {names}. Let it take one `StepOutcome`, which holds them.",
-                DeprecationWarning,
-                stacklevel=2,
-            )
-            cls.observe = lambda self, outcome: own(self, *outcome)  # type: ignore[method-assign]
 
     @abstractmethod
     def max_nodes(self, rows: StepRows, stage: Stage, trees: Sequence[DraftTree]) -> np.ndarray | list[int]:

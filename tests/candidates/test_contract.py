@@ -15,24 +15,6 @@ def test_start_is_overridden_only_where_it_is_called():
         without.start("a", np.array([1]))
 
 
-@pytest.mark.parametrize(
-    ("name", "successor"),
-    [
-        ("assign", "begin"),
-        ("reuse", "the return value of `begin"),
-        ("show", "`observe`"),
-        ("observe_likeliest", "`observe`, whose `Committed` has `likeliest`"),
-        ("forget", "on_release"),
-        ("weights_changed", "weights_version"),
-    ],
-)
-def test_methods_that_are_no_longer_called_are_refused_with_the_name_of_their_successor(name, successor):
-    with pytest.raises(TypeError, match=f"Own defines `{name}`, which is no longer called: use .*{successor}"):
-        type("Own", (TreeCandidateGenerator,), {name: lambda self, *args: None})
-    with pytest.raises(TypeError, match=f"Own defines `{name}`"):
-        type("Own", (type("Mixin", (), {name: lambda self: None}), PromptLookupCandidates), {})
-
-
 def test_a_source_in_front_of_another_passes_every_call_on():
     calls = {name for name in vars(TreeCandidateGenerator) if callable(getattr(TreeCandidateGenerator, name))}
     own = {"choose", "start"}  # made of the others

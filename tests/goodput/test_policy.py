@@ -73,15 +73,3 @@ def test_a_later_stage_is_asked_where_the_trees_promise_at_most_its_threshold():
 def test_bad_lengths_are_refused(num_nodes):
     with pytest.raises(ValueError, match="num_nodes"):
         FixedLength(num_nodes)
-
-
-def test_a_policy_that_observes_in_six_arguments_is_served_with_a_warning():
-    with pytest.warns(DeprecationWarning, match=r"Older\.observe takes rows, proposed, .*`StepOutcome`"):
-
-        class Older(NoSpeculation):
-            def observe(self, rows, proposed, verified, accepted, seconds, tokens=None):
-                self.seen = rows, proposed, verified, accepted, seconds, tokens
-
-    policy, rows, trees = Older(), rows_of([4]), [DraftTree.empty()]
-    policy.observe(StepOutcome(rows, trees, trees, [0], StepSeconds(0.0, 0.1), None))
-    assert policy.seen == (rows, trees, trees, [0], StepSeconds(0.0, 0.1), None)
