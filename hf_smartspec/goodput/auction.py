@@ -19,9 +19,10 @@ from .levels import LevelAuction
 from .node_prices import least_node_seconds, level_prices, node_seconds
 from .plan import Before, Plan, Won, known_continuation
 from .policy import LengthPolicy, StepOutcome, StepRows, StepSeconds
-from .probes import MOST_DEBT, PROBE_SHARE, Probes
+from .probes import Probes
 from .stage import Stage
 from .stage_record import StageRecord, size_class
+from .trials import TrialTime
 from .winners import mark_winners
 from .worth import Paces
 
@@ -100,7 +101,7 @@ class GoodputAuction(LengthPolicy):
         self._paces = Paces(cost)
         self._level_auction = LevelAuction(cost, self.records, self._paces, margin)
         self._probes = Probes(cost, self.records)
-        self._trial_seconds = 0.0  # time saved for the next trial of a size
+        self._size_trials = TrialTime()
         self._num_since_baseline = 0
         # Rows of the latest step that was decided, if no source was asked in it, or if calls of its first one pay.
         self._resting: Sequence[Hashable] | None = None
@@ -137,8 +138,8 @@ class GoodputAuction(LengthPolicy):
         return [self.records[stage.cost] for stage in self._plan.rows.stages if stage.is_by_level]
 
     def _save_time(self, plan: Plan) -> None:
-        self._probes.save(plan)
-        self._trial_seconds += PROBE_SHARE * plan.plain_seconds
+        self._probes.time.save(plan)
+        self._size_trials.save(plan)
 
     def max_nodes(self, rows: StepRows, stage: Stage, trees: Sequence[DraftTree]) -> np.ndarray:
         if self._plan.rows is not rows:
@@ -268,10 +269,10 @@ class GoodputAuction(LengthPolicy):
         plan.worth = self._paces.worth(plan, np.bincount(forest.row, gains, minlength=len(rows)))
         gains *= np.broadcast_to(plan.worth, len(rows))[forest.row]
         least = (1 - self.speedup + self.margin) * len(rows)  # plain decoding's profit, and the margin
-        may_try = self._trial_seconds > 0
+        may_try = self._size_trials.seconds > 0
         best, won = mark_winners(self.cost, plan, forest, gains, least, may_try, mask)
         if won is not best:
-            self._trial_seconds = 0.0
+            self._size_trials.spend(0.0)
         return best, won
 
     def _shares(self, rows: StepRows, trees: Sequence[DraftTree], asked: Sequence[Stage]) -> dict[Stage, float]:
@@ -294,8 +295,7 @@ class GoodputAuction(LengthPolicy):
             self._save_time(plan)
         if plan.break_even is not None:
             spent = seconds.forward + seconds.other - plan.prefill_seconds
-            self._trial_seconds -= max(spent - plan.break_even, 0.0)
-            self._trial_seconds = max(self._trial_seconds, -MOST_DEBT * plan.plain_seconds)
+            self._size_trials.charge(plan, max(spent - plan.break_even, 0.0))
         if len(rows) and not plan.is_baseline:
             worth = plan.worth if plan.rows is rows else 1.0
             accepted = float(np.sum(worth * np.asarray(outcome.accepted))) if any(outcome.accepted) else 0.0
@@ -311,11 +311,10 @@ class GoodputAuction(LengthPolicy):
             self._paces.learn(rows, outcome.accepted)
         for stage in rows.stages:
             if stage.asked.any():
-                reading = self.records[stage.cost].learn_time(stage, rows)
-                if stage is plan.probing:
-                    self._probes.charge(stage, reading)
-        if plan.probing is not None:
-            self._probes.limit_debt(plan)
+                record = self.records[stage.cost]
+                reading = record.learn_time(stage, rows)
+                if stage is plan.probing:  # beyond the time of its draft
+                    self._probes.time.charge(plan, record.trials.factor * reading)
         if tokens is None:
             tokens = [known_continuation(tree, num) for tree, num in zip(outcome.verified, outcome.accepted)]
             self._learn_outcomes(plan, rows, rows.stages[0], Forest(outcome.verified), tokens)

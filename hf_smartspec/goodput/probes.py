@@ -9,10 +9,7 @@ from .draft_cost import DraftCost
 from .plan import Plan
 from .stage import Stage
 from .stage_record import StageRecord, size_class
-
-PROBE_SHARE = 0.01  # share of the time for what is not expected to pay
-# Steps without drafts: debt of probes, which may read whole prompts first, and of trials of sizes, at most.
-MOST_DEBT = 50
+from .trials import TRIAL_SHARE, TrialTime
 
 
 class Probes:
@@ -24,24 +21,12 @@ class Probes:
         records (`defaultdict` of `DraftCost` to `StageRecord`): Estimates for each source, the auction's own.
 
     Attributes:
-        saved_seconds (`float`): Time saved for the next probe; negative after a probe that took longer than expected.
+        time (`TrialTime`): Time for probes.
     """
 
     def __init__(self, cost: CostModel, records: defaultdict[DraftCost, StageRecord]):
         self.cost, self.records = cost, records
-        self.saved_seconds = 0.0
-
-    def save(self, plan: Plan) -> None:
-        """Save a share of a step's time."""
-        self.saved_seconds += PROBE_SHARE * plan.plain_seconds
-
-    def charge(self, stage: Stage, seconds: float) -> None:
-        """Count the seconds that the source of a probe has taken to read texts, beyond those of its draft."""
-        self.saved_seconds -= self.records[stage.cost].trials.factor * seconds
-
-    def limit_debt(self, plan: Plan) -> None:
-        """Bound the time that is owed, so that further probes need not wait for long."""
-        self.saved_seconds = max(self.saved_seconds, -MOST_DEBT * plan.plain_seconds)
+        self.time = TrialTime()
 
     def add_levels(self, plan: Plan, stage: Stage, levels: np.ndarray, may: np.ndarray) -> np.ndarray:
         """
@@ -54,19 +39,19 @@ class Probes:
         rows, record = plan.rows, self.records[stage.cost]
         per_call = record.timer.seconds(stage.cost)[0]
         least = 0.0 if levels.any() else per_call
-        if self.saved_seconds < least:  # mostly, there is not even time for one call
+        if self.time.seconds < least:  # mostly, there is not even time for one call
             return levels
         idle = (levels == 0) & may
         if not idle.any():
             return levels
         size, price = size_class(len(rows)), self._relative_price(plan, per_call)
         factor = record.trials.next_factor(size, price)
-        if self.saved_seconds < factor * least:
+        if self.time.seconds < factor * least:
             return levels
         if stage.cost.is_autoregressive:
             idle = record.for_trial(rows, idle)
         probed = np.where(idle, 1, levels)
-        if not self._spend(factor * (record.seconds(stage.cost, probed) - record.seconds(stage.cost, levels))):
+        if not self.time.spend(factor * (record.seconds(stage.cost, probed) - record.seconds(stage.cost, levels))):
             return levels
         record.trials.begin(size, price)
         plan.probing = None if levels.any() else stage  # drafts that pay read prompts at their own cost
@@ -76,12 +61,12 @@ class Probes:
         """Return whether to call a source that drafts all levels in one call, though its calls do not pay."""
         record = self.records[stage.cost]
         seconds = record.seconds(stage.cost, caps > 0)
-        if self.saved_seconds < seconds:
+        if self.time.seconds < seconds:
             return False
-        if seconds < PROBE_SHARE * plan.plain_seconds:  # it costs next to nothing to go on learning
-            return self._spend(seconds)
+        if seconds < TRIAL_SHARE * plan.plain_seconds:  # it costs next to nothing to go on learning
+            return self.time.spend(seconds)
         size, price = size_class(len(plan.rows)), self._relative_price(plan, seconds)
-        if not self._spend(record.trials.next_factor(size, price) * seconds):
+        if not self.time.spend(record.trials.next_factor(size, price) * seconds):
             return False
         record.trials.begin(size, price)
         return True
@@ -90,10 +75,3 @@ class Probes:
         """Return the price of drafting for so many seconds and verifying a node per row, in steps without drafts."""
         forward = float(self.cost.seconds(*plan.rows.forward_size(len(plan.rows), 2)))
         return (seconds + forward - plan.prefill_seconds) / plan.plain_seconds - 1
-
-    def _spend(self, seconds: float) -> bool:
-        """Spend all saved time if it has reached so many seconds, and return whether it has."""
-        if self.saved_seconds < seconds:
-            return False
-        self.saved_seconds = 0.0
-        return True

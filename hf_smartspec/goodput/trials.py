@@ -1,8 +1,39 @@
-"""Trials of a source that does not pay, and how often they come."""
+"""Trials of what is not expected to pay: the time for them, and how often they come."""
 
+from .plan import Plan
+
+TRIAL_SHARE = 0.01  # share of the time for what is not expected to pay
+_MOST_DEBT = 50  # steps without drafts: debt of trials, which may read whole prompts first, at most
 _GROWTH = 1.5  # factor by which a trial that has failed makes the next one rarer,
 _MOST = 2.0  # up to this one: of the time for trials, 1 % of all, it leaves half
 _CHEAPER = 0.8  # ratio of prices below which drafts may pay now
+
+
+class TrialTime:
+    """
+    Time for one kind of trial: a share of the time of all steps is saved for the next one.
+
+    Attributes:
+        seconds (`float`): Time saved; negative after a trial that took longer than expected.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def save(self, plan: Plan) -> None:
+        """Save a share of a step's time."""
+        self.seconds += TRIAL_SHARE * plan.plain_seconds
+
+    def spend(self, seconds: float) -> bool:
+        """Spend all saved time if it has reached so many seconds, and return whether it has."""
+        if self.seconds < seconds:
+            return False
+        self.seconds = 0.0
+        return True
+
+    def charge(self, plan: Plan, seconds: float) -> None:
+        """Count seconds that a trial took beyond those expected, bounded so that the next one need not wait long."""
+        self.seconds = max(self.seconds - seconds, -_MOST_DEBT * plan.plain_seconds)
 
 
 class Trials:

@@ -55,13 +55,13 @@ def test_the_auction_is_called_again_after_five_steps_and_for_other_rows():
     assert not policy.rests([0, 1, 2]), "a row has ended"
     assert not policy.rests([0, 1, 2, 4]), "another one has begun"
     probes = policy._probes
-    saved = probes.saved_seconds
+    saved = probes.time.seconds
     for _ in range(5):
         assert policy.rests(range(4)) and policy.rests(range(4)), "asking changes nothing"
         policy.rested(4, StepSeconds(0.0, 0.02, 0.0))
     assert not policy.rests(range(4))
     plain = policy._plan.plain_seconds
-    assert probes.saved_seconds == pytest.approx(saved + 5 * 0.01 * plain), "time for trials is saved meanwhile, too"
+    assert probes.time.seconds == pytest.approx(saved + 5 * 0.01 * plain), "time for trials is saved meanwhile, too"
 
 
 def test_no_step_rests_after_one_with_drafts_or_while_drafts_pay():
