@@ -127,40 +127,14 @@ class SimulatedEngine:
 
     def new_call(self, item: LoadRequest) -> DecodingCall:
         """Return the call that `prepare_call` and `decoding_call` make of a greedy request."""
-        request = _KnownRequest.of(item, self.forward.end_id)
+        prompt = torch.from_numpy(item.prompt)
+        request = Request(item, 0, prompt, torch.ones_like(prompt, dtype=torch.bool), item.max_new_tokens)
         batch = DecodingBatch([request], self._criteria, None)
         picker = TokenPicker(LogitsProcessorList(), 1, len(item.prompt))
         assignment = {"namespace": item.namespace} if item.namespace else {}
         return DecodingCall(
             self.forward, batch, picker, coupled_picks, self.source, self.max_nodes, assignment=assignment
         )
-
-
-class _KnownRequest(Request):
-    """A request whose full text is known, and need not be assembled while tokens are added."""
-
-    @classmethod
-    def of(cls, item: LoadRequest, end_id: int) -> "_KnownRequest":
-        prompt = torch.from_numpy(item.prompt)
-        request = cls(item, 0, prompt, torch.ones_like(prompt, dtype=torch.bool), item.max_new_tokens)
-        request._padded = np.concatenate([item.prompt, item.response, [end_id]])
-        return request
-
-    def __post_init__(self) -> None:
-        self.prompt = _item(self).prompt
-        self._start = len(self.prompt)
-
-    def append(self, token: int) -> None:
-        self.tokens.append(token)
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        self.tokens.extend(tokens)
-
-    def uncached(self) -> np.ndarray:
-        return self._padded[self.cache_row.length : self.length]
-
-    def text(self) -> np.ndarray:
-        return self._padded[: self.length]
 
 
 class Run:
