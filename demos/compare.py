@@ -1,6 +1,5 @@
 """Side-by-side measurement of ways to call `generate`: the same prompts, dtype, threads and number of tokens."""
 
-import copy
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -14,7 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_smartspec import enabled
 from hf_smartspec.commands.common.models import left_padded, name_of
-from hf_smartspec.commands.common.runs import eos_ids, synchronize, up_to_end
+from hf_smartspec.commands.common.runs import eos_ids, pad_id, synchronize, unchanged, up_to_end
 from hf_smartspec.prepare.presets import suffix_trees
 
 PLAIN, NO_DRAFTS = "plain generate", "ours, no drafts"
@@ -134,12 +133,12 @@ def compare(
     that warm up (what is compiled or measured on first use). Repetitions after the first begin only where they would
     end within `max_seconds`.
     """
-    pad_id = _pad_id(model)
+    padding = pad_id(model)
     batches = [
-        left_padded(prompts[start : start + batch_size], pad_id, model.device)
+        left_padded(prompts[start : start + batch_size], padding, model.device)
         for start in range(0, len(prompts), batch_size)
     ]
-    common = {"do_sample": False, "pad_token_id": pad_id, "max_new_tokens": max_new_tokens}
+    common = {"do_sample": False, "pad_token_id": padding, "max_new_tokens": max_new_tokens}
     pairs = [(method, Result(method.name, name_of(model.dtype), batch_size, method.is_ours)) for method in methods]
     for method, result in pairs:
         try:
@@ -191,24 +190,13 @@ def _decode(
     return seconds, rows, statistics
 
 
-def _pad_id(model: PreTrainedModel) -> int:
-    pad_id, ends = model.generation_config.pad_token_id, eos_ids(model)
-    return pad_id if pad_id is not None else ends[0] if ends else 0
-
-
 @contextmanager
 def ready_for(model: PreTrainedModel, method: Method) -> Iterator[None]:
     """
     `assistant=` is understood inside, no answer is remembered from the turn before, and the draft is as it was before
-    afterwards: transformers leaves the draft length that it has learnt, and more, on the draft's generation config.
+    afterwards.
     """
     if method.is_ours:
         suffix_trees(model).remove_namespace("")
-    draft = method.arguments.get("assistant_model")
-    before = None if draft is None else copy.deepcopy(draft.generation_config)
-    try:
-        with enabled(model):
-            yield
-    finally:
-        if draft is not None:
-            draft.generation_config = before
+    with unchanged(method.arguments.get("assistant_model")), enabled(model):
+        yield

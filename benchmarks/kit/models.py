@@ -14,7 +14,7 @@ from hf_smartspec.commands.common.arguments import UsageError
 from hf_smartspec.commands.common.models import demo_folder, load_tokenizer
 from hf_smartspec.commands.common.names import WITH_DRAFT_MODEL, is_model, parts_of
 from hf_smartspec.commands.common.real_model import NAME, real_model
-from hf_smartspec.commands.common.setup import Setup, load_setup, missing_arguments
+from hf_smartspec.commands.common.setup import Setup, check_sources, load_setup, missing_arguments
 
 
 def choose_model(args: argparse.Namespace, sources: Iterable[str] = ()) -> None:
@@ -58,9 +58,7 @@ def new_setup(args: argparse.Namespace, sources: Iterable[str], option: str) -> 
     names = list(sources)
     choose_model(args, names)
     setup = load_setup(args)
-    missing = [name for name in names if name in WITH_DRAFT_MODEL]
-    if missing and setup.draft is None:
-        raise UsageError(f"{option}: {missing[0]} needs --draft, a draft model")
+    check_sources(names, setup, option)
     return setup
 
 

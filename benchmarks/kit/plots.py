@@ -1,12 +1,11 @@
 """The two plots of benches: lines in panels, and bars; matplotlib is optional."""
 
-import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hf_smartspec.commands.common.arguments import UsageError
-from hf_smartspec.commands.common.outputs import draw, from_zero, saved_figure, shared_legend
+from hf_smartspec.commands.common.outputs import check_matplotlib, draw, from_zero, saved_figure, shared_legend
 
 Series = Mapping[str, Mapping[float, float]]  # by label: y by x
 
@@ -63,10 +62,8 @@ def plot_bars(path: Path, heights: Mapping[str, float], label: str) -> None:
 
 def check_folder(folder: Path) -> None:
     """Make the folder; raise `UsageError`, before any work, where matplotlib or the folder is missing."""
+    check_matplotlib(option="--plots")
     try:
-        importlib.import_module("matplotlib")
         folder.mkdir(parents=True, exist_ok=True)
-    except ImportError as error:
-        raise UsageError("--plots needs matplotlib: pip install matplotlib") from error
     except OSError as error:
         raise UsageError(f"--plots: cannot make the folder {str(folder)!r}: {error}") from error

@@ -1,19 +1,16 @@
 """The device's memory: its bandwidth, the bytes that a step must read at least, and the most that was in use."""
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
 
 import torch
 from transformers import PreTrainedModel
 
-from hf_smartspec.commands.common.runs import synchronize
-
 from ...kit.session import Case, Section
 from ...kit.tables import Column, Row
+from ...kit.timing import side_by_side
 from .arguments import BANDWIDTH
 from .shapes import World
 
@@ -35,7 +32,12 @@ def _measured(world: World, make: Callable[[torch.Tensor], tuple[Callable[[], ob
     data = torch.ones(world.plan.copied // dtype.itemsize, dtype=dtype, device=world.device)
     with torch.inference_mode():
         function, num_bytes = make(data)
-        seconds = seconds_of(function, world.device, world.plan.repeats, _IN_A_ROW)
+
+        def in_a_row() -> None:
+            for _ in range(_IN_A_ROW):
+                function()
+
+        seconds = side_by_side({"": in_a_row}, world.plan.repeats, world.device)[""] / _IN_A_ROW
     return {"gigabytes_per_second": num_bytes / seconds / 1e9, "bytes": num_bytes, "seconds": seconds}
 
 
@@ -55,24 +57,6 @@ def _product(data: torch.Tensor) -> tuple[Callable[[], object], int]:
     matrix = data[: data.numel() // width * width].view(-1, width)
     vector = data[:width][None]
     return lambda: torch.nn.functional.linear(vector, matrix), matrix.nbytes
-
-
-def seconds_of(function: Callable[[], object], device: torch.device, repeats: int, in_a_row: int = 1) -> float:
-    """
-    Return the median seconds of a call, after two calls that warm up; wait for the device after each `in_a_row` of
-    them.
-    """
-    for _ in range(2):
-        function()
-    times = []
-    for _ in range(repeats):
-        synchronize(device)
-        start = time.perf_counter()
-        for _ in range(in_a_row):
-            function()
-        synchronize(device)
-        times.append((time.perf_counter() - start) / in_a_row)
-    return median(times)
 
 
 def best_rate(rows: dict[str, Row]) -> float:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from hf_smartspec.commands.common.models import left_padded
 from hf_smartspec.commands.common.replaying import RecordedText, ReplayEngine
-from hf_smartspec.commands.common.runs import synchronize
+from hf_smartspec.commands.common.runs import synchronize, unchanged
 from hf_smartspec.prepare.config import SmartSpecConfig
 
 from ...kit.tables import Row
@@ -163,25 +163,12 @@ def assisted(make_arguments: Callable[[], dict[str, Any]]) -> Way:
 def _assist(model: PreTrainedModel, prompt: np.ndarray, response: np.ndarray, arguments: dict[str, Any]) -> None:
     inputs = left_padded([prompt], 0, model.device)
     text, draft = RecordedText(inputs["input_ids"], [response], 0), arguments.get("assistant_model")
-    with text.replaying(model, draft), _unchanged(draft):
+    with text.replaying(model, draft), unchanged(draft):
         found = model.generate(
             **inputs, do_sample=False, max_new_tokens=len(response), logits_processor=[text], **arguments
         )
     answered = found[0, len(prompt) :].tolist()
     assert answered == response.tolist(), f"answered otherwise: {answered}"
-
-
-@contextmanager
-def _unchanged(draft: PreTrainedModel | None) -> Iterator[None]:
-    """
-    Restore the draft's generation config, on which transformers leaves the draft length that it has learnt, and more.
-    """
-    before: Any = None if draft is None else copy.deepcopy(draft.generation_config)
-    try:
-        yield
-    finally:
-        if draft is not None:
-            draft.generation_config = before
 
 
 def continuous(**options: Any) -> Way:

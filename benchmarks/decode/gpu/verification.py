@@ -13,8 +13,9 @@ from hf_smartspec.target_model.written import written_decoder
 from ...kit.forwards import Forward, packed, plain_forward
 from ...kit.session import Case, Section
 from ...kit.tables import Column, Row
+from ...kit.timing import side_by_side
 from .arguments import VERIFICATION
-from .bandwidth import PEAK, best_rate, cache_bytes, peak_bytes, seconds_of, weight_bytes
+from .bandwidth import PEAK, best_rate, cache_bytes, peak_bytes, weight_bytes
 from .shapes import World
 
 _PLAIN, _CALL_BY_CALL = "plain forward", "launched call by call"
@@ -55,7 +56,7 @@ def _measured(world: World, shape: str, batch_size: int, width: int, way: str, b
             forward = plain_forward(model, tokens, tokens.shape[1] - 1, picks=True)
         else:
             forward = _own_forward(model, tokens, context, is_recorded=way != _CALL_BY_CALL)
-        seconds = seconds_of(forward, world.device, world.plan.repeats)
+        seconds = side_by_side({way: forward}, world.plan.repeats, world.device)[way]
     num_bytes = weight_bytes(model) + batch_size * (context + width) * cache_bytes(model)
     limit = num_bytes / best_rate(bandwidth)
     return {

@@ -15,6 +15,7 @@ from hf_smartspec.candidates import DraftModelCandidates, StagedCandidates, Suff
 from hf_smartspec.commands.common.arguments import UsageError
 from hf_smartspec.commands.common.models import encode, left_padded, load_draft, load_model, load_tokenizer
 from hf_smartspec.commands.common.recordings import Recording
+from hf_smartspec.commands.common.runs import eos_ids, pad_id, up_to_end
 from hf_smartspec.commands.replay.curves import moving_average
 from hf_smartspec.commands.replay.loop import Replayer, Results, Tally, replay
 from hf_smartspec.commands.replay.sources import SourceSpec
@@ -159,28 +160,17 @@ def _answers(
     """Return the target's own answers, greedy at temperature 0, as recordings."""
     texts = ["\n".join(request.context)[-_HYBRID_LETTERS:] for request in split.texts[:_HYBRID_PROMPTS]]
     prompts = encode(texts, tokenizer, _HYBRID_PROMPT_LEN)
-    pad_id, end_ids = _special_ids(target)
-    inputs = left_padded(prompts, pad_id, target.device)
+    padding, ends = pad_id(target), eos_ids(target)
+    inputs = left_padded(prompts, padding, target.device)
     sampling = {"do_sample": True, "temperature": temperature, **_NUCLEUS} if temperature else {"do_sample": False}
     torch.manual_seed(0)
     outputs: Any = target.generate(
-        **inputs, **sampling, max_new_tokens=_HYBRID_NEW_TOKENS, pad_token_id=pad_id, eos_token_id=end_ids
+        **inputs, **sampling, max_new_tokens=_HYBRID_NEW_TOKENS, pad_token_id=padding, eos_token_id=ends
     )
-    answers = [_until_end(row, end_ids) for row in outputs[:, inputs["input_ids"].shape[1] :].cpu().numpy()]
-    return [Recording(np.array(prompt, np.int64), answer) for prompt, answer in zip(prompts, answers)]
-
-
-def _special_ids(target: PreTrainedModel) -> tuple[int, list[int]]:
-    config: Any = target.generation_config
-    ends = config.eos_token_id
-    end_ids = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-    return config.pad_token_id if config.pad_token_id is not None else (end_ids or [0])[0], end_ids
-
-
-def _until_end(tokens: np.ndarray, end_ids: list[int]) -> np.ndarray:
-    """Return the answer up to and with its first end of sequence."""
-    ends = np.flatnonzero(np.isin(tokens, end_ids))
-    return tokens[: ends[0] + 1].copy() if len(ends) else tokens.copy()
+    answers = [up_to_end(row, set(ends)) for row in outputs[:, inputs["input_ids"].shape[1] :].tolist()]
+    return [
+        Recording(np.array(prompt, np.int64), np.array(answer, np.int64)) for prompt, answer in zip(prompts, answers)
+    ]
 
 
 @torch.no_grad()

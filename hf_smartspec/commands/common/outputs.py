@@ -87,13 +87,13 @@ def replace_json(path: Path, report: Any) -> None:
 _SIZE = (5.0, 3.4)  # inches of one panel
 
 
-def check_matplotlib(path: Path | None = None) -> None:
+def check_matplotlib(path: Path | None = None, option: str = "--plot") -> None:
     """Raise `UsageError`, before any work, where matplotlib is missing or cannot write files of this kind."""
     try:
         importlib.import_module("matplotlib")
         backends = importlib.import_module("matplotlib.backend_bases")
     except ImportError as error:
-        raise UsageError("--plot needs matplotlib: pip install matplotlib") from error
+        raise UsageError(f"{option} needs matplotlib: pip install matplotlib") from error
     kinds = backends.FigureCanvasBase.get_supported_filetypes()
     if path is not None and path.suffix and path.suffix[1:].lower() not in kinds:
         raise UsageError(f"cannot draw into {str(path)!r}: its suffix must be one of {', '.join(sorted(kinds))}")

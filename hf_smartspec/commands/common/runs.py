@@ -1,6 +1,8 @@
 """`generate` calls to compare: plain ones and those with an assistant."""
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -143,6 +145,12 @@ def eos_ids(model: PreTrainedModel) -> list[int]:
     return [] if ids is None else ids if isinstance(ids, list) else [ids]
 
 
+def pad_id(model: PreTrainedModel) -> int:
+    """Return the token that rows are padded with: the model's, else its first end of sequence, else 0."""
+    own = model.generation_config.pad_token_id
+    return own if own is not None else next(iter(eos_ids(model)), 0)
+
+
 def up_to_end(tokens: list[int], ends: set[int]) -> list[int]:
     """Return the tokens up to and with the first that ends a sequence."""
     last = next((index for index, token in enumerate(tokens) if token in ends), len(tokens))
@@ -152,3 +160,14 @@ def up_to_end(tokens: list[int], ends: set[int]) -> list[int]:
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+@contextmanager
+def unchanged(draft: PreTrainedModel | None) -> Iterator[None]:
+    """Restore the draft's generation config, in which transformers leaves its learnt draft length and more."""
+    before: Any = None if draft is None else copy.deepcopy(draft.generation_config)
+    try:
+        yield
+    finally:
+        if draft is not None:
+            draft.generation_config = before

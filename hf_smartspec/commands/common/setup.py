@@ -1,7 +1,7 @@
 """Setup of benches: the target, its prompts and its draft sources."""
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -19,7 +19,7 @@ from .models import demo_folder, load_draft, load_model, load_tokenizer, name_of
 from .names import SOURCES, WITH_DRAFT_MODEL, check_distinct, shown
 from .recordings import DataSet, Fields, Recording, answered, read_requests, remember
 from .replaying import ReplayEngine
-from .runs import eos_ids
+from .runs import eos_ids, pad_id
 
 Drafts = dict[bytes, tuple[np.ndarray, np.ndarray]]  # by text: `ranks` and `probs` of a `LoadRequest`
 NewSources = dict[str, Callable[[], TreeCandidateGenerator]]  # by the names that are shown
@@ -182,11 +182,10 @@ def load_target(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTo
         with usage_errors("--parameters"):
             model = enlarge(model, num)
     use_quantized(model, args.quantize)
-    ids, pad_id = eos_ids(model), model.generation_config.pad_token_id
     # Greedy and nothing else, whatever the model samples or penalises by default.
     model.generation_config = GenerationConfig(
-        eos_token_id=ids or None,
-        pad_token_id=pad_id if pad_id is not None else ids[0] if ids else 0,
+        eos_token_id=eos_ids(model) or None,
+        pad_token_id=pad_id(model),
         decoder_start_token_id=model.generation_config.decoder_start_token_id,
     )
     return model, tokenizer
@@ -206,8 +205,8 @@ def max_prompt_len(args: argparse.Namespace, model: PreTrainedModel) -> int:
     return max_len
 
 
-def check_sources(args: argparse.Namespace, setup: Setup) -> None:
-    """Raise `UsageError` for sources that need a draft model where there is none."""
-    missing = [name for name in args.sources if name in WITH_DRAFT_MODEL]
+def check_sources(names: Iterable[str], setup: Setup, option: str) -> None:
+    """Raise `UsageError`, naming the option, for sources that need a draft model where there is none."""
+    missing = [name for name in names if name in WITH_DRAFT_MODEL]
     if missing and setup.draft is None:
-        raise UsageError(f"--sources: {missing[0]} needs --draft, a draft model")
+        raise UsageError(f"{option}: {missing[0]} needs --draft, a draft model")

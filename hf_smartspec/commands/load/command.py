@@ -29,7 +29,7 @@ _NUM_CALIBRATED = 32  # prompts by which costs for virtual time are measured
 def run(args: argparse.Namespace) -> int:
     _check(args)
     setups = load_setups(args)
-    check_sources(args, setups[0])
+    check_sources(args.sources, setups[0], "--sources")
     console, system = make_console(), environment(setups[0].model.device, setups[0].model.dtype)
     report: dict[str, Any] = {"command": command_of(args), "environment": system}
     cells: Cells = {}

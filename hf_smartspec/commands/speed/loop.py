@@ -1,8 +1,7 @@
 """Measurement of ways to call `generate` side by side: the same prompts, in turns, call by call."""
 
-import copy
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from ..common.exactness import Difference, Rounding, find_differences, measure_r
 from ..common.models import left_padded
 from ..common.recordings import DataSet, remember
 from ..common.replaying import RecordedText
-from ..common.runs import Decoding, decode_plainly, eos_ids, up_to_end
+from ..common.runs import Decoding, decode_plainly, eos_ids, unchanged, up_to_end
 from .monitors import HookMonitor, Monitor
 
 PLAIN = "plain generate"
@@ -196,7 +195,7 @@ class _Group:
                 recorded = RecordedText(inputs["input_ids"], responses, eos_ids(self.model)[0])
                 arguments["logits_processor"] = [recorded]
                 stack.enter_context(recorded.replaying(self.model, arguments.get("assistant_model")))
-            stack.enter_context(_unchanged(method.draft))
+            stack.enter_context(unchanged(method.draft))
             stack.enter_context(enabled(self.model))
             stack.enter_context(monitor.watching())
             output = self.model.generate(
@@ -226,16 +225,3 @@ class _Group:
         gap = float(logits[item.plain_token] - logits[item.own_token])
         tolerance = self.rounding.tolerance(float(logits.abs().max()))
         return replace(item, plain_gap=gap, own_gap=-gap, tolerance=tolerance)
-
-
-@contextmanager
-def _unchanged(draft: PreTrainedModel | None) -> Iterator[None]:
-    """Restore the draft's generation config, in which transformers leaves its learnt draft length and more."""
-    if draft is None:
-        yield
-        return
-    before = copy.deepcopy(draft.generation_config)
-    try:
-        yield
-    finally:
-        draft.generation_config = before

@@ -31,7 +31,7 @@ from ..common.models import (
 )
 from ..common.names import is_model, parts_of
 from ..common.outputs import check_output, write_json
-from ..common.runs import Decoding, decode_plainly
+from ..common.runs import Decoding, decode_plainly, pad_id
 from .comparison import Comparison, TokenCheck
 from .drafts import ways_of_drafting
 from .frequencies import check_frequencies, exact_table, ways_of_sampling
@@ -84,9 +84,7 @@ def _without_sampling(model: PreTrainedModel) -> GenerationConfig:
     for name in "temperature top_k top_p top_h min_p typical_p epsilon_cutoff eta_cutoff num_beams max_length".split():
         setattr(config, name, None)
     config.do_sample = False
-    if config.pad_token_id is None:
-        ids = config.eos_token_id
-        config.pad_token_id = 0 if ids is None else ids[0] if isinstance(ids, list) else ids
+    config.pad_token_id = pad_id(model)
     return config
 
 
