@@ -25,7 +25,7 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 import hf_smartspec
 from compare import NO_DRAFTS, PLAIN, Result, all_methods, compare
-from hf_smartspec.commands.common.arguments import DTYPES, PARAMETERS, UsageError
+from hf_smartspec.commands.common.arguments import DTYPES, PARAMETERS, UsageError, usage_errors
 from hf_smartspec.commands.common.console import environment, make_console, table
 from hf_smartspec.commands.common.cost_matched import enlarge
 from hf_smartspec.commands.common.exactness import find_differences
@@ -113,10 +113,8 @@ def pick_rows(rows: list[dict[str, Any]], num_rows: int) -> list[dict[str, Any]]
 def load(args: argparse.Namespace, dtype: str) -> tuple[PreTrainedModel, PreTrainedModel | None]:
     model = load_model(args.target, dtype, args.device)
     if args.parameters:
-        try:
+        with usage_errors("", ValueError):
             model = enlarge(model, args.parameters)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
     return model, load_draft(args.draft, model, dtype) if args.draft else None
 
 

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from hf_smartspec.commands.common.arguments import UsageError, command_of
+from hf_smartspec.commands.common.arguments import UsageError, command_of, usage_errors
 from hf_smartspec.commands.common.console import environment, make_console, track
 from hf_smartspec.commands.common.outputs import check_output, replace_json
 
@@ -245,11 +245,10 @@ def resumed(path: Path, report: dict[str, Any]) -> dict[str, Any]:
     Raises:
         UsageError: if the file cannot be read, or was measured under other conditions.
     """
-    try:
+    kinds = (OSError, ValueError, KeyError, TypeError)
+    with usage_errors(f"--resume: {str(path)!r} is no result of this command", *kinds, reason=repr):
         found: dict[str, Any] = json.loads(path.read_text())
         known = (found["environment"], found["is_smoke"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"--resume: {str(path)!r} is no result of this command: {error!r}") from error
     if known != (report["environment"], report["is_smoke"]):
         raise UsageError(f"--resume: {str(path)!r} was measured on another machine, or with other versions or options")
     return found | {"command": report["command"]}

@@ -99,7 +99,5 @@ def _models(args: argparse.Namespace, dtype: str) -> tuple[PreTrainedModel, PreT
     target = load_model(args.model or _embedded("target"), dtype)
     name = args.draft or (None if args.model else _embedded("draft"))
     draft = load_draft(name, target, dtype) if name else None
-    try:
+    with usage_errors("--parameters", ValueError):
         return (enlarge(target, args.parameters) if args.parameters else target), draft
-    except ValueError as error:
-        raise UsageError(f"--parameters: {error}") from error

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_smartspec.commands.common.arguments import UsageError
+from hf_smartspec.commands.common.arguments import UsageError, usage_errors
 from hf_smartspec.commands.common.console import track
 from hf_smartspec.commands.common.cost_matched import enlarge
 from hf_smartspec.commands.common.drafters import DrafterFiles
@@ -103,10 +103,8 @@ class RolloutBench:
         policy = load_model(self.name, args.dtype, args.device)
         if not (num := num_parameters(args)):
             return policy, None
-        try:
+        with usage_errors("--parameters", ValueError):
             return policy, enlarge(policy, num)
-        except ValueError as error:
-            raise UsageError(f"--parameters: {error}") from error
 
     def _assistant(
         self, name: str, policy: PreTrainedModel, larger: PreTrainedModel | None
@@ -122,10 +120,8 @@ class RolloutBench:
         every = self.args.generations * self.args.prompts_per_step
         online = OnlineDistillation(background=False, every_requests=every, seed=self.args.seed)
         config = SmartSpecConfig(found, online=online)
-        try:
+        with usage_errors(f"--assistants: {name!r}", ValueError):
             resolve(config, policy if larger is None else larger)
-        except ValueError as error:
-            raise UsageError(f"--assistants: {name!r}: {error}") from error
         return config, online
 
     def _as_chat(self, prompt: str) -> Any:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_smartspec.candidates import MedusaHeads
 from hf_smartspec.candidates.heads.eagle.heads import EagleHeads
-from hf_smartspec.commands.common.arguments import UsageError
+from hf_smartspec.commands.common.arguments import UsageError, usage_errors
 from hf_smartspec.commands.common.console import track
 from hf_smartspec.generate import enabled
 from hf_smartspec.online.distillation import OnlineDistillation
@@ -108,10 +108,9 @@ def random_drafter(kind: str, target: PreTrainedModel, draft: PreTrainedModel, s
         model: Any = type(draft)(copy.deepcopy(draft.config))
         return model.to(device=device, dtype=dtype).eval()
     if kind == "eagle3":
-        try:
+        # Of sizes that no config has, as enlarged models may have.
+        with usage_errors("--random eagle3: heads of this target cannot be made", StrictDataclassError, ValueError):
             heads: EagleHeads = new_heads(target, neurons=640, seed=seed).to(dtype)
-        except (StrictDataclassError, ValueError) as error:  # sizes that no config has, as enlarged models may have
-            raise UsageError(f"--random eagle3: heads of this target cannot be made: {error}") from error
         return heads.requires_grad_(False)
     output: Any = target.get_output_embeddings()
     size = output.weight.shape[1]

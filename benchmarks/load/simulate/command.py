@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.kit.plots import check_folder
-from hf_smartspec.commands.common.arguments import UsageError
+from hf_smartspec.commands.common.arguments import usage_errors
 from hf_smartspec.commands.common.recordings import Fields, Recording, read_requests, tokenize
 from hf_smartspec.simulator import LoadRequest
 
@@ -72,10 +72,8 @@ def _recordings(args: argparse.Namespace) -> dict[str, list[Recording]]:
 
 
 def _trace_requests(path: Path, args: argparse.Namespace, world: World) -> list[LoadRequest]:
-    try:
+    with usage_errors("--traces", OSError, ValueError):
         trace = read_trace(path)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--traces: {error}") from error
     if args.trace_rate:
         trace = trace.at_rate(args.trace_rate)
     requests = of_trace(trace.shortened(_MAX_TRACE_PROMPT, _MAX_TRACE_OUTPUT), world.rng(16))

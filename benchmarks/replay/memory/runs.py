@@ -10,7 +10,7 @@ import numpy as np
 from hf_smartspec.candidates import DatastoreCandidates, SuffixTreeCandidates, TreeCandidateGenerator
 from hf_smartspec.candidates.text.datastore.file import Datastore, build_datastore
 from hf_smartspec.candidates.text.suffix.source import MOST_BYTES
-from hf_smartspec.commands.common.arguments import UsageError
+from hf_smartspec.commands.common.arguments import UsageError, usage_errors
 from hf_smartspec.commands.common.console import track
 from hf_smartspec.commands.common.recordings import Recording
 
@@ -78,10 +78,8 @@ class TreeProbe:
 
     def __init__(self, stream: TextStream, most_tokens: int = 0):
         num_bytes = min(max(_TREE_BYTES, _BYTES_PER_TOKEN * most_tokens), MOST_BYTES)
-        try:
+        with usage_errors("--tokens", MemoryError):
             self._source = SuffixTreeCandidates(num_bytes, num_nodes=NUM_NODES, min_probability=0.0, keep_outputs=False)
-        except MemoryError as error:
-            raise UsageError(f"--tokens: {error}") from None
         self._source.warm_up()
         self._held_out, self._outputs = stream.held_out, iter(stream)
         self._numbers: list[tuple[int | None, int]] = []  # of the kept outputs, the oldest first, and their tokens

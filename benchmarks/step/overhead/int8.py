@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from benchmarks.kit.timing import side_by_side
-from hf_smartspec.commands.common.arguments import UsageError
+from hf_smartspec.commands.common.arguments import UsageError, usage_errors
 from hf_smartspec.commands.common.cost_matched import enlarge
 from hf_smartspec.commands.common.models import demo_folder, load_model, load_tokenizer
 from hf_smartspec.commands.common.recordings import DataSet, Fields, read_requests
@@ -85,11 +85,9 @@ def _pair(small: PreTrainedModel, size: float) -> dict[str, PreTrainedModel]:
     Raises:
         UsageError: for sizes that cannot be had, and CPUs that have no int8 products.
     """
-    try:
+    with usage_errors(f"--parameters {size:.0f}", ValueError):
         model = small if size == small.num_parameters() else enlarge(small, size)
         models = {"full": model, "int8": quantize(copy.deepcopy(model))}
-    except ValueError as error:
-        raise UsageError(f"--parameters {size:.0f}: {error}") from error
     for item in models.values():
         item.generation_config = GenerationConfig(pad_token_id=0)
     return models

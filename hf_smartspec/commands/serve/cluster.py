@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..common.arguments import UsageError
+from ..common.arguments import UsageError, usage_errors
 from ..common.ray_cluster import keep_private, last_line, ray_cluster
 from .arguments import add_arguments
 from .checks import api_keys, check_arguments, name_models
@@ -70,22 +70,21 @@ def serve_replicas(
 
     logging.getLogger("ray.serve").setLevel(args.log_level.upper())
     num_cpus = (args.max_replicas or args.replicas) * (args.threads or 1)
-    with ray_cluster(args.ray_address, num_cpus) as is_own:
-        try:
-            hosts = hosts_of(args.host, keys)
-            load = partial(_server, args, dict(names), keys, hosts)
-            serve.start(proxy_location="Disabled")  # clients connect to this process
-            options = _options(args)
-            replicas = serve.run(make_replicas(load, options), name=_NAME, route_prefix=None)
-            front = guarded(replicas, keys, args.max_body_mib * _MIB, hosts, turns_of(options, keys))
-            DrainingServer(front, args.drain_seconds, on_start, args.log_level).serve_until_signal(listener)
-            if is_own:  # Ray ends with this process: it is enough to close the replicas
-                with suppress(RayError, TimeoutError):  # of replicas that have died
-                    replicas.broadcast("close").results(timeout_s=_CLOSE_SECONDS, return_exceptions=True)
-            else:
-                serve.delete(_NAME)
-        except (RuntimeError, RayError) as error:  # the replicas' own are in the text
-            raise UsageError(f"the replicas could not be started: {last_line(error)}") from error
+    # What fails in a replica is in the text.
+    failed = usage_errors("the replicas could not be started", RuntimeError, RayError, reason=last_line)
+    with ray_cluster(args.ray_address, num_cpus) as is_own, failed:
+        hosts = hosts_of(args.host, keys)
+        load = partial(_server, args, dict(names), keys, hosts)
+        serve.start(proxy_location="Disabled")  # clients connect to this process
+        options = _options(args)
+        replicas = serve.run(make_replicas(load, options), name=_NAME, route_prefix=None)
+        front = guarded(replicas, keys, args.max_body_mib * _MIB, hosts, turns_of(options, keys))
+        DrainingServer(front, args.drain_seconds, on_start, args.log_level).serve_until_signal(listener)
+        if is_own:  # Ray ends with this process: it is enough to close the replicas
+            with suppress(RayError, TimeoutError):  # of replicas that have died
+                replicas.broadcast("close").results(timeout_s=_CLOSE_SECONDS, return_exceptions=True)
+        else:
+            serve.delete(_NAME)
 
 
 def application(options: Mapping[str, Any]) -> "Application":
