@@ -19,6 +19,7 @@ from hf_smartspec.commands.common.names import shown
 from hf_smartspec.commands.common.outputs import check_outputs
 from hf_smartspec.commands.common.recordings import remember
 from hf_smartspec.commands.common.setup import Setup, drafter_files
+from hf_smartspec.commands.profile.lookup import seconds_per_token
 from hf_smartspec.goodput import BatchLookupTable, NoSpeculation
 from hf_smartspec.prepare.config import SmartSpecConfig
 from hf_smartspec.prepare.sources import resolve
@@ -112,7 +113,7 @@ class PublishedBench:
         return {
             "way": title(way),
             "batch_size": size,
-            "per_token": mean(_per_token(output) for output in outputs),
+            "per_token": mean(seconds_per_token(output) for output in outputs),
             "tokens_per_second": sum(map(len, tokens)) / counts.seconds_total,
             "per_step": counts.mean_accepted_length,
             "checksums": [crc32(np.array(row, np.int64).tobytes()) for row in tokens],
@@ -138,12 +139,6 @@ class PublishedBench:
 
 def _listed(assistant: Any) -> list[Any]:
     return assistant if isinstance(assistant, list) else [assistant]
-
-
-def _per_token(output: EngineOutput) -> float:
-    """Return the seconds from a request's first token to its last, per token."""
-    first = output.first_token_time or output.lifespan[0]
-    return (output.lifespan[1] - first) / max(len(output.generated_tokens) - 1, 1)
 
 
 def _median(runs: list[Row]) -> Row:

@@ -17,7 +17,7 @@ from transformers.trainer_callback import PrinterCallback, TrainerCallback
 
 from hf_smartspec.commands.common.arguments import UsageError
 from hf_smartspec.commands.common.cost_matched import copy_weights
-from hf_smartspec.commands.common.runs import eos_ids, synchronize
+from hf_smartspec.commands.common.runs import eos_ids, synchronize, up_to_end
 from hf_smartspec.decoding.statistics import GenerationStatistics
 from hf_smartspec.generate import disable, enable
 
@@ -147,9 +147,8 @@ class PairedRollouts:
         return texts, time.perf_counter() - start, known.last
 
     def _lengths(self, completions: torch.Tensor) -> list[int]:
-        is_end = torch.isin(completions, torch.tensor(eos_ids(self.policy), device=completions.device))
-        found = torch.where(is_end.any(1), is_end.int().argmax(1) + 1, completions.shape[1])
-        return [int(item) for item in found]
+        ends = set(eos_ids(self.policy))
+        return [len(up_to_end(row, ends)) for row in completions.tolist()]
 
 
 def train(

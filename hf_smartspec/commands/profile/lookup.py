@@ -12,6 +12,7 @@ from ...goodput import BatchLookupTable, PowerLaw, StepOutcome, StepRows, correc
 from ...goodput.papers.policies import ShapedDrafts
 from ...prepare.config import SmartSpecConfig
 from ...serving.engine import Engine
+from ...serving.outputs import EngineOutput
 from ..common.console import table, track
 
 Prompts = Sequence[Sequence[int] | np.ndarray]
@@ -141,14 +142,15 @@ def decode_batch(
     config = replace(config, policy=BatchLookupTable({1: length}))
     with Engine(model, config, max_batch_size=batch_size, max_prefill_tokens=sum(map(len, chosen))) as engine:
         outputs = engine.generate(chosen, max_new_tokens=max_new_tokens, eos_token_id=None)
-    seconds = [
-        (output.lifespan[1] - (output.first_token_time or output.lifespan[0]))
-        / max(len(output.generated_tokens) - 1, 1)
-        for output in outputs
-    ]
     counts = engine.statistics
     per_step = (counts.seconds_total - counts.seconds_prefill) / max(counts.forwards - 1, 1)
-    return Times(float(np.mean(seconds)), per_step)
+    return Times(float(np.mean([seconds_per_token(output) for output in outputs])), per_step)
+
+
+def seconds_per_token(output: EngineOutput) -> float:
+    """Return the seconds from a request's first token to its last, per token."""
+    first = output.first_token_time or output.lifespan[0]
+    return (output.lifespan[1] - first) / max(len(output.generated_tokens) - 1, 1)
 
 
 def print_table(profile: Profile, console: Console) -> None:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from ...decoding.statistics import GenerationStatistics
 from ...sampling.noise import SeededGumbelLogitsProcessor, add_gumbel_noise
 from ..common.exactness import Difference, Rounding, find_differences, without_padding
-from ..common.runs import Decoding, Run, decode_plainly, decode_speculatively, eos_ids, tokens_by_default
+from ..common.runs import Decoding, Run, decode_plainly, decode_speculatively, eos_ids, tokens_by_default, up_to_end
 from .drafts import Drafting
 
 
@@ -79,8 +79,9 @@ class Comparison:
             found = self._differences(plain, tokens_by_default(*call, self.drafting.assistant(continuations)))
         if found:
             found = self._with_gaps(found, inputs, continuations)
-        ended_at = {item.row: item.position for item in found}
-        check.num_tokens += sum(ended_at.get(row, length) for row, length in enumerate(self._lengths(plain)))
+        ended_at, ends = {item.row: item.position for item in found}, set(eos_ids(self.model))
+        lengths = [len(up_to_end(row, ends)) for row in continuations]
+        check.num_tokens += sum(ended_at.get(row, length) for row, length in enumerate(lengths))
         check.differences += [replace(item, row=item.row + check.num_rows) for item in found]
         check.num_rows += len(plain)
         check.statistics += run.statistics
@@ -88,11 +89,6 @@ class Comparison:
     def _differences(self, plain: torch.Tensor, own: torch.Tensor) -> list[Difference]:
         ends = eos_ids(self.model)
         return find_differences(without_padding(plain, ends), without_padding(own, ends))
-
-    def _lengths(self, tokens: torch.Tensor) -> list[int]:
-        """Return the number of tokens of every row, up to and with its end-of-sequence token."""
-        ends = torch.isin(tokens, torch.tensor(eos_ids(self.model), dtype=tokens.dtype))
-        return [int(row.int().argmax()) + 1 if row.any() else len(row) for row in ends]
 
     def _with_gaps(
         self, differences: Sequence[Difference], inputs: dict[str, torch.Tensor], continuations: list[list[int]]
