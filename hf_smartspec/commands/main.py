@@ -87,6 +87,9 @@ def guarded(program: str, dispatch: Callable[[list[str]], int], arguments: list[
     Return the exit status of `dispatch(arguments)`; after Ctrl-C or on a full disk, print one line in the name of
     `program`.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed, as by `>&-`, where nobody reads it
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (until the end)
     try:
         try:
             return dispatch(arguments)

@@ -218,6 +218,18 @@ def test_output_that_nobody_reads_ends_silently_with_status_1():
     assert (done.returncode, done.stderr) == (1, "")
 
 
+def test_commands_run_where_standard_output_is_closed():
+    code = """
+from hf_smartspec.commands.common.console import make_console
+from hf_smartspec.commands.main import guarded
+raise SystemExit(guarded("x", lambda _: make_console().print("a line") or 3, []))
+"""
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$0" -c "$1" >&-', sys.executable, code], stderr=subprocess.PIPE, text=True
+    )
+    assert (done.returncode, done.stderr) == (3, "")
+
+
 # --- verify
 
 

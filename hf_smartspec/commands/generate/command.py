@@ -75,6 +75,8 @@ def read_prompts(texts: Sequence[str], files: Sequence[Path], stdin: TextIO) -> 
         else:
             with opened(path) as file:
                 prompts.append(file.read().removesuffix("\n"))
+            if not prompts[-1].strip():
+                raise UsageError(f"the prompt in {str(path)!r} is empty")
     for number, prompt in enumerate(prompts, start=1):
         if not prompt.strip():
             raise UsageError("the prompt is empty" if len(prompts) == 1 else f"prompt {number} is empty")

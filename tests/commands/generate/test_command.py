@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import sys
 
 import pytest
@@ -112,6 +113,7 @@ def test_a_stop_string_ends_the_text(embedded, capsys):
         (["x", "--file", "/no/file.txt"], "cannot read '/no/file.txt': No such file or directory (see"),
         (["x", "--file", "/no/file.jsonl"], "cannot read '/no/file.jsonl': No such file or directory (see"),
         (["x", " \n"], "prompt 2 is empty"),
+        (["x", "--file", os.devnull], f"the prompt in '{os.devnull}' is empty"),
         (["\udcff\udcfe"], "the prompt is no UTF-8 text"),
         (["x", "--system", "a \udcff"], "the prompt is no UTF-8 text"),
         (["x", "--temperature", "0", "--top-p", "0.5"], "--temperature 0 always takes the most probable token"),
