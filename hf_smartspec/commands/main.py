@@ -82,6 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return guarded("smartspec", _dispatch, list(sys.argv[1:] if argv is None else argv))
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
 def guarded(program: str, dispatch: Callable[[list[str]], int], arguments: list[str]) -> int:
     """
     Return the exit status of `dispatch(arguments)`; after Ctrl-C or on a full disk, print one line in the name of
@@ -102,10 +105,11 @@ def guarded(program: str, dispatch: Callable[[list[str]], int], arguments: list[
         _discard_output()
         return 1
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno not in _FULL:
             raise
         _discard_output()
-        print(f"{program}: error: cannot write: {error.strerror}", file=sys.stderr)
+        place = "" if error.filename is None else f" {error.filename!r}"
+        print(f"{program}: error: cannot write{place}: {error.strerror}", file=sys.stderr)
         return 1
 
 

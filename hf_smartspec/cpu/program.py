@@ -72,7 +72,7 @@ def column(code: int, name: str) -> int:
 
 class Program:
     """
-    Operators that are run one after the other, each by all threads.
+    Operators that are run one after the other, each by the threads that are there in time.
 
     Args:
         dtype (`torch.dtype`): Dtype of all numbers, float32 or bfloat16.

@@ -272,7 +272,7 @@ class GoodputAuction(LengthPolicy):
         may_try = self._size_trials.seconds > 0
         best, won = mark_winners(self.cost, plan, forest, gains, least, may_try, mask)
         if won is not best:
-            self._size_trials.spend(0.0)
+            self._size_trials.seconds = 0.0
         return best, won
 
     def _shares(self, rows: StepRows, trees: Sequence[DraftTree], asked: Sequence[Stage]) -> dict[Stage, float]:

@@ -117,7 +117,7 @@ def take(typing_context, pointer):
     """Return the integer at `pointer` and increment it atomically, so that every caller gets a different one."""
 
     def generate(context, builder, signature, args):
-        return builder.atomic_rmw("add", args[0], ir.IntType(64)(1), "monotonic")
+        return builder.atomic_rmw("add", args[0], ir.IntType(64)(1), "acq_rel")
 
     return types.int64(pointer), generate
 

@@ -2,27 +2,47 @@
 
 import ctypes
 
+import pytest
 import torch
 
+from hf_smartspec.cpu.few_tokens import has_kernels
 from hf_smartspec.cpu.kernels import program as codes
-from hf_smartspec.cpu.program import Program, address_of
+from hf_smartspec.cpu.program import DTYPES, Program, address_of, column
+
+pytestmark = pytest.mark.skipif(not all(map(has_kernels, DTYPES)), reason="no compiled code for this CPU")
 
 
-def adding(x: torch.Tensor, added: torch.Tensor, times: int) -> Program:
-    """A program that adds to `x` in place, once in each operator, so that every sum depends on the one before."""
-    own = {"num_tokens": len(x), "size": x.shape[1], "factor": 1.0}
-    fields = {"x": x.data_ptr(), "added": added.data_ptr()}
-    return Program(x.dtype, [(codes.ADD, own | fields) for _ in range(times)])
+def run_alone(program: Program) -> None:
+    """Run a program as one of several threads, which has not met any other one yet."""
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address_of(program.dtype))(program._address)
 
 
 def test_a_thread_that_is_late_is_not_waited_for_and_does_nothing():
     x, added = torch.zeros(5, 32), torch.arange(160.0).view(5, 32)
-    program = adding(x, added, 3)
-    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address_of(x.dtype))
-    function(program._address)
+    own = {"num_tokens": 5, "size": 32, "factor": 1.0, "x": x.data_ptr(), "added": added.data_ptr()}
+    program = Program(x.dtype, [(codes.ADD, own)] * 3)
+    run_alone(program)
     assert torch.equal(x, 3 * added)
-    function(program._address)  # all is done, and what is shared stays as it is
+    run_alone(program)  # all is done, and what is shared stays as it is
     assert torch.equal(x, 3 * added)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_thread_that_enters_when_no_share_is_left_writes_nothing(dtype):
+    weight, tokens = torch.randn(48, 32).to(dtype), torch.randn(6, 32).to(dtype)
+    outputs, wide = torch.zeros(6, 48, dtype=dtype), torch.zeros(2, 6 * 32)
+    numbers = {"num_tokens": 6, "num_inputs": 32, "num_outputs": 48, "share": 3, "at_once": 6, "wide_size": 6 * 32}
+    tensors = {"weight": weight, "tokens": tokens, "outputs": outputs, "wide": wide}
+    fields = numbers | {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    program = Program(dtype, [(codes.MULTIPLY, fields)])
+    run_alone(program)
+    torch.testing.assert_close(outputs, tokens @ weight.T)
+    # As if the thread had looked at the state before others left the operator, and entered after that.
+    program.rows[:, column(codes.MULTIPLY, "next") - 1] = 0
+    outputs.zero_()
+    wide.zero_()
+    run_alone(program)
+    assert not outputs.any() and not wide.any()
 
 
 def test_more_threads_than_processors_compute_what_one_does():

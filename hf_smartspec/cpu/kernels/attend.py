@@ -9,7 +9,7 @@ from .multiply import largest_tile, tile_width
 from .tiles import MOST_SUMS, PACE, add_weighted, largest, tile
 
 # Compiled code is called with the address of these numbers, int64 each but for `scale`, which is float64.
-# next: incremented by the thread that takes the next share of the work; threads: incremented by each thread.
+# next: incremented by the thread that takes the next share of the work; threads: by each thread that takes part.
 # num_runs, runs: runs are successive tokens that attend to lines of one row; the address of int64 `[runs + 1]`, the
 #   first token of each run and the end of the last one.
 # parts: number of parts that the `kv_heads` of a run are divided into.

@@ -8,7 +8,8 @@ from .tiles import PACE, lanes, tile
 # next: incremented by the thread that takes the next share of the work; share: outputs in a share.
 # weight, tokens, bias (or 0), outputs: addresses of numbers of one kind.
 # at_once: tokens that are multiplied by some rows before the next rows are read.
-# threads: incremented by each thread; wide: 0, or the address of `wide_size` float32 for each thread, for its tokens.
+# threads: incremented by each thread that takes part; wide: 0, or the address of `wide_size` float32 for the tokens of
+#   each of these.
 MULTIPLY_FIELDS = tuple(
     "next threads num_tokens num_inputs num_outputs share at_once weight tokens bias outputs wide wide_size".split()
 )
@@ -48,9 +49,9 @@ def multiply(a, kind, wide_kind):
 @inner
 def _multiply(a, weight, tokens, bias, outputs, wide):
     num_outputs, share = a[NUM_OUTPUTS], a[SHARE]
-    if wide is not None and a[NUM_TOKENS] <= a[AT_ONCE]:
-        _widen(tokens, a[NUM_TOKENS] * a[NUM_INPUTS], wide)
     begin = share * take(ahead(a, NEXT))
+    if begin < num_outputs and wide is not None and a[NUM_TOKENS] <= a[AT_ONCE]:
+        _widen(tokens, a[NUM_TOKENS] * a[NUM_INPUTS], wide)
     while begin < num_outputs:
         _multiply_share(a, begin, min(begin + share, num_outputs), weight, tokens, bias, outputs, wide)
         begin = share * take(ahead(a, NEXT))

@@ -46,7 +46,8 @@ def _run(address, kind, wide_kind):
         code, state = tape[place], ahead(tape, place + 1)
         a, fields = ahead(tape, place + PLACE), ahead(numbers, place + PLACE)
         # Threads take shares of the work until none is left, so that an operator is done when one thread has left it
-        # and none is in it. Those that are late, as where other processes use their processor, are not waited for.
+        # and none is in it. Those that are late, as where other processes use their processor, are not waited for. One
+        # may even enter when others are at a later operator: so a thread writes nothing before it has a share.
         if read(state) < _LEFT:
             add_to(state, 1)
             _operate(code, a, fields, kind, wide_kind)

@@ -179,13 +179,13 @@ _FEW_DRAFTS = 4  # up to here, drafts are checked faster one by one
 
 
 class _Tokens(NamedTuple):
-    """The tokens of some rows end to end, `[N]` int64 each: views of one array."""
+    """The tokens of some rows end to end, `[N]` int64 each, in the order in which `place_rows` has them."""
 
     firsts: np.ndarray  # lines of their slots
     query: np.ndarray  # index within the row
     columns: np.ndarray
     positions: np.ndarray
-    limits: np.ndarray  # every token attends to all columns below its own
+    limits: np.ndarray  # every token attends to all columns below its own, nodes of trees to some others, too
     lines: np.ndarray
 
     def of(self, part: slice) -> "_Tokens":
@@ -285,13 +285,13 @@ def _build_part(
     first_line, stride = first.start, first.stride
     firsts, query, _, positions, limits, _ = places.of(tokens)
     num_rows, width = rows[-1].row.slot - rows[0].row.slot + 1, max([item.num_tokens for item in rows])
-    columns = [item.row.own + item.first_node + item.num_tokens for item in rows]
-    num_columns = max(columns)
+    ends = [item.row.own + item.first_node + item.num_tokens for item in rows]
+    num_columns = max(ends)
     if rounding is not None:
         width = rounding.tokens(width)
         num_columns = min(rounding.columns(num_columns), stride - (first.shared_read_len - first.prefix_len))
     is_padded = len(query) != num_rows * width
-    lines = (firsts - first_line) // stride * width + query if is_padded else query  # of the padded batch
+    lines = (firsts - first_line) // stride * width + query  # of the padded batch
     query_positions = tree_pairs = nodes = seen_nodes = None
     if any(has_tree):
         shape = num_rows, width, num_columns
@@ -314,7 +314,7 @@ def _build_part(
         scatter=_tensor(lines) if is_padded else None,
         seen_nodes=seen_nodes,
         on_host=(padded_limits, padded_limits if query_positions is None else query_positions + 1),
-        sees_all=width == 1 and not is_padded and tree_pairs is None and min(columns) == num_columns,
+        sees_all=width == 1 and not is_padded and tree_pairs is None and min(ends) == num_columns,
     )
 
 

@@ -87,7 +87,7 @@ class CompiledDecoder:
             `torch.Tensor` of shape `[M, vocab_size]`; or `Picks`, where these are enough and found faster.
         """
         room = max(_LEAST, 1 << (len(given.x) - 1).bit_length())
-        # Threads wait for one another after every operator, which takes longer than small ones do.
+        # Threads that take part in an operator wait for one another, which takes longer than small ones do.
         num_threads = torch.get_num_threads() if room * self._most_weights > SMALL else 1
         screen = self._current_screen() if best_only else None
         key = room, num_threads, layers, given.features is not None and given.features.are_states, screen
