@@ -99,7 +99,7 @@ def written_decoder(
 
     Args:
         thoroughly (`bool`): Whether to look for rare changes, too.
-        may_wait (`bool`): Whether replaced modules and moved weights need not be noticed for 0.2 s, as between steps of
+        may_wait (`bool`): Whether replaced modules and moved weights need not be noticed for 50 ms, as between steps of
             the same rows.
     """
     if not _is_switched_on() or is_sharded(model):  # transformers' own layers multiply split weights

@@ -19,13 +19,13 @@ from .plan import READ
 _SLEEPING = "transformers.utils.output_capturing"
 _SCALARS = (bool, int, float, str, type(None))
 _OTHERS = {"training", "_attn_implementation"}  # the one is checked before every forward, the other does not matter
-_PAUSE = 0.2  # seconds from one look at modules and weights to the next, while the same rows run
+_PAUSE = 0.05  # seconds from one look at modules and weights to the next, while the same rows run
 
 
 class Watch:
     """
     Detector of changes to a model: hooks before every forward; modules and weights before every forward of new rows,
-    and five times a second, since after a forward none of them is in the processor's cache; what hardly ever changes
+    and twenty times a second, since after a forward none of them is in the processor's cache; what hardly ever changes
     (numbers in modules and configs, classes) once per use of the model. Dictionaries of modules are held while all of
     these modules live.
 
@@ -96,7 +96,7 @@ class Watch:
     def is_bypassable(self, thoroughly: bool = False, may_wait: bool = False) -> bool:
         """
         Return whether calling the modules would now do no more than compute. If it `may_wait`, replaced forwards are
-        looked for five times a second.
+        looked for twenty times a second.
         """
         if torch_modules._has_any_global_hook() or torch.is_autocast_enabled(self._device_type):
             return False
@@ -127,7 +127,7 @@ class Watch:
     def is_unchanged(self, thoroughly: bool = False, may_wait: bool = False) -> bool:
         """
         Return whether all modules and weights are where they were. Changes to weights in place need no check: weights
-        are read anew. If it `may_wait`, this is looked at five times a second.
+        are read anew. If it `may_wait`, this is looked at twenty times a second.
         """
         Watch.num_thorough += thoroughly
         now = perf_counter(), Watch.num_thorough

@@ -164,7 +164,7 @@ class Prompter:
         return self._ids(messages)
 
     def _ids(self, prompt: str | list[Message]) -> list[int]:
-        try:
+        try:  # as JSON, to reach all strings of a chat
             json.dumps(prompt, ensure_ascii=False, default=str).encode()
         except UnicodeEncodeError:  # other bytes of arguments, and of standard input in the C locale, are surrogates
             raise ValueError("the prompt is no UTF-8 text") from None
