@@ -3,10 +3,10 @@
 import numpy as np
 
 from ...jit import inner
-from ...jit.pointers import ahead, float32_at, get, int64_at, like, power_of_two, put, rounded, take
+from ...jit.pointers import ahead, float32_at, get, int64_at, like, power_of_two, prefetch, put, rounded, take
 from .gates import exponential
 from .multiply import largest_tile, tile_width
-from .tiles import MOST_SUMS, PACE, add_weighted, largest, tile
+from .tiles import MOST_SUMS, add_weighted, largest, tile
 
 # Compiled code is called with the address of these numbers, int64 each but for `scale`, which is float64.
 # next: incremented by the thread that takes the next share of the work; threads: by each thread that takes part.
@@ -35,6 +35,7 @@ ATTEND_FIELDS = tuple(
 ) = range(24)  # fmt: skip
 MOST_TOKENS = 8  # tokens of a run
 _BLOCK = 32  # lines that are read for all heads and tokens before the next ones are
+_LINE = 16  # numbers, which fill a line of the processor's cache in float32
 
 _ITEMSIZE = 4  # bytes of float32
 _UNITS = np.float32(2.0**33)  # of sums of exponentials; sums stay below 2 ** 63
@@ -217,12 +218,15 @@ def _score(a, head, num_queries, low, high, last, num, queries, keys, scores):
         elif line + rows > high:  # lines before these are computed once more, with the same results
             line = high - rows
         key, query = ahead(keys, line * stride + head * size), 0
-        distance = stride * _BLOCK if line + _BLOCK + rows <= last else 0
+        if line + _BLOCK + rows <= last:
+            for row in range(_BLOCK, _BLOCK + rows):
+                for index in range(0, size, _LINE):
+                    prefetch(ahead(key, row * stride), index)
         while query < num_queries:
             some = tile_width(num_queries - query, most_queries) if rows > 1 else 1
             own, found = ahead(queries, query * size), ahead(scores, query * num + line)
-            tile(rows, some, key, own, none, found, size, stride, num, distance, PACE)
-            query, distance = query + some, 0
+            tile(rows, some, key, own, none, found, size, stride, num, 0, 0)
+            query += some
         line += rows
 
 

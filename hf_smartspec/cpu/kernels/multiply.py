@@ -17,7 +17,6 @@ NEXT, THREADS, NUM_TOKENS, NUM_INPUTS, NUM_OUTPUTS, SHARE, AT_ONCE, WEIGHT, TOKE
     range(13)
 )
 
-_AHEAD = 2  # tiles of rows between the one that is multiplied and the one that is prefetched
 _TOKENS = 12  # a multiple of the tokens of tiles
 _CACHE = 2**16  # numbers that fill half of a small level 2 cache
 NARROW_TOKENS = 4  # of the largest tile of 8 lanes
@@ -83,13 +82,14 @@ def _multiply_rows(a, row, end, num_tokens, weight, tokens, bias, outputs):
     """Multiply some rows by some tokens, so that the rows of a tile come from memory once."""
     length, stride = a[NUM_INPUTS], a[NUM_OUTPUTS]
     num_rows, most = largest_tile(num_tokens)
-    tiles = _tiles(num_tokens, most, length)  # once, since a division takes as long as many products
+    tiles = _tiles(num_tokens, most, num_rows, length)  # once, since a division takes as long as many products
     while row < end:
         if row + num_rows > end:
-            num_rows, tiles = 1, _tiles(num_tokens, 1, length)
+            num_rows, tiles = 1, _tiles(num_tokens, 1, 1, length)
         rows, more = ahead(weight, row * length), ahead(bias, row) if a[BIAS] else bias
-        results, distance = ahead(outputs, row), _AHEAD * num_rows * length
-        if row + (_AHEAD + 1) * num_rows > stride:  # beyond the weight there may be no memory to prefetch
+        # The next rows are prefetched in the order of their memory, which is read faster as one run than as several.
+        results, distance = ahead(outputs, row), num_rows * length
+        if row + 2 * num_rows > stride:  # beyond the weight there may be no memory to prefetch
             distance = 0
         _multiply_tiles(num_rows, tiles, rows, tokens, more, results, length, stride, distance)
         row += num_rows
@@ -115,13 +115,13 @@ def _multiply_tiles(num_rows, tiles, rows, tokens, bias, outputs, length, stride
 
 
 @inner
-def _tiles(num_tokens, most, length):
+def _tiles(num_tokens, most, num_rows, length):
     """
-    Return `tile_widths`, and the numbers of each row ahead that a tile prefetches, in all and for `PACE` that it
-    multiplies: so memory is read while all tiles compute.
+    Return `tile_widths`, and the numbers that a tile prefetches, in all and for `PACE` of a row: so memory is read
+    while all tiles compute.
     """
     num_tiles, width, num_wider = tile_widths(num_tokens, most)
-    return num_tiles, width, num_wider, length // num_tiles, PACE // num_tiles
+    return num_tiles, width, num_wider, num_rows * length // num_tiles, num_rows * PACE // num_tiles
 
 
 @inner

@@ -26,6 +26,7 @@ _FIRST_LLVM = 16  # the first release whose intrinsic for pairs takes vectors of
 MOST_SUMS, _TOGETHER = 4, 4  # sums of rows, and vectors of a row, that are computed side by side
 _FEW_SUMS = 8  # sums that leave enough registers for all numbers that are read
 PACE = 2**12  # numbers of a row, for which a tile's `pace` is given
+_LINE = 64  # bytes
 _SHIFT = 8  # bits; the number of tokens takes fewer
 
 
@@ -72,8 +73,8 @@ def tile(
     + row]`, with `bias[row]` added unless `bias` is null. Rows and tokens have `length` numbers, a multiple of 16; rows
     lie `row_stride` numbers apart. Only the sizes in `_SIZES` are compiled; other tiles store no outputs.
 
-    Meanwhile, weights that begin `distance` numbers ahead of each row are prefetched, `pace` numbers of them for every
-    `PACE` that are multiplied; they should exist.
+    Meanwhile, numbers that begin `distance` after the first row's are prefetched in order, `pace` of them for every
+    `PACE` that a row has; they should exist.
 
     Numbers are float32, or the bits of bfloat16; outputs and biases are of one kind, and outputs are rounded once.
     Products are summed in the same order in every tile, so a token's result does not depend on the others.
@@ -214,8 +215,8 @@ def _write_tile(kinds, num_rows, num_tokens, weight, tokens, bias, outputs, leng
         starts = [builder.add(begin, builder.mul(I64(row), row_stride)) for row in range(num_rows)]
         factors = [weights.load(weight, start, is_whole) for start in starts]
         due = builder.add(distance, builder.udiv(builder.mul(begin, pace), I64(PACE)))
-        for row in range(num_rows):
-            prefetch(builder, builder.gep(weight, [builder.add(due, builder.mul(I64(row), row_stride))]))
+        for more in range(0, num_rows * weights.step, weights.line):
+            prefetch(builder, builder.gep(weight, [builder.add(due, I64(more))]))
         weights.hold()  # those of several vectors at once would keep numbers waiting that are needed now
         for token in range(num_tokens):
             own = numbers.load(tokens, builder.add(begin, builder.mul(I64(token), length)), is_whole)
@@ -241,6 +242,7 @@ class _Lanes:
         self.builder, self.number = builder, number
         self.is_half = kind is not types.float32
         self.itemsize = 2 if self.is_half else 4
+        self.step, self.line = number, _LINE // self.itemsize  # numbers in a vector, and in a line of the cache
         self.floats, self.integers = ir.VectorType(FLOAT, number), ir.VectorType(I32, number)
 
     def parts(self, length: ir.Value) -> Iterator[tuple[ir.Value, bool]]:
@@ -318,8 +320,12 @@ class _Pairs(_Lanes):
     The rest after whole vectors is half a vector.
     """
 
+    def __init__(self, builder: ir.IRBuilder, number: int, kind: types.Type):
+        super().__init__(builder, number, kind)
+        self.step *= 2
+
     def parts(self, length: ir.Value) -> Iterator[tuple[ir.Value, bool]]:
-        builder, step = self.builder, 2 * self.number
+        builder, step = self.builder, self.step
         whole = builder.and_(length, I64(-step))
         with cgutils.for_range_slice(builder, I64(0), whole, I64(step), I64) as (begin, _):
             yield begin, True
