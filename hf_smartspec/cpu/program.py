@@ -23,6 +23,7 @@ from .threads import give_way, run
 
 _FIELDS = {
     codes.MULTIPLY: MULTIPLY_FIELDS,
+    codes.NARROW: MULTIPLY_FIELDS,
     codes.NORM: NORM_FIELDS,
     codes.ADD: ADD_FIELDS,
     codes.GATE: GATE_FIELDS,

@@ -1,7 +1,7 @@
 """Products of a few tokens with a weight."""
 
 from ...jit import inner
-from ...jit.pointers import ahead, like, take, widened
+from ...jit.pointers import ahead, bfloat16_at, like, take, widened
 from .tiles import PACE, lanes, tile
 
 # Compiled code is called with the address of these numbers, int64 each.
@@ -43,6 +43,13 @@ def multiply(a, kind, wide_kind):
             _multiply(a, weight, tokens, bias, outputs, None)
     else:
         _multiply(a, weight, tokens, bias, outputs, None)
+
+
+@inner
+def multiply_narrow(a, kind):
+    """Do as `multiply` with a weight in bfloat16, whatever the type of tokens, bias and outputs."""
+    tokens, bias, outputs = like(kind, a[TOKENS]), like(kind, a[BIAS]), like(kind, a[OUTPUTS])
+    _multiply(a, bfloat16_at(a[WEIGHT]), tokens, bias, outputs, None)
 
 
 @inner

@@ -5,7 +5,7 @@ from ...jit.pointers import add_to, ahead, bfloat16_at, call_at, float32_at, flo
 from .attend import attend
 from .gates import gate
 from .int8 import levels, multiply_int8
-from .multiply import multiply
+from .multiply import multiply, multiply_narrow
 from .norms import add, norm
 from .recur import convolve, recur
 from .rotate import rotate
@@ -19,7 +19,7 @@ HEADER = 2
 PLACE = 2  # of an operator's first field
 _LEFT = 2**32
 _SPINS = 1000  # looks at a state, of some 50 ns each, before other threads get this one's processor
-MULTIPLY, NORM, ADD, GATE, ROTATE, ATTEND, LEVELS, INT8, CONVOLVE, RECUR, SCORE, BOUND, PICK = range(13)
+MULTIPLY, NARROW, NORM, ADD, GATE, ROTATE, ATTEND, LEVELS, INT8, CONVOLVE, RECUR, SCORE, BOUND, PICK = range(14)
 
 
 @callback
@@ -71,6 +71,8 @@ def _wait(state, give_way):
 def _operate(code, a, fields, kind, wide_kind):
     if code == MULTIPLY:
         multiply(a, kind, wide_kind)
+    elif code == NARROW:
+        multiply_narrow(a, kind)
     elif code == NORM:
         norm(a, fields, kind)
     elif code == ADD:

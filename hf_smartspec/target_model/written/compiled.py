@@ -11,29 +11,28 @@ import torch
 from ...cpu.attention import has_attention
 from ...cpu.few_tokens import SMALL, most_tokens
 from ...cpu.gates import has_gates
+from ...cpu.narrow import NarrowWeights
 from ...cpu.norms import has_norms
 from ...cpu.program import DTYPES
 from ...cpu.quantized import native
 from ...cpu.quantized.product import has_right_kernels
 from ...cpu.screening import Screen, can_screen
 from ...cpu.tensor_checks import is_plain, is_vector
-from ...log import get_logger
 from ..attention.seen_lines import has_few_tokens
+from ..cache.free_memory import free_bytes
 from ..cache.slot_cache import SlotCache
 from ..layout.step_layout import StepLayout
 from ..recurrent.cache import StateCache
+from .copies import KeptCopy
 from .delta import can_compile_delta
 from .inputs import DecoderInput
 from .parts import MLP, Fused, Halves, RMSNorm, gate_of
 from .plan import DecoderPlan, FeaturePlan, LayerPlan
 from .program import ForwardProgram, products_of
 
-logger = get_logger(__name__)
-
 _LEAST, _MOST = 16, 256  # tokens for which programs have room: their memory is kept
-# Forwards from a change of the head to its next screen, which pays for its building only after many forwards: more
-# after every change, since the head of a model in training changes again.
-_LEAST_WAIT, _MOST_WAIT = 128, 2048
+_MOST_NARROW = 32  # tokens; more of them take longer than reading, and narrow weights are widened for every few
+_BYTES_LEFT = 4  # free memory for each weight in bfloat16, half of which stays
 
 
 class CompiledDecoder:
@@ -50,9 +49,10 @@ class CompiledDecoder:
         self.dtype = norm.weight().dtype
         self._most_weights = max(item.shape[0] * item.shape[1] for item in products_of(plan))
         self._free: defaultdict[tuple, list[ForwardProgram]] = defaultdict(list)  # by what they are built for
-        self._lock = Lock()  # held while the screen changes, and the programs that are kept with it
-        self._wait = self._num_left = 0  # forwards to wait for the next screen, and those that are left
-        self._screen: Screen | None = None  # of the head, from the first forward on that needs no more than best tokens
+        self._lock = Lock()  # held while programs are dropped that read an outdated copy, or one is put back
+        # Copies: of the head, from the first forward on that needs no more than best tokens, and of all weights.
+        self.screen = KeptCopy(self._make_screen, self._is_screen, self._drop_programs)
+        self.narrow = KeptCopy(self._make_narrow, self._is_narrow, self._drop_programs)
 
     def serves(self, layout: StepLayout, cache: SlotCache) -> bool:
         """Return whether compiled code computes this forward: few tokens, which columns say what to attend to."""
@@ -89,8 +89,10 @@ class CompiledDecoder:
         room = max(_LEAST, 1 << (len(given.x) - 1).bit_length())
         # Threads that take part in an operator wait for one another, which takes longer than small ones do.
         num_threads = torch.get_num_threads() if room * self._most_weights > SMALL else 1
-        screen = self._current_screen() if best_only else None
-        key = room, num_threads, layers, given.features is not None and given.features.are_states, screen
+        screen, narrow = self._current_screen() if best_only else None, None
+        if self.dtype is torch.float32 and room <= _MOST_NARROW:
+            narrow = self.narrow.current()
+        key = room, num_threads, layers, given.features is not None and given.features.are_states, screen, narrow
         try:  # each thread has a forward of its own
             forward = self._free[key].pop()
         except IndexError:
@@ -99,8 +101,29 @@ class CompiledDecoder:
             return forward(given, keep)
         finally:
             with self._lock:
-                if screen is self._screen or screen is None:  # else it would hold an old copy of the head
+                if self._are_kept(screen, narrow):
                     self._free[key].append(forward)
+
+    def _are_kept(self, screen: Screen | None, narrow: NarrowWeights | None) -> bool:
+        """Return whether a program with these copies may be kept: none that has become outdated meanwhile."""
+        return screen in (None, self.screen.kept) and narrow in (None, self.narrow.kept)
+
+    def _drop_programs(self) -> None:
+        """Drop programs that read copies which are kept no longer."""
+        with self._lock:
+            for key in [key for key in list(self._free) if not self._are_kept(*key[-2:])]:
+                self._free.pop(key, None)
+
+    def check_copies(self) -> None:
+        """Drop copies of weights that have changed in a way that torch does not count."""
+        for copy in (self.screen, self.narrow):
+            copy.check()
+
+    @property
+    def _head(self) -> torch.Tensor:
+        head: Any = self.plan.head
+        weight: torch.Tensor = head.whole().weight
+        return weight
 
     def _current_screen(self) -> Screen | None:
         """Return the head's screen; None where reading it whole is faster, and for a while after it has changed."""
@@ -108,34 +131,27 @@ class CompiledDecoder:
         weight, bias, scale = head.whole()
         if scale is not None or bias is not None or not can_screen(weight):
             return None
-        with self._lock:
-            if self._screen is not None and not self._screen.is_of(weight):
-                self._forget_screen()
-            if self._screen is None and self._num_left:
-                self._num_left -= 1
-                return None
-            if self._screen is None:
-                try:
-                    self._screen = Screen(weight)
-                except (MemoryError, RuntimeError) as error:  # torch's allocator raises the latter
-                    logger.warning_once(f"Heads are read whole for a while: there is no room for a copy ({error}).")
-                    self._forget_screen()  # so that it is tried again later
-                    return None
-            screen = self._screen
-        return screen if screen.is_finite else None
+        screen = self.screen.current()
+        return screen if screen is not None and screen.is_finite else None
 
-    def check_screen(self) -> None:
-        """Forget the head's screen if the weight has changed in a way that torch does not count."""
-        head: Any = self.plan.head
-        with self._lock:
-            if self._screen is not None and not self._screen.is_of(head.whole().weight, thoroughly=True):
-                self._forget_screen()
+    def _make_screen(self) -> Screen:
+        return Screen(self._head)
 
-    def _forget_screen(self) -> None:
-        self._screen = None
-        self._wait = self._num_left = min(max(2 * self._wait, _LEAST_WAIT), _MOST_WAIT)
-        for key in [key for key in list(self._free) if key[-1] is not None]:  # other threads may add keys
-            self._free.pop(key, None)
+    def _is_screen(self, screen: Screen, thoroughly: bool) -> bool:
+        return screen.is_of(self._head, thoroughly)
+
+    def _make_narrow(self) -> NarrowWeights:
+        """Copy all weights of products, if there is ample memory."""
+        items = [item for item in products_of(self.plan) if item.whole().scale is None]
+        weights = [item.whole().weight for item in items]
+        if sum(weight.numel() for weight in weights) * _BYTES_LEFT > free_bytes(torch.device("cpu")):
+            weights = []
+        return NarrowWeights(weights, [weight for item in items for weight in item.weights()])
+
+    def _is_narrow(self, narrow: NarrowWeights, thoroughly: bool) -> bool:
+        if not thoroughly:
+            return narrow.is_unchanged()
+        return not narrow.copies or narrow.is_of([item.whole().weight for item in products_of(self.plan)])
 
 
 def can_compile(plan: DecoderPlan) -> bool:

@@ -175,7 +175,7 @@ class WrittenDecoder:
     def check_weights(self) -> None:
         """Forget copies of weights that have changed, as far as `Watch` does not see it; once per use of the model."""
         if (compiled := self.__dict__.get("_compiled")) is not None:
-            compiled.check_screen()
+            compiled.check_copies()
         if self._known is not None:
             self._known.check(module_of(self.plan.rotary))
 

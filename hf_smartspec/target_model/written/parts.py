@@ -176,6 +176,10 @@ class Fused:
         entries = [list(module._parameters.values()) for item in self._modules if (module := item()) is not None]
         return [list(kind) for kind in zip(*entries) if kind[0] is not None]
 
+    def weights(self) -> list[torch.Tensor]:
+        """Return the weights of all layers, one by one."""
+        return self._parameters()[0]
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if (weights := self.whole()) is not None:
             return self._product(x, weights, self.shape[0])

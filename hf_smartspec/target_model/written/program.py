@@ -12,6 +12,7 @@ from ...cpu.attention import division
 from ...cpu.few_tokens import ROWS, widens
 from ...cpu.kernels import program as codes
 from ...cpu.kernels.multiply import tokens_at_once
+from ...cpu.narrow import NarrowWeights
 from ...cpu.program import Program, column
 from ...cpu.quantized.native import Rounded, blocks_of, num_groups
 from ...cpu.screening import Picks, Screen, ScreenOperators
@@ -34,7 +35,7 @@ class ForwardProgram:
     """
     A program for up to `room` tokens, with its own memory; one thread at a time runs it. That of heads begins with the
     target's hidden states if `reads_states`, or else with features. With a `screen` of the head, it ends with the best
-    tokens in place of logits.
+    tokens in place of logits. Weights are read from their `narrow` copies, where there are any.
     """
 
     def __init__(
@@ -46,8 +47,10 @@ class ForwardProgram:
         layers: frozenset[int],
         reads_states: bool,
         screen: Screen | None = None,
+        narrow: NarrowWeights | None = None,
     ):
         self.plan, self.room, self.num_threads, self.layers = plan, room, num_threads, layers
+        self.narrow = {} if narrow is None else narrow.copies
         self.operators: list[tuple[int, dict[str, float]]] = []
         self.sized: list[int] = []  # operators on all tokens
         self.memory: list[torch.Tensor] = []
@@ -168,7 +171,10 @@ class ForwardProgram:
         at_once = tokens_at_once(self.room, num_inputs)
         fields |= {"at_once": at_once, "wide_size": at_once * num_inputs}
         share = share_of(num_outputs, num_inputs, ROWS)
-        number = self.add(codes.MULTIPLY, is_sized, num_inputs=num_inputs, share=share, tokens=x.data_ptr(), **fields)
+        code, copy = codes.MULTIPLY, self.narrow.get(weight.data_ptr())
+        if copy is not None:
+            code, fields["weight"] = codes.NARROW, copy.data_ptr()
+        number = self.add(code, is_sized, num_inputs=num_inputs, share=share, tokens=x.data_ptr(), **fields)
         self.multiplied.append(number)
         return number
 

@@ -65,7 +65,7 @@ def test_no_step_of_a_model_whose_profile_is_on_disk_tries_out_its_program_or_co
     load_or_profile(model)
     decoder = written_decoder(model)
     assert decoder is not None and decoder._is_tried
-    assert (decoder._compiled._screen is not None) == has_screening(torch.float32)
+    assert (decoder._compiled.screen.kept is not None) == has_screening(torch.float32)
 
 
 def test_a_model_that_cannot_be_warmed_up_has_a_profile_all_the_same(monkeypatch):

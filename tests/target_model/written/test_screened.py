@@ -9,7 +9,7 @@ import hf_smartspec
 from hf_smartspec.cpu import screening
 from hf_smartspec.cpu.screening import Screen, has_screening
 from hf_smartspec.target_model.layout.rows import RowInput
-from hf_smartspec.target_model.written import compiled, packed_forward, written_decoder
+from hf_smartspec.target_model.written import compiled, copies, packed_forward, written_decoder
 from hf_smartspec.target_model.written.program import ForwardProgram
 
 from ...models import new_model
@@ -24,7 +24,7 @@ PROMPT = torch.tensor([[5, 6, 7, 8, 5, 6, 7], [9, 10, 11, 9, 10, 11, 9]])
 def screened(monkeypatch):
     """Screens of small heads, too, also right after changes; the list of whether forwards had one."""
     monkeypatch.setattr(screening, "_LEAST", 1)
-    monkeypatch.setattr(compiled, "_LEAST_WAIT", 0)
+    monkeypatch.setattr(copies, "_LEAST_WAIT", 0)
     found, run = [], ForwardProgram.__call__
     monkeypatch.setattr(
         ForwardProgram, "__call__", lambda self, *args: found.append(self.screening is not None) or run(self, *args)
@@ -117,7 +117,7 @@ def test_a_head_that_has_changed(is_counted, screened):
 
 def test_heads_that_change_often_are_read_whole(screened, monkeypatch):
     """A screen that serves few forwards, as between two steps of training, costs more than it saves."""
-    monkeypatch.setattr(compiled, "_LEAST_WAIT", 30)
+    monkeypatch.setattr(copies, "_LEAST_WAIT", 30)
     model = enabled(tie_word_embeddings=False)
     numbers = []
     for _ in range(6):
@@ -158,7 +158,7 @@ def test_a_screen_is_kept_from_call_to_call(monkeypatch):
 @pytest.mark.parametrize("error", [MemoryError("no room"), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
 def test_heads_are_read_whole_where_there_is_no_memory_for_a_screen(error, monkeypatch, screened):
     """And a screen is tried again, not at every forward."""
-    monkeypatch.setattr(compiled, "_LEAST_WAIT", 4)
+    monkeypatch.setattr(copies, "_LEAST_WAIT", 4)
     model, tried = enabled(), []
 
     def make(weight):
@@ -178,9 +178,9 @@ def test_programs_of_an_outdated_screen_are_dropped(monkeypatch):
     model = enabled()
     generate(model, "none")
     program, run = written_decoder(model)._compiled, ForwardProgram.__call__
-    monkeypatch.setattr(ForwardProgram, "__call__", lambda self, *args: program._forget_screen() or run(self, *args))
+    monkeypatch.setattr(ForwardProgram, "__call__", lambda self, *args: program.screen.drop() or run(self, *args))
     generate(model, "none", max_new_tokens=3)
-    assert not [key for key, free in program._free.items() if key[-1] is not None and free]
+    assert not [key for key, free in program._free.items() if key[-2] is not None and free]
 
 
 def test_in_engines(screened):

@@ -1,0 +1,64 @@
+"""Copies of weights, which are made anew when the weights have changed."""
+
+from collections.abc import Callable
+from threading import Lock
+from typing import Generic, TypeVar
+
+from ...log import get_logger
+
+logger = get_logger(__name__)
+
+# Forwards from a change of the weights to their next copy, which pays for being made only after many forwards: more
+# after every change, since weights in training change again.
+_LEAST_WAIT, _MOST_WAIT = 128, 2048
+
+T = TypeVar("T")
+
+
+class KeptCopy(Generic[T]):
+    """
+    A copy of weights that is made at its first use, and some time after every change of theirs.
+
+    Args:
+        make (`Callable`): Makes the copy.
+        is_current (`Callable`): Returns whether a copy is of the weights as they are; if its second argument is true,
+            also of those that have changed in a way that torch does not count.
+        forget (`Callable`): Called after a change, so that nothing else holds an outdated copy.
+
+    Attributes:
+        kept (*optional*): The copy; None where there is none at present.
+    """
+
+    def __init__(self, make: Callable[[], T], is_current: Callable[[T, bool], bool], forget: Callable[[], None]):
+        self._make, self._is_current, self._forget = make, is_current, forget
+        self._lock = Lock()
+        self._wait = self._num_left = 0  # forwards to wait for the next copy, and those that are left
+        self.kept: T | None = None
+
+    def current(self) -> T | None:
+        """Return the copy; None for a while after a change, or where there is no memory for it."""
+        with self._lock:
+            if self.kept is not None and not self._is_current(self.kept, False):
+                self.drop()
+            if self.kept is None and self._num_left:
+                self._num_left -= 1
+                return None
+            if self.kept is None:
+                try:
+                    self.kept = self._make()
+                except (MemoryError, RuntimeError) as error:  # torch's allocator raises the latter
+                    logger.warning_once(f"Weights are read whole for a while: there is no room for a copy ({error}).")
+                    self.drop()  # so that it is tried again later
+            return self.kept
+
+    def check(self) -> None:
+        """Drop the copy if weights have changed in a way that torch does not count."""
+        with self._lock:
+            if self.kept is not None and not self._is_current(self.kept, True):
+                self.drop()
+
+    def drop(self) -> None:
+        """Drop the copy, and wait for a while before the next."""
+        self.kept = None
+        self._wait = self._num_left = min(max(2 * self._wait, _LEAST_WAIT), _MOST_WAIT)
+        self._forget()
