@@ -39,7 +39,7 @@ class EarlyExitForward(PackedForward):
         if whole is None:
             raise RuntimeError("the first layers cannot be run by themselves: the model was changed or hooked")
         if self._decoders is None or self._decoders[0] is not whole:
-            self._decoders = whole, WrittenDecoder(_cut_off(whole.plan, self.num_layers))
+            self._decoders = whole, WrittenDecoder(_cut_off(whole.plan, self.num_layers), whole)
         return self._decoders[1]
 
 

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from threading import Lock
 from typing import Any
 
@@ -32,7 +32,7 @@ from .program import ForwardProgram, products_of
 
 _LEAST, _MOST = 16, 256  # tokens for which programs have room: their memory is kept
 _MOST_NARROW = 32  # tokens; more of them take longer than reading, and narrow weights are widened for every few
-_BYTES_LEFT = 4  # free memory for each weight in bfloat16, half of which stays
+_MOST_MEMORY = 0.5  # of the free memory that these copies take
 
 
 class CompiledDecoder:
@@ -41,18 +41,20 @@ class CompiledDecoder:
 
     Args:
         plan (`DecoderPlan`): A plan that passes `can_compile`.
+        whole (`CompiledDecoder`, *optional*): A decoder of the same weights and more, whose copies of them are used.
     """
 
-    def __init__(self, plan: DecoderPlan):
+    def __init__(self, plan: DecoderPlan, whole: "CompiledDecoder | None" = None):
         self.plan = plan
         norm: Any = plan.final_norm
         self.dtype = norm.weight().dtype
         self._most_weights = max(item.shape[0] * item.shape[1] for item in products_of(plan))
         self._free: defaultdict[tuple, list[ForwardProgram]] = defaultdict(list)  # by what they are built for
-        self._lock = Lock()  # held while programs are dropped that read an outdated copy, or one is put back
+        self._lock = Lock()  # held while programs are dropped or put back
         # Copies: of the head, from the first forward on that needs no more than best tokens, and of all weights.
-        self.screen = KeptCopy(self._make_screen, self._is_screen, self._drop_programs)
-        self.narrow = KeptCopy(self._make_narrow, self._is_narrow, self._drop_programs)
+        self.screen = whole.screen if whole else KeptCopy(partial(_screen_of, plan), partial(_is_screen_of, plan))
+        self.narrow = whole.narrow if whole else KeptCopy(partial(_narrow_of, plan), partial(_is_narrow_of, plan))
+        self._copies: tuple[Screen | None, NarrowWeights | None] = None, None  # when programs were last dropped
 
     def serves(self, layout: StepLayout, cache: SlotCache) -> bool:
         """Return whether compiled code computes this forward: few tokens, which columns say what to attend to."""
@@ -89,41 +91,40 @@ class CompiledDecoder:
         room = max(_LEAST, 1 << (len(given.x) - 1).bit_length())
         # Threads that take part in an operator wait for one another, which takes longer than small ones do.
         num_threads = torch.get_num_threads() if room * self._most_weights > SMALL else 1
-        screen, narrow = self._current_screen() if best_only else None, None
-        if self.dtype is torch.float32 and room <= _MOST_NARROW:
-            narrow = self.narrow.current()
+        screen = self._current_screen() if best_only else None
+        narrow = self.narrow.current() if self.dtype is torch.float32 and room <= _MOST_NARROW else None
+        if narrow is not None and not narrow.copies:
+            narrow = None
         key = room, num_threads, layers, given.features is not None and given.features.are_states, screen, narrow
         try:  # each thread has a forward of its own
-            forward = self._free[key].pop()
+            forward = self._free.get(key, []).pop()
         except IndexError:
             forward = ForwardProgram(self.plan, given.x, *key)
         try:
             return forward(given, keep)
         finally:
             with self._lock:
+                self._drop_outdated()
                 if self._are_kept(screen, narrow):
                     self._free[key].append(forward)
 
     def _are_kept(self, screen: Screen | None, narrow: NarrowWeights | None) -> bool:
-        """Return whether a program with these copies may be kept: none that has become outdated meanwhile."""
         return screen in (None, self.screen.kept) and narrow in (None, self.narrow.kept)
 
-    def _drop_programs(self) -> None:
-        """Drop programs that read copies which are kept no longer."""
-        with self._lock:
+    def _drop_outdated(self) -> None:
+        """Drop programs that read copies which are kept no longer; the lock is held."""
+        copies = self.screen.kept, self.narrow.kept
+        if copies != self._copies:
             for key in [key for key in list(self._free) if not self._are_kept(*key[-2:])]:
                 self._free.pop(key, None)
+            self._copies = copies
 
     def check_copies(self) -> None:
         """Drop copies of weights that have changed in a way that torch does not count."""
-        for copy in (self.screen, self.narrow):
-            copy.check()
-
-    @property
-    def _head(self) -> torch.Tensor:
-        head: Any = self.plan.head
-        weight: torch.Tensor = head.whole().weight
-        return weight
+        self.screen.check()
+        self.narrow.check()
+        with self._lock:
+            self._drop_outdated()
 
     def _current_screen(self) -> Screen | None:
         """Return the head's screen; None where reading it whole is faster, and for a while after it has changed."""
@@ -134,24 +135,35 @@ class CompiledDecoder:
         screen = self.screen.current()
         return screen if screen is not None and screen.is_finite else None
 
-    def _make_screen(self) -> Screen:
-        return Screen(self._head)
 
-    def _is_screen(self, screen: Screen, thoroughly: bool) -> bool:
-        return screen.is_of(self._head, thoroughly)
+def _head_of(plan: DecoderPlan) -> torch.Tensor:
+    head: Any = plan.head
+    weight: torch.Tensor = head.whole().weight
+    return weight
 
-    def _make_narrow(self) -> NarrowWeights:
-        """Copy all weights of products, if there is ample memory."""
-        items = [item for item in products_of(self.plan) if item.whole().scale is None]
-        weights = [item.whole().weight for item in items]
-        if sum(weight.numel() for weight in weights) * _BYTES_LEFT > free_bytes(torch.device("cpu")):
-            weights = []
-        return NarrowWeights(weights, [weight for item in items for weight in item.weights()])
 
-    def _is_narrow(self, narrow: NarrowWeights, thoroughly: bool) -> bool:
-        if not thoroughly:
-            return narrow.is_unchanged()
-        return not narrow.copies or narrow.is_of([item.whole().weight for item in products_of(self.plan)])
+def _screen_of(plan: DecoderPlan) -> Screen:
+    return Screen(_head_of(plan))
+
+
+def _is_screen_of(plan: DecoderPlan, screen: Screen, thoroughly: bool) -> bool:
+    return screen.is_of(_head_of(plan), thoroughly)
+
+
+def _narrow_of(plan: DecoderPlan) -> NarrowWeights:
+    """Copy all weights of products; raise `MemoryError` where memory is scarce."""
+    items = [item for item in products_of(plan) if item.whole().scale is None]
+    weights = [item.whole().weight for item in items]
+    num_bytes = sum(weight.numel() for weight in weights) * torch.bfloat16.itemsize
+    if num_bytes > _MOST_MEMORY * free_bytes(torch.device("cpu")):
+        raise MemoryError(f"it would take {num_bytes / 2**20:.0f} MiB, more than half of the free memory")
+    return NarrowWeights(weights, [weight for item in items for weight in item.weights()])
+
+
+def _is_narrow_of(plan: DecoderPlan, narrow: NarrowWeights, thoroughly: bool) -> bool:
+    if not thoroughly:
+        return narrow.is_unchanged()
+    return narrow.is_of([item.whole().weight for item in products_of(plan)])
 
 
 def can_compile(plan: DecoderPlan) -> bool:

@@ -23,14 +23,13 @@ class KeptCopy(Generic[T]):
         make (`Callable`): Makes the copy.
         is_current (`Callable`): Returns whether a copy is of the weights as they are; if its second argument is true,
             also of those that have changed in a way that torch does not count.
-        forget (`Callable`): Called after a change, so that nothing else holds an outdated copy.
 
     Attributes:
         kept (*optional*): The copy; None where there is none at present.
     """
 
-    def __init__(self, make: Callable[[], T], is_current: Callable[[T, bool], bool], forget: Callable[[], None]):
-        self._make, self._is_current, self._forget = make, is_current, forget
+    def __init__(self, make: Callable[[], T], is_current: Callable[[T, bool], bool]):
+        self._make, self._is_current = make, is_current
         self._lock = Lock()
         self._wait = self._num_left = 0  # forwards to wait for the next copy, and those that are left
         self.kept: T | None = None
@@ -39,7 +38,7 @@ class KeptCopy(Generic[T]):
         """Return the copy; None for a while after a change, or where there is no memory for it."""
         with self._lock:
             if self.kept is not None and not self._is_current(self.kept, False):
-                self.drop()
+                self._drop()
             if self.kept is None and self._num_left:
                 self._num_left -= 1
                 return None
@@ -47,18 +46,19 @@ class KeptCopy(Generic[T]):
                 try:
                     self.kept = self._make()
                 except (MemoryError, RuntimeError) as error:  # torch's allocator raises the latter
-                    logger.warning_once(f"Weights are read whole for a while: there is no room for a copy ({error}).")
-                    self.drop()  # so that it is tried again later
+                    logger.warning_once(
+                        f"Weights are read as they are for a while: there is no room for a copy ({error})."
+                    )
+                    self._drop()  # so that it is tried again later
             return self.kept
 
     def check(self) -> None:
         """Drop the copy if weights have changed in a way that torch does not count."""
         with self._lock:
             if self.kept is not None and not self._is_current(self.kept, True):
-                self.drop()
+                self._drop()
 
-    def drop(self) -> None:
-        """Drop the copy, and wait for a while before the next."""
+    def _drop(self) -> None:
+        """Drop the copy, and wait for a while before the next; the lock is held."""
         self.kept = None
         self._wait = self._num_left = min(max(2 * self._wait, _LEAST_WAIT), _MOST_WAIT)
-        self._forget()

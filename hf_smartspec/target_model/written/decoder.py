@@ -37,10 +37,11 @@ class WrittenDecoder:
 
     Args:
         plan (`DecoderPlan`): Plan of the model.
+        whole (`WrittenDecoder`, *optional*): The decoder that this one is a part of, whose copies of weights it uses.
     """
 
-    def __init__(self, plan: DecoderPlan):
-        self.plan = plan
+    def __init__(self, plan: DecoderPlan, whole: "WrittenDecoder | None" = None):
+        self.plan, self._whole = plan, whole
         self._is_tried = False  # whether the compiled program was found to agree
         by_halves = all(isinstance(layer.rotation, Halves | None) for layer in plan.layers)
         rotary = module_of(plan.rotary)
@@ -49,7 +50,8 @@ class WrittenDecoder:
     @cached_property
     def _compiled(self) -> CompiledDecoder | None:
         """One program for all layers, where there is compiled code for them."""
-        return CompiledDecoder(self.plan) if can_compile(self.plan) else None
+        whole = None if self._whole is None else self._whole._compiled
+        return CompiledDecoder(self.plan, whole) if can_compile(self.plan) else None
 
     @property
     def is_reproducible(self) -> bool:

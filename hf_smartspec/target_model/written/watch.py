@@ -126,8 +126,9 @@ class Watch:
 
     def is_unchanged(self, thoroughly: bool = False, may_wait: bool = False) -> bool:
         """
-        Return whether all modules and weights are where they were. Changes to weights in place need no check: weights
-        are read anew. If it `may_wait`, this is looked at twenty times a second.
+        Return whether all modules and weights are where they were. Changes to weights in place need no check here:
+        weights are read anew, and copies are compared with them. If it `may_wait`, this is looked at twenty times a
+        second.
         """
         Watch.num_thorough += thoroughly
         now = perf_counter(), Watch.num_thorough

@@ -1,16 +1,20 @@
 """Programs that read float32 weights from copies in bfloat16: the numbers of the layers, to the last bit."""
 
 import copy
+import gc
+from weakref import ref
 
 import numpy as np
 import pytest
 import torch
 
 import hf_smartspec
+from hf_smartspec.cpu import narrow as narrow_module
 from hf_smartspec.cpu.few_tokens import has_kernels, most_tokens
 from hf_smartspec.cpu.kernels.program import MULTIPLY, NARROW
+from hf_smartspec.cpu.narrow import NarrowWeights
 from hf_smartspec.target_model.layout.rows import RowInput
-from hf_smartspec.target_model.written import compiled, copies
+from hf_smartspec.target_model.written import compiled, copies, written_decoder
 from hf_smartspec.target_model.written.program import ForwardProgram
 
 from .test_compiled import NAMES, by_layers, model_of, tried
@@ -23,6 +27,7 @@ pytestmark = pytest.mark.skipif(not has_kernels(torch.float32), reason="there is
 def narrow(monkeypatch):
     """For each forward, how many products read copies, and how many do not; copies are renewed at once."""
     monkeypatch.setattr(copies, "_LEAST_WAIT", 0)
+    monkeypatch.setattr(narrow_module, "_PAUSE", 0.0)
     found, run = [], ForwardProgram.__call__
 
     def noting(self, *args):
@@ -74,6 +79,49 @@ def test_weights_that_change(is_counted, narrow):
     found = model.generate(ids, **arguments, assistant="none")
     assert torch.equal(found, model.generate(ids, **arguments)) and not torch.equal(found, before)
     assert is_used(narrow)
+
+
+def test_changes_of_single_numbers_are_noticed_sooner_or_later(narrow):
+    """Those that torch does not count: each call compares other numbers."""
+    model = stored_in_bfloat16()
+    hf_smartspec.enable(model)
+    ids, arguments = torch.arange(3, 12)[None], {"max_new_tokens": 2, "do_sample": False, "assistant": "none"}
+    model.generate(ids, **arguments)
+    kept = written_decoder(model)._compiled.narrow
+    before = kept.kept
+    model.model.layers[0].mlp.up_proj.weight.data[7, 9] += 1
+    for _ in range(8):
+        model.generate(ids, **arguments)
+    assert kept.kept is not before
+
+
+def test_the_first_layers_share_the_copies_and_the_checks_of_all(narrow, monkeypatch):
+    made = []
+    monkeypatch.setattr(compiled, "NarrowWeights", lambda *given: made.append(NarrowWeights(*given)) or made[-1])
+    model = stored_in_bfloat16(num_hidden_layers=3)
+    hf_smartspec.enable(model)
+    ids, arguments = torch.arange(3, 12)[None], {"max_new_tokens": 24, "do_sample": False}
+    draft = hf_smartspec.SmartSpecConfig("early_exit:1", num_nodes=4)
+    for _ in range(2):
+        expected = model.generate(ids, **arguments)
+        assert torch.equal(model.generate(ids, **arguments, assistant=draft), expected)
+        model.model.layers[0].mlp.down_proj.weight.data.neg_()
+    assert len(made) == 2  # once more after the change
+    assert is_used(narrow)
+
+
+def test_copies_are_freed_with_the_decoder(narrow):
+    """At once, since they are large."""
+    model = stored_in_bfloat16()
+    forward = tried(model)
+    copies = ref(written_decoder(model)._compiled.narrow.kept)
+    gc.disable()
+    try:
+        hf_smartspec.disable(model)
+        del forward
+        assert copies() is None
+    finally:
+        gc.enable()
 
 
 def test_a_change_between_two_steps(narrow):

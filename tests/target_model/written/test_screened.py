@@ -178,9 +178,9 @@ def test_programs_of_an_outdated_screen_are_dropped(monkeypatch):
     model = enabled()
     generate(model, "none")
     program, run = written_decoder(model)._compiled, ForwardProgram.__call__
-    monkeypatch.setattr(ForwardProgram, "__call__", lambda self, *args: program.screen.drop() or run(self, *args))
+    monkeypatch.setattr(ForwardProgram, "__call__", lambda self, *args: program.screen._drop() or run(self, *args))
     generate(model, "none", max_new_tokens=3)
-    assert not [key for key, free in program._free.items() if key[-2] is not None and free]
+    assert not [key for key in program._free if key[-2] is not None]
 
 
 def test_in_engines(screened):
