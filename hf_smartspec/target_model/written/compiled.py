@@ -52,8 +52,10 @@ class CompiledDecoder:
         self._free: defaultdict[tuple, list[ForwardProgram]] = defaultdict(list)  # by what they are built for
         self._lock = Lock()  # held while programs are dropped or put back
         # Copies: of the head, from the first forward on that needs no more than best tokens, and of all weights.
-        self.screen = whole.screen if whole else KeptCopy(partial(_screen_of, plan), partial(_is_screen_of, plan))
-        self.narrow = whole.narrow if whole else KeptCopy(partial(_narrow_of, plan), partial(_is_narrow_of, plan))
+        self.screen: KeptCopy[Screen] = KeptCopy(partial(_screen_of, plan), partial(_is_screen_of, plan))
+        self.narrow: KeptCopy[NarrowWeights] = KeptCopy(partial(_narrow_of, plan), partial(_is_narrow_of, plan))
+        if whole is not None:
+            self.screen, self.narrow = whole.screen, whole.narrow
         self._copies: tuple[Screen | None, NarrowWeights | None] = None, None  # when programs were last dropped
 
     def serves(self, layout: StepLayout, cache: SlotCache) -> bool:
