@@ -7,13 +7,15 @@ from pathlib import Path, PurePosixPath
 import torch
 
 _FALLBACK_BYTES = 2**32  # assumed where the system does not report free memory
+_MACHINE = Path("/proc/meminfo")
 _OWN_GROUPS = Path("/proc/self/cgroup")
 _GROUPS = Path("/sys/fs/cgroup")
 
 
 def free_bytes(device: torch.device, own_groups: Path = _OWN_GROUPS, groups: Path = _GROUPS) -> int:
     """
-    Return the bytes of free memory: a GPU's, or the machine's within the limits of the container.
+    Return the bytes of free memory: a GPU's, or the machine's within the limits of the container. Cached files, which
+    the kernel drops on demand, count as free.
 
     Args:
         own_groups (`Path`): The file in which the kernel lists the process's cgroups.
@@ -21,11 +23,19 @@ def free_bytes(device: torch.device, own_groups: Path = _OWN_GROUPS, groups: Pat
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
+    return min([_left_to_machine(), *_left_to_groups(own_groups, groups)])
+
+
+def _left_to_machine() -> int:
     try:
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+        fields = dict(line.split(":") for line in _MACHINE.read_text().splitlines())
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, ValueError, KeyError):  # no Linux
+        pass
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     except (AttributeError, ValueError):  # Windows, macOS
-        free = _FALLBACK_BYTES
-    return min([free, *_left_to_groups(own_groups, groups)])
+        return _FALLBACK_BYTES
 
 
 def _left_to_groups(own_groups: Path, groups: Path) -> Iterator[int]:
@@ -55,8 +65,7 @@ def _left_to_groups(own_groups: Path, groups: Path) -> Iterator[int]:
 
 def _left(folder: Path, limit: str, used: str, reclaimable: str) -> int | None:
     """
-    Return the bytes left in a cgroup, at least 0; None where it has no limit. Cached files, which the kernel drops on
-    demand, count as free.
+    Return the bytes left in a cgroup, at least 0; None where it has no limit.
     """
     try:
         text = (folder / limit).read_text().strip()

@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 
+from hf_smartspec.target_model.cache import free_memory
 from hf_smartspec.target_model.cache.free_memory import free_bytes
 
 CPU, GIB = torch.device("cpu"), 2**30
@@ -13,10 +14,12 @@ V2 = "memory.max", "memory.current", "inactive_file"
 
 
 @pytest.fixture(autouse=True)
-def machine(monkeypatch):
-    """With 64 GiB free."""
-    pages = {"SC_PAGE_SIZE": 4096, "SC_AVPHYS_PAGES": 64 * GIB // 4096}
-    monkeypatch.setattr(os, "sysconf", pages.__getitem__)
+def machine(monkeypatch, tmp_path):
+    """With 64 GiB free, half of it in cached files."""
+    path = tmp_path / "meminfo"
+    path.write_text(f"MemTotal: {96 * 2**20} kB\nMemFree: {32 * 2**20} kB\nMemAvailable:   {64 * 2**20} kB\n")
+    monkeypatch.setattr(free_memory, "_MACHINE", path)
+    return path
 
 
 @pytest.fixture
@@ -41,6 +44,16 @@ def add_group(tmp_path, path, names, limit, used, files=0):
 def test_without_groups_the_machine_counts(free, tmp_path):
     assert free_bytes(CPU, tmp_path / "nothing", tmp_path) == 64 * GIB
     assert free("0::/\n") == free("4:memory:/a/b\n0::/\n") == free("nonsense\n\n") == 64 * GIB
+
+
+def test_systems_that_do_not_tell_what_is_available(free, machine, monkeypatch):
+    pages = {"SC_PAGE_SIZE": 4096, "SC_AVPHYS_PAGES": 16 * GIB // 4096}
+    monkeypatch.setattr(os, "sysconf", pages.__getitem__)
+    for text in ("MemFree: 1 kB\n", "nonsense\n"):
+        machine.write_text(text)
+        assert free("0::/\n") == 16 * GIB
+    machine.unlink()
+    assert free("0::/\n") == 16 * GIB
 
 
 @pytest.mark.parametrize("names, line, root", [(V2, "0::", ""), (V1, "7:cpu:/\n4:memory:", "memory/")])
