@@ -19,7 +19,7 @@ from .kernels.screen import CHUNK, MOST
 from .program import DTYPES, Program
 from .quantized.native import Rounded, blocks_of, num_groups
 from .quantized.product import dequantized, has_right_kernels, in_blocks, to_levels
-from .tensor_checks import is_plain, version_of
+from .tensor_checks import has_sums_of_bits, is_plain, sums_of_bits, version_of
 from .threads import share_of
 
 logger = get_logger(__name__)
@@ -27,7 +27,6 @@ logger = get_logger(__name__)
 _LEAST = 2**20  # weights from which on reading fewer bytes saves more than comparing bounds takes
 _ROWS = 256 * SIDE  # rows of a head that are rounded at a time
 _MORE = 1.001  # of a length, for the rounding of its sum
-_APART = 32  # rows of which one counts in sums of columns, which take several times as long as those of rows
 _LEAST_LENGTH = 1e-16  # added to lengths: squares of smaller numbers vanish in float32
 
 
@@ -66,7 +65,7 @@ class Screen:
     def __init__(self, weight: torch.Tensor):
         self.shape = num_outputs, num_inputs = weight.shape
         blocks, groups = -(-num_outputs // SIDE), num_groups(num_inputs)
-        self._version, self._sums = version_of(weight), _sums_of(weight)
+        self._version, self._sums = version_of(weight), sums_of_bits(weight)
         self.levels = torch.empty(blocks, groups, GROUP // 4, SIDE, 4, dtype=torch.int8, device="cpu")
         self.scales = torch.empty(blocks, groups, SIDE, dtype=torch.float32, device="cpu")
         self.errors, self.norms = (torch.empty(num_outputs, dtype=torch.float32, device="cpu") for _ in range(2))
@@ -89,14 +88,8 @@ class Screen:
         `weight.data` is not counted.
         """
         return self._version == version_of(weight) and not (
-            thoroughly and not torch.equal(self._sums, _sums_of(weight))
+            thoroughly and not torch.equal(self._sums, sums_of_bits(weight))
         )
-
-
-def _sums_of(weight: torch.Tensor) -> torch.Tensor:
-    """Return the sums of all rows' bits, and those of columns' bits in some rows, in integers of 64 bits."""
-    bits = weight.detach().view(torch.int64)
-    return torch.cat([bits.sum(dim=1), bits[::_APART].sum(dim=0)])
 
 
 def can_screen(weight: torch.Tensor) -> bool:
@@ -107,7 +100,7 @@ def can_screen(weight: torch.Tensor) -> bool:
         and weight.dtype in DTYPES
         and weight.is_contiguous()
         and not num_inputs % 16
-        and not weight.storage_offset() * weight.itemsize % 8  # for `_sums_of`: another tensor may lie before it
+        and has_sums_of_bits(weight)
         and weight.numel() >= _LEAST
         and has_screening(weight.dtype)
     )

@@ -2,6 +2,8 @@
 
 import torch
 
+_APART = 32  # rows of which one counts in sums of columns, which take several times as long as those of rows
+
 
 def is_vector(vector: torch.Tensor, num: int) -> bool:
     """Return whether a tensor is `num` contiguous numbers on the CPU."""
@@ -16,3 +18,14 @@ def is_plain(x: torch.Tensor) -> bool:
 def version_of(tensor: torch.Tensor) -> int:
     """Return torch's count of changes in place; those of inference tensors are not counted."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def has_sums_of_bits(weight: torch.Tensor) -> bool:
+    """Return whether the bits of a weight lie as integers of 64 bits: another tensor may lie before it in memory."""
+    return not weight.storage_offset() * weight.itemsize % 8 and not weight.shape[1] * weight.itemsize % 8
+
+
+def sums_of_bits(weight: torch.Tensor) -> torch.Tensor:
+    """Return the sums of all rows' bits, and those of columns' bits in some rows, in integers of 64 bits."""
+    bits = weight.detach().view(torch.int64)
+    return torch.cat([bits.sum(dim=1), bits[::_APART].sum(dim=0)])

@@ -17,7 +17,7 @@ from ...cpu.program import DTYPES
 from ...cpu.quantized import native
 from ...cpu.quantized.product import has_right_kernels
 from ...cpu.screening import Screen, can_screen
-from ...cpu.tensor_checks import is_plain, is_vector
+from ...cpu.tensor_checks import has_sums_of_bits, is_plain, is_vector
 from ..attention.seen_lines import has_few_tokens
 from ..cache.free_memory import free_bytes
 from ..cache.slot_cache import SlotCache
@@ -155,7 +155,7 @@ def _is_screen_of(plan: DecoderPlan, screen: Screen, thoroughly: bool) -> bool:
 def _narrow_of(plan: DecoderPlan) -> NarrowWeights:
     """Copy all weights of products; raise `MemoryError` where memory is scarce."""
     items = [item for item in products_of(plan) if item.whole().scale is None]
-    weights = [item.whole().weight for item in items]
+    weights = [weight for item in items if has_sums_of_bits(weight := item.whole().weight)]
     num_bytes = sum(weight.numel() for weight in weights) * torch.bfloat16.itemsize
     if num_bytes > _MOST_MEMORY * free_bytes(torch.device("cpu")):
         raise MemoryError(f"it would take {num_bytes / 2**20:.0f} MiB, more than half of the free memory")

@@ -15,7 +15,7 @@ V2 = "memory.max", "memory.current", "inactive_file"
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch, tmp_path):
-    """With 64 GiB free, half of it in cached files."""
+    """Pretend that 64 GiB are free, half of them in cached files."""
     path = tmp_path / "meminfo"
     path.write_text(f"MemTotal: {96 * 2**20} kB\nMemFree: {32 * 2**20} kB\nMemAvailable:   {64 * 2**20} kB\n")
     monkeypatch.setattr(free_memory, "_MACHINE", path)
