@@ -11,15 +11,17 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from .few_tokens import ANY, has_kernels, most_tokens
-from .kernels.attend import scratch_size
+from .kernels.attend import MOST_AS_THEY_LIE, scratch_size
 from .kernels.program import ATTEND
 from .kernels.runs import divide, extent
+from .kernels.tiles import num_lanes
 from .program import DTYPES, run_operator
 from .tensor_checks import is_plain
 
 NO_TREE = 2**40  # a line after all others
 _FEW = 64  # tokens of a row, where torch multiplies those of prompts
 _NO_PREFIXES = np.zeros(0, np.int64)
+_CACHE = 2**16  # float32 numbers that fill half of a small level 2 cache
 _SMALL = 2**15  # numbers of keys that one thread has read before a second one has begun
 
 
@@ -64,10 +66,10 @@ class SeenLines:
 
 def most_width(dtype: torch.dtype) -> int:
     """
-    Return the tokens of a row up to which compiled code attends: as many as it multiplies if these are any number, so
-    that the way in which a prompt is cut does not change what is computed for a token.
+    Return the tokens of a row up to which compiled code attends: any number where it multiplies any, so that the way in
+    which a prompt is cut does not change what is computed for a token, and on CPUs where torch's is no faster.
     """
-    return ANY if most_tokens(dtype) == ANY else _FEW
+    return ANY if most_tokens(dtype) == ANY or num_lanes() == 8 else _FEW
 
 
 def can_attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None = None) -> bool:
@@ -131,7 +133,10 @@ def division(lines: SeenLines, heads: int, kv_heads: int, size: int, num_threads
     parts = min(-(-2 * num_threads // (len(lines.runs) - 1)), kv_heads) if num_threads > 1 else 1
     if lines.prefixes is not None:  # a prefix is read for one head of all rows, then for the next
         parts = kv_heads
-    return parts, lines.most_tokens * scratch_size(-(-kv_heads // parts) * (heads // kv_heads), size, lines.most_lines)
+    queries = lines.most_tokens * (heads // kv_heads)  # of a key/value head
+    if queries > MOST_AS_THEY_LIE:  # keys and values stay in the cache, and so should scores
+        parts = max(parts, -(-kv_heads // max(1, _CACHE // (queries * lines.most_lines))))
+    return parts, scratch_size(-(-kv_heads // parts) * queries, size, lines.most_lines)
 
 
 def runs_of(rows: np.ndarray) -> np.ndarray:

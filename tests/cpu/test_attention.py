@@ -178,6 +178,15 @@ def test_a_tokens_result_does_not_depend_on_the_others(dtype):
         assert torch.equal(few_token_attention(queries, keys, values, lines), together)
 
 
+def test_heads_are_divided_so_that_the_scores_of_prompts_stay_in_the_cache():
+    tokens = np.arange(16)
+    for num_lines, parts in ((500, 1), (3000, 4)):
+        lines = SeenLines(np.zeros(16, np.int64), num_lines + tokens, runs_of(np.zeros(16, np.int64)))
+        assert attention.division(lines, 12, 4, 64, 1)[0] == parts
+    one = SeenLines(np.zeros(1, np.int64), np.array([30_000]), np.array([0, 1]))
+    assert attention.division(one, 12, 4, 64, 1)[0] == 1
+
+
 def test_what_is_no_number_stays_so_and_its_own():
     queries, keys, values = numbers(3, 2, 32), numbers(40, 2, 32), numbers(41, 2, 32)[1:]
     queries[1, 0, 3] = torch.nan

@@ -3,10 +3,11 @@
 import numpy as np
 
 from ...jit import inner
-from ...jit.pointers import ahead, float32_at, get, int64_at, like, power_of_two, prefetch, put, rounded, take
+from ...jit.pointers import ahead, float32_at, get, int64_at, like, prefetch, put, rounded, take
 from .gates import exponential
 from .multiply import largest_tile, tile_width
-from .tiles import MOST_SUMS, add_weighted, largest, tile
+from .softmax import exponentiate, largest
+from .tiles import add_weighted, most_sums, tile, tokens_at
 
 # Compiled code is called with the address of these numbers, int64 each but for `scale`, which is float64.
 # next: incremented by the thread that takes the next share of the work; threads: by each thread that takes part.
@@ -34,23 +35,22 @@ ATTEND_FIELDS = tuple(
     _SCRATCH_SIZE, _SCALE,
 ) = range(24)  # fmt: skip
 MOST_TOKENS = 8  # tokens of a run
-_BLOCK = 32  # lines that are read for all heads and tokens before the next ones are
+# Lines that are read for all heads and tokens before the next ones are; fewer, where reading takes longest.
+_BLOCK, _SMALL_BLOCK = 64, 32
 _LINE = 16  # numbers, which fill a line of the processor's cache in float32
+MOST_AS_THEY_LIE = 6  # queries of a head, up to which values are multiplied as they lie in memory
 
 _ITEMSIZE = 4  # bytes of float32
-_UNITS = np.float32(2.0**33)  # of sums of exponentials; sums stay below 2 ** 63
-_LEAST = np.float32(-87.0)  # exponentials of lower numbers would be subnormal
-_PER_LOG2, _HALF = np.float32(1.4426950408889634), np.float32(0.5)
-_LOG2_HIGH, _LOG2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
-# Coefficients of the exponential up to half the logarithm of 2, by Cephes (Moshier).
-_P0, _P1, _P2 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
-_P3, _P4, _P5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
+_UNITS = np.float32(2.0**33)  # of sums of exponentials
 _ZERO, _ONE, _UNLIKELY = np.float32(0.0), np.float32(1.0), np.float32(-np.inf)
 
 
-def scratch_size(heads: int, size: int, most_lines: int) -> int:
-    """Return the float32 numbers that a thread needs for a token with `heads` heads: results, queries, and scores."""
-    return heads * (2 * size + most_lines)
+def scratch_size(queries: int, size: int, most_lines: int) -> int:
+    """
+    Return the float32 numbers that a thread needs for so many queries: sums of exponentials, highest scores, results,
+    the queries themselves, a block of values, and scores.
+    """
+    return -(-(queries * (2 + 1 + 2 * size + most_lines) + _BLOCK * size) // _LINE) * _LINE
 
 
 @inner
@@ -66,12 +66,12 @@ def attend(a, numbers, kind):
     while number < a[_NUM_RUNS] * a[_PARTS]:
         run, begin, end = _share(a, number)
         first, last = int64_at(a[_RUNS])[run], int64_at(a[_RUNS])[run + 1]
-        num, some = (last - first) * a[_GROUPS], (end - begin) * a[_SIZE]
-        own = like(kind, scratch + num * some * _ITEMSIZE)
+        num = (last - first) * a[_GROUPS]  # queries of a head
+        place = scratch + 3 * (end - begin) * num * _ITEMSIZE
+        results, own = float32_at(place), tokens_at(kind, place + (end - begin) * num * a[_SIZE] * _ITEMSIZE)
         for head in range(begin, end):
             _gather(a, first, last, head, queries, ahead(own, (head - begin) * num * a[_SIZE]))
-        results, scores = float32_at(scratch), float32_at(scratch + 2 * num * some * _ITEMSIZE)
-        _attend(a, first, last, begin, end, scale, own, keys, values, results, scores)
+        _attend(a, (first, last, begin, end), scale, own, keys, values, results, scratch)
         for head in range(begin, end):
             _scatter(a, first, last, head, ahead(results, (head - begin) * num * a[_SIZE]), outputs)
         number = take(ahead(a, _NEXT))
@@ -94,7 +94,7 @@ def _gather(a, first, last, head, queries, own):
     for token in range(first, last):
         place = (token * a[_KV_HEADS] + head) * length
         for index in range(length):
-            own[(token - first) * length + index] = queries[place + index]
+            put(own, (token - first) * length + index, get(queries, place + index))
 
 
 @inner
@@ -117,11 +117,13 @@ def _gate(a, token, head, outputs):
 
 
 @inner
-def _attend(a, first_token, last_token, begin, end, scale, queries, keys, values, results, scores):
+def _attend(a, run, scale, queries, keys, values, results, scratch):
     """
-    Compute attention of all queries of some tokens that belong to key/value heads from `begin` to `end`. Queries and
-    results are `[heads, tokens, groups, size]`, scores have as many rows, one number for each line of the run.
+    Compute attention of all queries of a run, which is its first token and the end of the last one, and so for its
+    key/value heads. Queries and results are `[heads, tokens, groups, size]`, scores have as many rows, one number for
+    each line of the run.
     """
+    first_token, last_token, begin, end = run
     firsts, counts, groups, size = int64_at(a[_FIRSTS]), int64_at(a[_COUNTS]), a[_GROUPS], a[_SIZE]
     first, last = firsts[first_token], firsts[first_token] + counts[first_token]
     low, high = first, last  # lines that all tokens attend to; none, where their windows have none in common
@@ -133,67 +135,118 @@ def _attend(a, first_token, last_token, begin, end, scale, queries, keys, values
     if a[_PREFIXES]:
         prefix, shared = int64_at(a[_PREFIXES])[first_token], int64_at(a[_PREFIX_COUNTS])[first_token]
     num, some = shared + last - first, (last_token - first_token) * groups  # of lines, and of a head's queries
-    for block in range(prefix, prefix + shared, _BLOCK):
-        stop = min(block + _BLOCK, prefix + shared)
-        for head in range(end - begin):
-            own = ahead(scores, head * some * num - prefix)
-            _score(
-                a, begin + head, some, block, stop, prefix + shared, num, ahead(queries, head * some * size), keys, own
-            )
-    for block in range(first, last, _BLOCK):
-        # Also for lines that some tokens do not attend to, whose scores are not read.
-        stop = min(block + _BLOCK, last)
-        for head in range(end - begin):
-            own = ahead(scores, head * some * num + shared - first)
-            _score(a, begin + head, some, block, stop, last, num, ahead(queries, head * some * size), keys, own)
-    for row in range((end - begin) * some):
+    rows = (end - begin) * some
+    totals, highest = int64_at(scratch), float32_at(scratch + 2 * rows * _ITEMSIZE)
+    wide = float32_at(scratch + (3 + 2 * size) * rows * _ITEMSIZE)
+    scores = ahead(wide, _BLOCK * size)
+    before, own = (prefix, prefix + shared, prefix, prefix + shared), (first, last, low, high)
+    before_scores, own_scores = ahead(scores, -prefix), ahead(scores, shared - first)  # entries are those of lines
+    _score_lines(a, run, before, num, queries, keys, before_scores)
+    _score_lines(a, run, own, num, queries, keys, own_scores)
+    for row in range(rows):
         token = first_token + row % some // groups
         # Rows with a prefix attend to all of their lines, so that these follow those of the prefix.
-        own = ahead(scores, row * num + firsts[token] - first)
-        _hide(a, token, ahead(own, shared), _UNLIKELY)
-        share = _ONE / _exponentiate(own, shared + counts[token], scale)
-        for line in range(shared + counts[token]):
-            own[line] *= share
-        _hide(a, token, ahead(own, shared), _ZERO)
-    for index in range((end - begin) * some * size):
+        seen = ahead(scores, row * num + firsts[token] - first)
+        _hide(a, token, ahead(seen, shared))
+        totals[row], highest[row] = 0, largest(seen, shared + counts[token])
+    for index in range(rows * size):
         results[index] = _ZERO
-    for block in range(prefix, prefix + shared, _BLOCK):
-        stop = min(block + _BLOCK, prefix + shared)
-        for head in range(end - begin):
-            own, sums = ahead(scores, head * some * num - prefix), ahead(results, head * some * size)
-            _add(a, begin + head, some, block, stop, num, own, values, sums)
-    for block in range(first, last, _BLOCK):
-        stop = min(block + _BLOCK, last)
-        for head in range(end - begin):
-            own, sums = ahead(scores, head * some * num + shared - first), ahead(results, head * some * size)
-            # Each token's lines in their order: those before the ones that all attend to, these, and those after them.
-            _add_own(a, first_token, last_token, begin + head, block, min(stop, low), num, own, values, sums)
-            _add(a, begin + head, some, max(block, low), min(stop, high), num, own, values, sums)
-            _add_own(a, first_token, last_token, begin + head, max(block, high), stop, num, own, values, sums)
+    _add_lines(a, run, before, num, scale, before_scores, values, wide, highest, totals, results)
+    _add_lines(a, run, own, num, scale, own_scores, values, wide, highest, totals, results)
+    for row in range(rows):
+        share, result = _UNITS / np.float32(totals[row]), ahead(results, row * size)
+        for index in range(size):
+            result[index] *= share
 
 
 @inner
-def _add_own(a, first_token, last_token, head, low, high, num, weights, values, sums):
-    """Add up the values of lines from `low` to `high`, each token those that it attends to, as `_add` does."""
-    for token in range(first_token, last_token):
-        begin, row = int64_at(a[_FIRSTS])[token], (token - first_token) * a[_GROUPS]
-        own, found = ahead(weights, row * num), ahead(sums, row * a[_SIZE])
-        _add(
-            a,
-            head,
-            a[_GROUPS],
-            max(low, begin),
-            min(high, begin + int64_at(a[_COUNTS])[token]),
-            num,
-            own,
-            values,
-            found,
-        )
+def _score_lines(a, run, lines, num, queries, keys, scores):
+    """Compute the scores of lines, also for tokens that do not attend to them, which do not read these."""
+    (first_token, last_token, begin, end), (first, last, _, _) = run, lines
+    some, step = (last_token - first_token) * a[_GROUPS], _lines_at_once(a, run)
+    for block in range(first, last, step):
+        stop = min(block + step, last)
+        for head in range(end - begin):
+            own, found = ahead(queries, head * some * a[_SIZE]), ahead(scores, head * some * num)
+            _score(a, begin + head, some, block, stop, last, num, own, keys, found)
 
 
 @inner
-def _hide(a, token, scores, value):
-    """Put `value` in place of the scores of nodes that the token does not attend to."""
+def _lines_at_once(a, run):
+    return _SMALL_BLOCK if (run[1] - run[0]) * a[_GROUPS] <= MOST_AS_THEY_LIE else _BLOCK
+
+
+@inner
+def _add_lines(a, run, lines, num, scale, scores, values, wide, highest, totals, results):
+    """
+    Replace the scores of lines by exponentials of their scaled distance to the highest, and add these to the queries'
+    totals, and the values that they weigh to their results.
+    """
+    (first_token, last_token, begin, end), (first, last, low, high) = run, lines
+    some, size, step = (last_token - first_token) * a[_GROUPS], a[_SIZE], _lines_at_once(a, run)
+    for block in range(first, last, step):
+        stop = min(block + step, last)
+        part = block, stop, low, high
+        for head in range(end - begin):
+            row = head * some
+            weights, own, sums = (
+                ahead(scores, row * num),
+                ahead(values, (begin + head) * size),
+                ahead(results, row * size),
+            )
+            for query in range(some):
+                start, count = _seen_part(a, first_token + query // a[_GROUPS], part)
+                if count > 0:
+                    found = ahead(weights, query * num + start)
+                    totals[row + query] += exponentiate(found, count, highest[row + query], scale)
+            if some <= MOST_AS_THEY_LIE:
+                _add_part(a, run, part, num, weights, own, a[_KV_HEADS] * size, sums)
+            else:
+                _widen(a, block, stop, own, wide)
+                _add_part(a, run, part, num, weights, ahead(wide, -block * size), size, sums)
+
+
+@inner
+def _seen_part(a, token, part):
+    """Return the first of the lines, and the number of them, that a token attends to."""
+    block, stop, low, high = part
+    first = int64_at(a[_FIRSTS])[token]
+    start = block if block >= low else max(block, first)
+    return start, (stop if stop <= high else min(stop, first + int64_at(a[_COUNTS])[token])) - start
+
+
+@inner
+def _widen(a, block, stop, values, wide):
+    """Copy the values of lines next to one another, as float32."""
+    size, stride = a[_SIZE], a[_KV_HEADS] * a[_SIZE]
+    for line in range(block, stop):
+        own, rows = ahead(wide, (line - block) * size), ahead(values, line * stride)
+        for index in range(size):
+            own[index] = get(rows, index)
+
+
+@inner
+def _add_part(a, run, part, num, weights, values, stride, sums):
+    """Add up values, each token's lines in their order: first and last those that not all tokens attend to."""
+    block, stop, low, high = part
+    _add_own(a, run, block, min(stop, low), num, weights, values, stride, sums)
+    some = (run[1] - run[0]) * a[_GROUPS]
+    _add(a, some, max(block, low), min(stop, high), num, weights, values, stride, sums)
+    _add_own(a, run, max(block, high), stop, num, weights, values, stride, sums)
+
+
+@inner
+def _add_own(a, run, low, high, num, weights, values, stride, sums):
+    """Add up the values of lines from `low` to `high`, each token those that it attends to."""
+    for token in range(run[0], run[1]):
+        begin, row = int64_at(a[_FIRSTS])[token], (token - run[0]) * a[_GROUPS]
+        own, found, end = ahead(weights, row * num), ahead(sums, row * a[_SIZE]), begin + int64_at(a[_COUNTS])[token]
+        _add(a, a[_GROUPS], max(low, begin), min(high, end), num, own, values, stride, found)
+
+
+@inner
+def _hide(a, token, scores):
+    """Make the weights of nodes that the token does not attend to 0."""
     if a[_NODES]:
         line, place = int64_at(a[_NODES])[token] - int64_at(a[_FIRSTS])[token], token
         end = int64_at(a[_COUNTS])[token] - line
@@ -201,7 +254,7 @@ def _hide(a, token, scores, value):
             bits = int64_at(a[_BITS])[place]
             for node in range(max(-line, first), min(first + 64, end) if bits != -1 else 0):
                 if not bits >> (node - first) & 1:
-                    scores[line + node] = value
+                    scores[line + node] = _UNLIKELY
             place += a[_DISTANCE]
 
 
@@ -231,35 +284,14 @@ def _score(a, head, num_queries, low, high, last, num, queries, keys, scores):
 
 
 @inner
-def _add(a, head, num_queries, low, high, num, weights, values, sums):
-    """Add up the values of lines from `low` to `high` with the weights of neighbouring queries of a key/value head."""
-    size, stride, query = a[_SIZE], a[_KV_HEADS] * a[_SIZE], 0
+def _add(a, num_queries, low, high, num, weights, values, stride, sums):
+    """
+    Add up the values of lines from `low` to `high`, which lie `stride` numbers apart, with the weights of neighbouring
+    queries.
+    """
+    size, query = a[_SIZE], 0
     while query < num_queries and low < high:
-        some = tile_width(num_queries - query, MOST_SUMS)
-        own, rows = ahead(weights, query * num + low), ahead(values, low * stride + head * size)
-        add_weighted(some, own, num, rows, stride, high - low, size, ahead(sums, query * size))
+        some = tile_width(num_queries - query, most_sums())
+        own = ahead(weights, query * num + low)
+        add_weighted(some, own, num, ahead(values, low * stride), stride, high - low, size, ahead(sums, query * size))
         query += some
-
-
-@inner
-def _exponentiate(scores, num, scale):
-    """Replace scores by exponentials of their scaled distance to the highest; return the exponentials' sum."""
-    highest = largest(scores, num)
-    total = np.int64(0)  # in fixed point, so that no order of addition changes the sum
-    for line in range(num):
-        found = _exponential((scores[line] - highest) * scale)
-        scores[line] = found
-        total += np.int64(found * _UNITS)  # any number for a NaN, whose own weight stays NaN
-    return np.float32(total) / _UNITS
-
-
-@inner
-def _exponential(x):
-    """Return the exponential of a float32 of at most 0, exact but for the last bit or two; NaN stays NaN."""
-    if x < _LEAST:
-        x = _LEAST
-    power = np.int32(x * _PER_LOG2 - _HALF)
-    whole = np.float32(power)
-    x = x - whole * _LOG2_HIGH - whole * _LOG2_LOW
-    sum_of_powers = ((((_P0 * x + _P1) * x + _P2) * x + _P3) * x + _P4) * x + _P5
-    return (sum_of_powers * x * x + x + _ONE) * power_of_two(power)

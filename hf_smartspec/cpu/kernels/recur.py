@@ -8,7 +8,7 @@ from ...jit import inner
 from ...jit.pointers import ahead, float32_at, int64_at, take
 from .gates import exponential
 from .multiply import largest_tile, tile_width
-from .tiles import MOST_SUMS, add_weighted, sum_of_squares, tile
+from .tiles import add_weighted, most_sums, sum_of_squares, tile
 
 # Compiled code is called with the address of these numbers, int64 each but for `eps` and `scale`, which are float64.
 # Numbers at addresses are float32 where nothing else is said.
@@ -209,7 +209,7 @@ def _recur(a, of_row, parents, head, keys, sums, rates, products, state):
         sums[index] = _ZERO
     first = 0 if a[_IS_DELTA] else num  # without the delta rule, no key reads the state
     while first < 2 * num:
-        some = min(2 * num - first, MOST_SUMS)
+        some = min(2 * num - first, most_sums())
         own = ahead(sums, first * value_size)
         add_weighted(some, ahead(keys, first * size), size, state, value_size, size, value_size, own)
         first += some
@@ -282,7 +282,7 @@ def _advance(a, of_row, parents, head, keys, weights, rows, rates, state):
         rate, token = rate * rates[token], parents[token]
     line = 0
     while line < size:
-        some = min(size - line, MOST_SUMS)
+        some = min(size - line, most_sums())
         own = ahead(state, line * value_size)
         for index in range(some * value_size):
             own[index] *= rate

@@ -11,7 +11,8 @@ from ...jit import inner
 from ...jit.pointers import ahead, float32_at, get, int8_at, int64_at, like, take
 from ...jit.writing import FLOAT, I64, written
 from .dots import GROUP, PART
-from .tiles import largest, tile
+from .softmax import largest
+from .tiles import tile
 
 # Compiled code is called with the address of these numbers, int64 each.
 # next: incremented by the thread that takes the next share of the work: `share` neighbouring chunks of a token.

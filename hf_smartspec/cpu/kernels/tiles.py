@@ -23,7 +23,9 @@ from ...jit.writing import (
 )
 
 _FIRST_LLVM = 16  # the first release whose intrinsic for pairs takes vectors of bfloat16
-MOST_SUMS, _TOGETHER = 4, 4  # sums of rows, and vectors of a row, that are computed side by side
+# Sums of rows, by lanes, and vectors of a row, that are computed side by side: these sums, a vector and its factors fit
+# the CPU's registers, 32 of 16 numbers or 16 of 8.
+_MOST_SUMS, _TOGETHER = {16: 4, 8: 3}, 4
 _FEW_SUMS = 8  # sums that leave enough registers for all numbers that are read
 PACE = 2**12  # numbers of a row, for which a tile's `pace` is given
 _LINE = 64  # bytes
@@ -51,6 +53,26 @@ def has_pairs() -> bool:
 def lanes(typing_context):
     """Return `num_lanes`, as a constant of compiled code."""
     return types.int64(), lambda context, builder, signature, arguments: I64(num_lanes())
+
+
+@intrinsic
+def tokens_at(typing_context, kind, address):
+    """
+    Return the pointer to numbers at `address` by which `tile` multiplies those of the type that `kind` points to: of
+    float32, or of the same type where the CPU multiplies pairs of bfloat16.
+    """
+    pointer = kind if has_pairs() else types.CPointer(types.float32)
+
+    def generate(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[1], context.get_value_type(signature.return_type))
+
+    return pointer(kind, types.int64), generate
+
+
+@intrinsic
+def most_sums(typing_context):
+    """Return the most sums of `add_weighted`, as a constant of compiled code."""
+    return types.int64(), lambda context, builder, signature, arguments: I64(_MOST_SUMS[num_lanes()])
 
 
 @intrinsic
@@ -84,8 +106,8 @@ def tile(
         weight, token, output = (signature.args[place].dtype for place in (2, 3, 5))
         factors = numbers = _vectors(builder, weight)
         if token != weight:  # tokens were widened
-            factors, numbers = (_Lanes(builder, num_lanes(), kind) for kind in (weight, token))
-        kinds = factors, numbers, _Lanes(builder, num_lanes(), output)
+            factors, numbers = (Lanes(builder, num_lanes(), kind) for kind in (weight, token))
+        kinds = factors, numbers, Lanes(builder, num_lanes(), output)
         sizes = [(rows, number) for rows, tokens in _SIZES[num_lanes()].items() for number in tokens]
         done = builder.append_basic_block("done")
         size = builder.switch(_code_of(builder, *arguments[:2]), done)
@@ -108,7 +130,7 @@ def sum_of_squares(typing_context, numbers, length):
 
     def generate(context, builder, signature, arguments):
         pointer, length = arguments
-        vectors = _Lanes(builder, num_lanes(), signature.args[0].dtype)
+        vectors = Lanes(builder, num_lanes(), signature.args[0].dtype)
         sums = vectors.zeros()
         with cgutils.for_range_slice(builder, I64(0), length, I64(vectors.number), I64) as (begin, _):
             own = vectors.load(pointer, begin)
@@ -119,48 +141,18 @@ def sum_of_squares(typing_context, numbers, length):
 
 
 @intrinsic
-def largest(typing_context, numbers, length):
-    """Return the largest of `length` float32; one that is NaN is passed over, unless it is the first."""
-
-    def generate(context, builder, signature, arguments):
-        pointer, length = arguments
-        kind = ir.VectorType(FLOAT, num_lanes())
-        found = cgutils.alloca_once_value(builder, builder.load(pointer))
-
-        def keep(number):
-            most = builder.load(found)
-            builder.store(builder.select(builder.fcmp_ordered(">", number, most), number, most), found)
-
-        whole, first = builder.and_(length, I64(-num_lanes())), ir.Constant(ir.VectorType(I32, num_lanes()), None)
-        with builder.if_then(builder.icmp_signed("!=", whole, I64(0))):
-            one = builder.insert_element(ir.Constant(kind, ir.Undefined), builder.load(found), I32(0))
-            several = cgutils.alloca_once_value(builder, builder.shuffle_vector(one, one, first))
-            with cgutils.for_range_slice(builder, I64(0), whole, I64(num_lanes()), I64) as (begin, _):
-                own = builder.load(builder.bitcast(builder.gep(pointer, [begin]), kind.as_pointer()), align=4)
-                most = builder.load(several)
-                builder.store(builder.select(builder.fcmp_ordered(">", own, most), own, most), several)
-            for lane in range(num_lanes()):
-                keep(builder.extract_element(builder.load(several), I32(lane)))
-        with cgutils.for_range_slice(builder, whole, length, I64(1), I64) as (index, _):
-            keep(builder.load(builder.gep(pointer, [index])))
-        return builder.load(found)
-
-    return types.float32(numbers, types.int64), generate
-
-
-@intrinsic
 def add_weighted(typing_context, num_sums, weights, num_weights, rows, stride, num, length, outputs):
     """
     Add `num` weighted rows to each of `num_sums` neighbouring outputs of `length` numbers, a multiple of 16. Rows lie
     `stride` numbers apart. Each output has its own weights, `num_weights` numbers after those of the output before.
-    Weights and outputs are float32. `num_sums` is 1 to `MOST_SUMS`; otherwise the outputs stay as they are.
+    Weights and outputs are float32. `num_sums` is 1 to `most_sums`; otherwise the outputs stay as they are.
     """
 
     def generate(context, builder, signature, arguments):
-        vectors = _Lanes(builder, num_lanes(), signature.args[3].dtype)
+        vectors = Lanes(builder, num_lanes(), signature.args[3].dtype)
         done = builder.append_basic_block("done")
         size = builder.switch(arguments[0], done)
-        for num_sums in range(1, MOST_SUMS + 1):
+        for num_sums in range(1, _MOST_SUMS[num_lanes()] + 1):
             block = builder.append_basic_block(f"sums_{num_sums}")
             size.add_case(I64(num_sums), block)
             builder.position_at_end(block)
@@ -186,21 +178,21 @@ def _write_sums(vectors, num_sums, weights, num_weights, rows, stride, num, leng
             sums = [[vectors.sum_at(pointer) for pointer in pointers] for pointers in results]
             with cgutils.for_range_slice(builder, I64(0), num, I64(1), I64) as (row, _):
                 begins = builder.mul(row, stride)
-                numbers = [vectors.load(rows, builder.add(begins, place)) for place in places]
-                for own in range(num_sums):
-                    index = builder.add(builder.mul(I64(own), num_weights), row)
-                    weight = vectors.filled_with(builder.load(builder.gep(weights, [index])))
-                    for total, vector in zip(sums[own], numbers):
-                        vectors.add_products(total, weight, vector)
+                indices = [builder.add(builder.mul(I64(own), num_weights), row) for own in range(num_sums)]
+                factors = [vectors.filled_with(builder.load(builder.gep(weights, [index]))) for index in indices]
+                for number, place in enumerate(places):
+                    vector = vectors.load(rows, builder.add(begins, place))
+                    for own in range(num_sums):
+                        vectors.add_products(sums[own][number], factors[own], vector)
             for pointers, totals in zip(results, sums):
                 for pointer, total in zip(pointers, totals):
                     vectors.store_sum(total, pointer)
         begin = end
 
 
-def _vectors(builder: ir.IRBuilder, kind: types.Type) -> "_Lanes":
+def _vectors(builder: ir.IRBuilder, kind: types.Type) -> "Lanes":
     """Return the writer for products of numbers of `kind` with one another."""
-    return (_Pairs if kind == types.uint16 and has_pairs() else _Lanes)(builder, num_lanes(), kind)
+    return (_Pairs if kind == types.uint16 and has_pairs() else Lanes)(builder, num_lanes(), kind)
 
 
 def _code_of(builder: ir.IRBuilder, num_rows: ir.Value, num_tokens: ir.Value) -> ir.Value:
@@ -230,7 +222,7 @@ def _write_tile(kinds, num_rows, num_tokens, weight, tokens, bias, outputs, leng
         results.store_few(totals, builder.gep(outputs, [builder.mul(I64(token), stride)]))
 
 
-class _Lanes:
+class Lanes:
     """
     Writer of instructions on vectors of `number` float32.
 
@@ -314,7 +306,7 @@ class _Lanes:
         return builder.shuffle_vector(vectors[0], vectors[0], own)
 
 
-class _Pairs(_Lanes):
+class _Pairs(Lanes):
     """
     Writer of instructions on vectors of twice as many bfloat16, of which neighbours' products are added to one float32.
     The rest after whole vectors is half a vector.

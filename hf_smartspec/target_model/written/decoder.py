@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...cpu.attention import most_width
-from ...cpu.few_tokens import ANY
+from ...cpu.few_tokens import ANY, most_tokens
 from ...cpu.screening import Picks
 from ...gpu.elementwise import can_rotate, rotate_and_write
 from ...log import get_logger
@@ -62,7 +61,7 @@ class WrittenDecoder:
         compiled, windows = self._compiled, {layer.window for layer in self.plan.layers}
         is_determined = all(window is None or window >= _TYPICAL_TREE for window in windows)
         is_determined = is_determined and all(layer.delta is None for layer in self.plan.layers)
-        return compiled is not None and most_width(compiled.dtype) == ANY and is_determined
+        return compiled is not None and most_tokens(compiled.dtype) == ANY and is_determined
 
     def __call__(
         self,

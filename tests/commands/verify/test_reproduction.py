@@ -16,8 +16,7 @@ from hf_smartspec.commands.verify.comparison import TokenCheck
 from hf_smartspec.commands.verify.drafts import Drafting, ReplayCandidates, ways_of_drafting
 from hf_smartspec.commands.verify.report import Report, print_report
 from hf_smartspec.commands.verify.reproduction import Reproducer, Reproduction
-from hf_smartspec.cpu.attention import most_width
-from hf_smartspec.cpu.few_tokens import ANY
+from hf_smartspec.cpu.few_tokens import ANY, most_tokens
 from hf_smartspec.decoding.statistics import GenerationStatistics
 from hf_smartspec.prepare.config import SmartSpecConfig
 
@@ -43,7 +42,7 @@ def report_of(model, **options) -> Report:
     return Report("folder", "auto", setting, "here", [7, 72, 2], 8, rounding, plain_tokens=plain_tokens, **options)
 
 
-@pytest.mark.skipif(most_width(torch.bfloat16) < ANY, reason="long prompts are left to torch on this CPU")
+@pytest.mark.skipif(most_tokens(torch.bfloat16) < ANY, reason="long prompts are left to torch on this CPU")
 @pytest.mark.parametrize("decoding", DECODINGS, ids=["greedy", "sampled"])
 def test_every_way_has_the_tokens_of_each_prompt_alone(decoding):
     model = model_of(dtype=torch.bfloat16)
@@ -91,7 +90,7 @@ def test_what_is_not_reproduced_is_said_beside_ties():
     assert "Lossless:" not in stream.getvalue()
 
 
-@pytest.mark.skipif(most_width(torch.bfloat16) < ANY, reason="long prompts are left to torch on this CPU")
+@pytest.mark.skipif(most_tokens(torch.bfloat16) < ANY, reason="long prompts are left to torch on this CPU")
 def test_differences_found_before_an_interruption_are_failures(monkeypatch):
     def compare(self, decoding):
         yield Reproduction("greedy", "auto", 1, 3, 36, 1)
@@ -112,7 +111,7 @@ def test_drafters_that_never_draft_are_named():
     assert report.warnings == ["SilentCandidates: no drafts, so that nothing was verified; use other or more prompts"]
 
 
-@pytest.mark.skipif(most_width(torch.bfloat16) < ANY, reason="long prompts are left to torch on this CPU")
+@pytest.mark.skipif(most_tokens(torch.bfloat16) < ANY, reason="long prompts are left to torch on this CPU")
 def test_the_command_compares_them_in_half_precision_only():
     for dtype, num in ((torch.bfloat16, 2 * (3 + 4 + 4)), (torch.float32, 0)):
         model = model_of(dtype=dtype)

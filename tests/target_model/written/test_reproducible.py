@@ -4,15 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from hf_smartspec.cpu.attention import most_width
-from hf_smartspec.cpu.few_tokens import ANY
+from hf_smartspec.cpu.few_tokens import ANY, most_tokens
 from hf_smartspec.drafts.tree import DraftTree
 from hf_smartspec.target_model.layout.rows import RowInput
 from hf_smartspec.target_model.written import packed_forward, written_decoder
 
 from ...models import new_model
 
-DTYPES = [dtype for dtype in (torch.bfloat16, torch.float32) if most_width(dtype) == ANY]
+DTYPES = [dtype for dtype in (torch.bfloat16, torch.float32) if most_tokens(dtype) == ANY]
 pytestmark = pytest.mark.skipif(not DTYPES, reason="long prompts are left to torch on this CPU")
 TEXT = np.random.default_rng(0).integers(3, 90, 170)
 

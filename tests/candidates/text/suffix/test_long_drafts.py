@@ -6,8 +6,7 @@ import torch
 
 import hf_smartspec
 from hf_smartspec import FixedLength, SmartSpecConfig, SuffixTreeCandidates
-from hf_smartspec.cpu.attention import most_width
-from hf_smartspec.cpu.few_tokens import ANY
+from hf_smartspec.cpu.few_tokens import ANY, most_tokens
 
 from ....covering import exhaustive
 from ....generate.helpers import VOCAB_SIZE, prompts, tiny_llama
@@ -39,7 +38,7 @@ class Watched(FixedLength):
 @pytest.mark.parametrize("sampling", [{}, *exhaustive([{"do_sample": True, "seed": 3}])])
 def test_tokens_are_the_plain_ones(name, dtype, sampling):
     """SuffixDecoding, section 4.2 (figure 5): trees that branch, with a path of dozens of tokens that is accepted."""
-    if dtype == torch.bfloat16 and most_width(dtype) != ANY:
+    if dtype == torch.bfloat16 and most_tokens(dtype) != ANY:
         pytest.skip("rounds by the number of tokens here")
     model = tiny_llama(head_dim=16).to(dtype)
     arguments = prompts([70, 66]) | sampling | {"max_new_tokens": NEW_TOKENS, "eos_token_id": None}
