@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .few_tokens import ANY, has_kernels, most_tokens
 from .kernels.attend import MOST_AS_THEY_LIE, scratch_size
+from .kernels.multiply import CACHE
 from .kernels.program import ATTEND
 from .kernels.runs import divide, extent
 from .kernels.tiles import num_lanes
@@ -21,7 +22,6 @@ from .tensor_checks import is_plain
 NO_TREE = 2**40  # a line after all others
 _FEW = 64  # tokens of a row, where torch multiplies those of prompts
 _NO_PREFIXES = np.zeros(0, np.int64)
-_CACHE = 2**16  # float32 numbers that fill half of a small level 2 cache
 _SMALL = 2**15  # numbers of keys that one thread has read before a second one has begun
 
 
@@ -67,7 +67,8 @@ class SeenLines:
 def most_width(dtype: torch.dtype) -> int:
     """
     Return the tokens of a row up to which compiled code attends: any number where it multiplies any, so that the way in
-    which a prompt is cut does not change what is computed for a token, and on CPUs where torch's is no faster.
+    which a prompt is cut does not change what is computed for a token, and with AVX2, where torch's is no faster
+    (measured on an AMD).
     """
     return ANY if most_tokens(dtype) == ANY or num_lanes() == 8 else _FEW
 
@@ -134,8 +135,8 @@ def division(lines: SeenLines, heads: int, kv_heads: int, size: int, num_threads
     if lines.prefixes is not None:  # a prefix is read for one head of all rows, then for the next
         parts = kv_heads
     queries = lines.most_tokens * (heads // kv_heads)  # of a key/value head
-    if queries > MOST_AS_THEY_LIE:  # keys and values stay in the cache, and so should scores
-        parts = max(parts, -(-kv_heads // max(1, _CACHE // (queries * lines.most_lines))))
+    if lines.most_tokens > 1 and queries > MOST_AS_THEY_LIE:  # computing takes longest, with scores in the cache
+        parts = max(parts, -(-kv_heads // max(1, CACHE // (queries * lines.most_lines))))
     return parts, scratch_size(-(-kv_heads // parts) * queries, size, lines.most_lines)
 
 
@@ -155,14 +156,16 @@ def has_attention(dtype: torch.dtype) -> bool:
         return False
     try:
         generator = torch.Generator().manual_seed(0)
-        shapes = (2, 4, 80), (70, 2, 80), (70, 2, 80)
+        shapes = (6, 4, 80), (70, 2, 80), (70, 2, 80)
         queries, keys, values = (torch.randn(shape, generator=generator, device="cpu").to(dtype) for shape in shapes)
+        counts, others = np.array([70, 51, 67, 68, 69, 70]), [NO_TREE] * 5
         lines = SeenLines(
-            np.array([0, 3]), np.array([70, 51]), np.array([0, 2]), np.array([[67, NO_TREE], [0b101, -1]])
+            np.array([0, 3, 0, 0, 0, 0]), counts, np.array([0, 2, 6]), np.array([[67, *others], [0b101, *[-1] * 5]])
         )
         found = few_token_attention(queries, keys, values, lines)
-        sees = torch.zeros(2, 70, dtype=torch.bool, device="cpu")
-        sees[0], sees[0, 68], sees[1, 3:54] = True, False, True
+        seen = [range(first, first + count) for first, count in zip(lines.firsts, counts)]
+        sees = torch.tensor([[line in own for line in range(70)] for own in seen], device="cpu")
+        sees[0, 68] = False
         q, k, v = (item.double().transpose(0, 1) for item in (queries, keys, values))
         expected = scaled_dot_product_attention(q, k, v, attn_mask=sees, enable_gqa=True).transpose(0, 1)
         rtol = 1e-5 if dtype is torch.float32 else 2e-2

@@ -26,7 +26,7 @@ from ..strategies import trees
 pytestmark = pytest.mark.skipif(not has_attention(torch.float32), reason="there is no compiled attention for this CPU")
 
 DTYPES = (torch.float32, torch.bfloat16)
-_STRIDE = 130
+_STRIDE, _LONG = 130, 180
 
 
 def numbers(*shape: int) -> torch.Tensor:
@@ -162,20 +162,37 @@ def test_a_node_of_a_large_tree_gets_the_bits_of_its_path_alone(sizes, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_tokens_result_does_not_depend_on_the_others(dtype):
-    """Bit by bit: neither on who is computed with it, nor on the number of threads."""
-    layout = build_layout([[RowInput(CacheRow(0, length=70, stride=_STRIDE), np.zeros(14, np.int64))]])
-    lines = lines_of(layout, layout.parts, None)
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("window", [None, 5, 40, 100])
+def test_a_tokens_result_does_not_depend_on_the_others(window, groups, dtype):
+    """Bit by bit: neither on who is computed with it, nor on lines that it does not see, nor on the threads."""
+    layout = build_layout([[RowInput(CacheRow(0, length=160, stride=_LONG), np.zeros(14, np.int64))]])
+    lines = lines_of(layout, layout.parts, window)
     assert np.diff(lines.runs).tolist() == [7, 7]
-    queries = numbers(14, 6, 64).to(dtype)
-    keys, values = (numbers(_STRIDE + shift, 2, 64).to(dtype)[shift:] for shift in (0, 1))
+    queries = numbers(14, 2 * groups, 64).to(dtype)
+    keys, values = (numbers(_LONG + shift, 2, 64).to(dtype)[shift:] for shift in (0, 1))
     together = few_token_attention(queries, keys, values, lines)
     for token in range(14):
         own = SeenLines(lines.firsts[token : token + 1], lines.counts[token : token + 1], np.array([0, 1]))
-        assert torch.equal(few_token_attention(queries[token : token + 1], keys, values, own)[0], together[token])
+        seen = slice(own.firsts[0], own.firsts[0] + own.counts[0])
+        alone = [torch.full_like(item, torch.nan) for item in (keys, values)]
+        for item, whole in zip(alone, (keys, values)):
+            item[seen] = whole[seen]
+        assert torch.equal(few_token_attention(queries[token : token + 1], *alone, own)[0], together[token])
     for num in (1, 2, 3):
         torch.set_num_threads(num)
         assert torch.equal(few_token_attention(queries, keys, values, lines), together)
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize(
+    ("firsts", "counts"), [([0, 100], [20, 30]), ([100, 0], [30, 20]), ([0, 0, 200], [10, 150, 20]), ([0, 9], [9, 80])]
+)
+def test_tokens_of_a_run_may_see_no_line_in_common(firsts, counts, groups):
+    lines = SeenLines(np.array(firsts), np.array(counts), np.array([0, len(firsts)]))
+    queries, keys, values = numbers(len(firsts), 2 * groups, 32), numbers(220, 2, 32), numbers(221, 2, 32)[1:]
+    found = few_token_attention(queries, keys, values, lines)
+    assert_close(found, by_masks(queries, keys, values, lines), torch.float32)
 
 
 def test_heads_are_divided_so_that_the_scores_of_prompts_stay_in_the_cache():

@@ -6,7 +6,7 @@ from ...jit import inner
 from ...jit.pointers import ahead, float32_at, get, int64_at, like, prefetch, put, rounded, take
 from .gates import exponential
 from .multiply import largest_tile, tile_width
-from .softmax import exponentiate, largest
+from .softmax import UNITS, exponentiate, largest
 from .tiles import add_weighted, most_sums, tile, tokens_at
 
 # Compiled code is called with the address of these numbers, int64 each but for `scale`, which is float64.
@@ -35,13 +35,14 @@ ATTEND_FIELDS = tuple(
     _SCRATCH_SIZE, _SCALE,
 ) = range(24)  # fmt: skip
 MOST_TOKENS = 8  # tokens of a run
-# Lines that are read for all heads and tokens before the next ones are; fewer, where reading takes longest.
+# Lines that are read for all heads and tokens before the next ones are: `_SMALL_BLOCK` where queries are so few that
+# reading takes longer than computing. `_BLOCK` lines ahead, they are prefetched.
 _BLOCK, _SMALL_BLOCK = 64, 32
 _LINE = 16  # numbers, which fill a line of the processor's cache in float32
 MOST_AS_THEY_LIE = 6  # queries of a head, up to which values are multiplied as they lie in memory
 
 _ITEMSIZE = 4  # bytes of float32
-_UNITS = np.float32(2.0**33)  # of sums of exponentials
+_UNITS = np.float32(UNITS)
 _ZERO, _ONE, _UNLIKELY = np.float32(0.0), np.float32(1.0), np.float32(-np.inf)
 
 
@@ -119,9 +120,9 @@ def _gate(a, token, head, outputs):
 @inner
 def _attend(a, run, scale, queries, keys, values, results, scratch):
     """
-    Compute attention of all queries of a run, which is its first token and the end of the last one, and so for its
-    key/value heads. Queries and results are `[heads, tokens, groups, size]`, scores have as many rows, one number for
-    each line of the run.
+    Compute attention of a run's queries. `run` holds its first token, the end of its last one, its first key/value
+    head, and the end of its last one. Queries and results are `[heads, tokens, groups, size]`, scores have as many
+    rows, one number for each line of the run.
     """
     first_token, last_token, begin, end = run
     firsts, counts, groups, size = int64_at(a[_FIRSTS]), int64_at(a[_COUNTS]), a[_GROUPS], a[_SIZE]
@@ -161,7 +162,7 @@ def _attend(a, run, scale, queries, keys, values, results, scratch):
 
 @inner
 def _score_lines(a, run, lines, num, queries, keys, scores):
-    """Compute the scores of lines, also for tokens that do not attend to them, which do not read these."""
+    """Compute the scores of lines for all tokens; a token ignores those of lines that it does not attend to."""
     (first_token, last_token, begin, end), (first, last, _, _) = run, lines
     some, step = (last_token - first_token) * a[_GROUPS], _lines_at_once(a, run)
     for block in range(first, last, step):
@@ -173,6 +174,7 @@ def _score_lines(a, run, lines, num, queries, keys, scores):
 
 @inner
 def _lines_at_once(a, run):
+    """Return the lines that are read for all heads and tokens before the next ones are."""
     return _SMALL_BLOCK if (run[1] - run[0]) * a[_GROUPS] <= MOST_AS_THEY_LIE else _BLOCK
 
 
@@ -210,9 +212,11 @@ def _add_lines(a, run, lines, num, scale, scores, values, wide, highest, totals,
 def _seen_part(a, token, part):
     """Return the first of the lines, and the number of them, that a token attends to."""
     block, stop, low, high = part
+    if low <= block and stop <= high:  # as in a prefix, to all of which all tokens attend
+        return block, stop - block
     first = int64_at(a[_FIRSTS])[token]
-    start = block if block >= low else max(block, first)
-    return start, (stop if stop <= high else min(stop, first + int64_at(a[_COUNTS])[token])) - start
+    start = max(block, first)
+    return start, min(stop, first + int64_at(a[_COUNTS])[token]) - start
 
 
 @inner
@@ -246,7 +250,7 @@ def _add_own(a, run, low, high, num, weights, values, stride, sums):
 
 @inner
 def _hide(a, token, scores):
-    """Make the weights of nodes that the token does not attend to 0."""
+    """Set the scores of nodes that the token does not attend to to minus infinity, so that they weigh nothing."""
     if a[_NODES]:
         line, place = int64_at(a[_NODES])[token] - int64_at(a[_FIRSTS])[token], token
         end = int64_at(a[_COUNTS])[token] - line

@@ -18,13 +18,13 @@ NEXT, THREADS, NUM_TOKENS, NUM_INPUTS, NUM_OUTPUTS, SHARE, AT_ONCE, WEIGHT, TOKE
 )
 
 _TOKENS = 12  # a multiple of the tokens of tiles
-_CACHE = 2**16  # numbers that fill half of a small level 2 cache
+CACHE = 2**16  # numbers that fill half of a small level 2 cache
 NARROW_TOKENS = 4  # of the largest tile of 8 lanes
 
 
 def tokens_at_once(num_tokens: int, num_inputs: int) -> int:
     """Return the number of tokens that stay in the cache while rows are read."""
-    return min(num_tokens, max(_TOKENS, _CACHE // num_inputs // _TOKENS * _TOKENS))
+    return min(num_tokens, max(_TOKENS, CACHE // num_inputs // _TOKENS * _TOKENS))
 
 
 @inner

@@ -11,7 +11,8 @@ from .tiles import num_lanes
 # An exponential is added up as a whole number of 2^-16 and another of 2^-33, each in 32 bits, so that no order of
 # additions changes the sum. The latter are below 2^17, and sums of `MOST_SCORES` below 2^31.
 MOST_SCORES = 2**13
-_UNITS, _PARTS = 2.0**16, 2.0**17
+_WHOLES, _PARTS = 2.0**16, 2.0**17
+UNITS = _WHOLES * _PARTS
 _LEAST = -87.0  # exponentials of lower numbers would be subnormal, and are 0
 _PER_LOG2, _LOG2_HIGH, _LOG2_LOW = 1.4426950408889634, 0.693359375, -2.12194440e-4
 # Coefficients of the exponential up to half the logarithm of 2, by Cephes (Moshier).
@@ -59,7 +60,7 @@ def largest(typing_context, numbers, length):
 def exponentiate(typing_context, scores, length, highest, scale):
     """
     Replace up to `MOST_SCORES` scores by exponentials of their scaled distance to the highest, exact but for the last
-    bit or two; return the exponentials' sum in units of 2^-33. NaN stays NaN, and adds any number.
+    bit or two; return the exponentials' sum in units of `1 / UNITS`. NaN stays NaN, and adds any number.
     """
 
     def generate(context, builder, signature, arguments):
@@ -67,10 +68,9 @@ def exponentiate(typing_context, scores, length, highest, scale):
         writer = _Exponentials(builder, highest, scale)
         whole = builder.and_(length, I64(-num_lanes()))
         with cgutils.for_range_slice(builder, I64(0), whole, I64(num_lanes()), I64) as (begin, _):
-            own = writer.pointer_to(pointer, begin)
-            builder.store(writer.add(builder.load(own, align=4)), own, align=4)
+            writer.replace(writer.pointer_to(pointer, begin))
         with builder.if_then(builder.icmp_signed("!=", whole, length)):
-            writer.add_few(writer.pointer_to(pointer, whole), builder.trunc(builder.sub(length, whole), I32))
+            writer.replace_few(writer.pointer_to(pointer, whole), builder.trunc(builder.sub(length, whole), I32))
         return writer.total()
 
     return types.int64(scores, types.int64, types.float32, types.float32), generate
@@ -84,30 +84,28 @@ class _Exponentials:
         self.floats, self.integers = ir.VectorType(FLOAT, number), ir.VectorType(I32, number)
         self.highest, self.scale = self._filled(highest), self._filled(scale)
         zeros = ir.Constant(self.integers, [0] * number)
-        self.sums = [cgutils.alloca_once_value(builder, zeros) for _ in (_UNITS, _PARTS)]
+        self.sums = [cgutils.alloca_once_value(builder, zeros) for _ in (_WHOLES, _PARTS)]
 
     def pointer_to(self, pointer: ir.Value, index: ir.Value) -> ir.Value:
         return self.builder.bitcast(self.builder.gep(pointer, [index]), self.floats.as_pointer())
 
-    def add(self, scores: ir.Value) -> ir.Value:
-        """Return the exponentials of a vector of scores, which are added to the sums."""
-        found = self._exponential(self.builder.fmul(self.builder.fsub(scores, self.highest), self.scale))
+    def replace(self, pointer: ir.Value) -> None:
+        """Replace a vector of scores by their exponentials, which are added to the sums."""
+        found = self._exponential(self.builder.load(pointer, align=4))
+        self.builder.store(found, pointer, align=4)
         self._count(found)
-        return found
 
-    def add_few(self, pointer: ir.Value, number: ir.Value) -> None:
-        """Do so with fewer scores than fill a vector."""
-        builder, lanes = self.builder, range(num_lanes())
-        is_own = builder.icmp_signed("<", ir.Constant(self.integers, list(lanes)), self._filled(number))
-        loaded = call(
-            builder, f"llvm.masked.load.v{num_lanes()}f32.p0", self.floats, pointer, I32(4), is_own, self.highest
-        )
-        found = self._exponential(builder.fmul(builder.fsub(loaded, self.highest), self.scale))
-        call(builder, f"llvm.masked.store.v{num_lanes()}f32.p0", ir.VoidType(), found, pointer, I32(4), is_own)
+    def replace_few(self, pointer: ir.Value, number: ir.Value) -> None:
+        """Do as `replace` with the first `number` scores of a vector."""
+        builder, name = self.builder, f"v{num_lanes()}f32.p0"
+        is_own = builder.icmp_signed("<", ir.Constant(self.integers, list(range(num_lanes()))), self._filled(number))
+        scores = call(builder, f"llvm.masked.load.{name}", self.floats, pointer, I32(4), is_own, self.highest)
+        found = self._exponential(scores)
+        call(builder, f"llvm.masked.store.{name}", ir.VoidType(), found, pointer, I32(4), is_own)
         self._count(builder.select(is_own, found, self._all(0.0)))
 
     def total(self) -> ir.Value:
-        """Return the sum in units of 2^-33, as int64."""
+        """Return the sum in units of `1 / UNITS`, as int64."""
         builder, total = self.builder, I64(0)
         for factor, sums in ((int(_PARTS), self.sums[0]), (1, self.sums[1])):
             number = call(builder, f"llvm.vector.reduce.add.v{num_lanes()}i32", I32, builder.load(sums))
@@ -115,15 +113,16 @@ class _Exponentials:
         return total
 
     def _count(self, numbers: ir.Value) -> None:
-        builder, numbers = self.builder, self.builder.fmul(numbers, self._all(_UNITS))
+        builder, numbers = self.builder, self.builder.fmul(numbers, self._all(_WHOLES))
         whole = builder.fptosi(numbers, self.integers)
         rest = builder.fmul(builder.fsub(numbers, builder.sitofp(whole, self.floats)), self._all(_PARTS))
         for sums, more in zip(self.sums, (whole, builder.fptosi(rest, self.integers))):
             builder.store(builder.add(builder.load(sums), more), sums)
 
-    def _exponential(self, x: ir.Value) -> ir.Value:
-        """Return the exponentials of numbers of at most 0; NaN stays NaN."""
+    def _exponential(self, scores: ir.Value) -> ir.Value:
+        """Return the exponentials of scores' scaled distance to the highest; NaN stays NaN."""
         builder = self.builder
+        x = builder.fmul(builder.fsub(scores, self.highest), self.scale)
         is_small = builder.fcmp_ordered("<", x, self._all(_LEAST))
         x = builder.select(is_small, self._all(0.0), x)
         power = builder.fptosi(self._fused(x, self._all(_PER_LOG2), self._all(-0.5)), self.integers)

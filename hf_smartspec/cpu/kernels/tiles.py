@@ -106,8 +106,8 @@ def tile(
         weight, token, output = (signature.args[place].dtype for place in (2, 3, 5))
         factors = numbers = _vectors(builder, weight)
         if token != weight:  # tokens were widened
-            factors, numbers = (Lanes(builder, num_lanes(), kind) for kind in (weight, token))
-        kinds = factors, numbers, Lanes(builder, num_lanes(), output)
+            factors, numbers = (_Lanes(builder, num_lanes(), kind) for kind in (weight, token))
+        kinds = factors, numbers, _Lanes(builder, num_lanes(), output)
         sizes = [(rows, number) for rows, tokens in _SIZES[num_lanes()].items() for number in tokens]
         done = builder.append_basic_block("done")
         size = builder.switch(_code_of(builder, *arguments[:2]), done)
@@ -130,7 +130,7 @@ def sum_of_squares(typing_context, numbers, length):
 
     def generate(context, builder, signature, arguments):
         pointer, length = arguments
-        vectors = Lanes(builder, num_lanes(), signature.args[0].dtype)
+        vectors = _Lanes(builder, num_lanes(), signature.args[0].dtype)
         sums = vectors.zeros()
         with cgutils.for_range_slice(builder, I64(0), length, I64(vectors.number), I64) as (begin, _):
             own = vectors.load(pointer, begin)
@@ -149,7 +149,7 @@ def add_weighted(typing_context, num_sums, weights, num_weights, rows, stride, n
     """
 
     def generate(context, builder, signature, arguments):
-        vectors = Lanes(builder, num_lanes(), signature.args[3].dtype)
+        vectors = _Lanes(builder, num_lanes(), signature.args[3].dtype)
         done = builder.append_basic_block("done")
         size = builder.switch(arguments[0], done)
         for num_sums in range(1, _MOST_SUMS[num_lanes()] + 1):
@@ -180,19 +180,19 @@ def _write_sums(vectors, num_sums, weights, num_weights, rows, stride, num, leng
                 begins = builder.mul(row, stride)
                 indices = [builder.add(builder.mul(I64(own), num_weights), row) for own in range(num_sums)]
                 factors = [vectors.filled_with(builder.load(builder.gep(weights, [index]))) for index in indices]
-                for number, place in enumerate(places):
+                for at, place in enumerate(places):
                     vector = vectors.load(rows, builder.add(begins, place))
                     for own in range(num_sums):
-                        vectors.add_products(sums[own][number], factors[own], vector)
+                        vectors.add_products(sums[own][at], factors[own], vector)
             for pointers, totals in zip(results, sums):
                 for pointer, total in zip(pointers, totals):
                     vectors.store_sum(total, pointer)
         begin = end
 
 
-def _vectors(builder: ir.IRBuilder, kind: types.Type) -> "Lanes":
+def _vectors(builder: ir.IRBuilder, kind: types.Type) -> "_Lanes":
     """Return the writer for products of numbers of `kind` with one another."""
-    return (_Pairs if kind == types.uint16 and has_pairs() else Lanes)(builder, num_lanes(), kind)
+    return (_Pairs if kind == types.uint16 and has_pairs() else _Lanes)(builder, num_lanes(), kind)
 
 
 def _code_of(builder: ir.IRBuilder, num_rows: ir.Value, num_tokens: ir.Value) -> ir.Value:
@@ -222,7 +222,7 @@ def _write_tile(kinds, num_rows, num_tokens, weight, tokens, bias, outputs, leng
         results.store_few(totals, builder.gep(outputs, [builder.mul(I64(token), stride)]))
 
 
-class Lanes:
+class _Lanes:
     """
     Writer of instructions on vectors of `number` float32.
 
@@ -306,7 +306,7 @@ class Lanes:
         return builder.shuffle_vector(vectors[0], vectors[0], own)
 
 
-class _Pairs(Lanes):
+class _Pairs(_Lanes):
     """
     Writer of instructions on vectors of twice as many bfloat16, of which neighbours' products are added to one float32.
     The rest after whole vectors is half a vector.
