@@ -185,15 +185,19 @@ class GoodputAuction(LengthPolicy):
             return levels
         if not stage.cost.is_autoregressive:
             return np.where(levels > 0, caps, 0)
+        planned = np.minimum(levels * stage.cost.width, caps)
+        if self._plan.rows.num_remaining is not None and len(caps) > 1:  # a row gains nothing that is further ahead
+            return planned
         # A source that heeds prices ends each draft by its own probabilities, which are better than averages.
-        return np.where((best > 0) & stage.cost.heeds_prices, caps, np.minimum(levels * stage.cost.width, caps))
+        return np.where((best > 0) & stage.cost.heeds_prices, caps, planned)
 
     def _calls_source(self, stage: Stage, caps: np.ndarray) -> bool:
         """Return whether to ask a source that drafts all levels in one call."""
         record = self.records[stage.cost]
-        profit = record.profits[size_class(len(caps))]
+        size = size_class(len(caps))
+        profit = record.profits[size]
         if profit.num < _TRIAL_STEPS or profit.mean > 0:
-            record.trials.reset()
+            record.trials.reset(size)
             self._plan.pays = profit.num >= _TRIAL_STEPS
             return True
         return self._probes.may_call(self._plan, stage, caps)

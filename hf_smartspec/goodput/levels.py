@@ -1,6 +1,7 @@
 """The auction over the levels of drafts, for sources that are asked by level."""
 
 from collections import defaultdict
+from typing import NamedTuple
 
 import numpy as np
 
@@ -8,9 +9,11 @@ from .cost import CostModel
 from .draft_cost import DraftCost
 from .plan import Before, Plan
 from .stage import Stage
-from .stage_record import StageRecord
+from .stage_record import StageRecord, size_class
 from .worth import Paces
 
+_LUCK = 0.04  # share of the time by which the last of several rows ends later than by means: it had the least luck
+_NUM_GOALS = 16  # numbers of steps that are compared, where rows are waited for together
 _DEEPEST = 32  # levels of an autoregressive draft that are considered
 
 
@@ -41,7 +44,7 @@ class LevelAuction:
             record.count_unweighed()
             plan.held[stage] = held
             if held.levels.any():
-                record.trials.reset()
+                record.trials.reset(size_class(len(rows)))
             return held.levels
         record.let_go()
         # Levels that pay by the mean estimate pay by the optimistic one, too. So after a step in which none paid, the
@@ -52,7 +55,7 @@ class LevelAuction:
             best = self.best(plan, stage, caps, before)
             record.pays = bool(best.any())
             if record.pays:
-                record.trials.reset()
+                record.trials.reset(size_class(len(rows)))
                 if is_usual:
                     plan.held[stage] = record.hold(rows.request_ids, best)
                 return best
@@ -70,15 +73,19 @@ class LevelAuction:
         width, most = stage.cost.width, gains.size
         widths = before.width + np.arange(1, gains.shape[1] + 1) * width
         seconds = self._seconds(plan, before.num_nodes + most * width, widths)[:, before.num_nodes :]
-        record = self.records[stage.cost]
-        return best_depths(gains, seconds, stage.cost, record, record.reading(plan.rows), plan.price, self.margin)
+        record, left = self.records[stage.cost], plan.rows.num_remaining
+        reading = record.reading(plan.rows)
+        if left is None or len(left) < 2:
+            return best_depths(gains, seconds, stage.cost, record, reading, plan.price, self.margin)
+        steps = Remaining(left, before.promises, self.paces.row_seconds(plan))
+        return soonest_depths(gains, seconds, stage.cost, record, reading, steps, self.margin)
 
     def _gains(self, plan: Plan, stage: Stage, caps: np.ndarray, before: Before, in_doubt: bool) -> np.ndarray:
         """Return the expected tokens that each level of a draft adds, `[rows, depths]` float64; 0 beyond the caps."""
         most = np.minimum(-(-caps // stage.cost.width), _DEEPEST)
         gains = self.records[stage.cost].gains(plan.rows.request_ids, before.promises, int(most.max()), in_doubt)
         gains[np.arange(gains.shape[1]) >= most[:, None]] = 0.0
-        return gains * np.reshape(self.paces.worth(plan), (-1, 1))
+        return gains
 
     def _seconds(self, plan: Plan, most: int, widths: np.ndarray) -> np.ndarray:
         """
@@ -135,3 +142,58 @@ def best_depths(
         return np.zeros(num_rows, np.int64)
     chosen = is_in[deepest] & (np.arange(len(row)) <= last)
     return np.bincount(row[chosen], minlength=num_rows)
+
+
+class Remaining(NamedTuple):
+    """What rows that are waited for together have to go."""
+
+    tokens: np.ndarray  # [rows] int: at most
+    promises: np.ndarray  # [rows] float64: tokens that drafts of earlier stages add to a step
+    row_seconds: float  # part of a step without drafts that each row adds
+
+    def seconds(self, gains: np.ndarray, step: np.ndarray) -> np.ndarray:
+        """
+        Return the time until the last row ends, `[n]` float64, if all steps were like this one, but for rows that have
+        ended: of `n` plans that gain so many tokens (`[n, rows]`) in steps of so many seconds (`[n]`).
+        """
+        steps = self.tokens / (1 + self.promises + gains)
+        last = steps.max(axis=1)
+        return last * step - self.row_seconds * (last[:, None] - steps).sum(axis=1)
+
+
+def soonest_depths(
+    gains: np.ndarray,
+    seconds: np.ndarray,
+    cost: DraftCost,
+    record: StageRecord,
+    reading: np.ndarray,
+    remaining: Remaining,
+    margin: float,
+) -> np.ndarray:
+    """
+    Return the depths of the rows' drafts with which the last of rows that are waited for together ends soonest, if all
+    steps were alike; all 0 if that saves less than the margin. Of each number of steps, every row drafts as deep as it
+    must to end within them. Other arguments, and the result, are those of `best_depths`.
+
+    Args:
+        remaining (`Remaining`): What the rows have to go.
+        margin (`float`): Least share of the time to be saved, beyond what luck takes.
+    """
+    num_rows = len(gains)
+    added = np.concatenate([np.zeros((num_rows, 1)), np.cumsum(gains, axis=1)], axis=1)  # by depth
+    steps = remaining.tokens[:, None] / (1 + remaining.promises[:, None] + added)  # falls with the depth
+    most, least = max(steps[:, 0].max(), 1), steps[:, -1].max()
+    goals = most * (least / most) ** (np.arange(_NUM_GOALS + 1) / _NUM_GOALS)
+    depths = (steps[:, :-1] > goals[:, None, None] * (1 + 1e-9)).sum(axis=2)  # [goals, rows]; 0 for the first
+    drafts = depths > 0
+    deepest, nodes = depths.max(axis=1), depths.sum(axis=1) * cost.width
+    per_call, per_row = record.timer.seconds(cost)
+    calls, in_calls = deepest, depths.sum(axis=1)
+    if not cost.is_autoregressive:  # one call, for every row once
+        calls, in_calls = np.minimum(deepest, 1), drafts.sum(axis=1)
+    plain = seconds[0, 0]
+    step = np.where(deepest, seconds[np.maximum(deepest, 1) - 1, nodes], plain) + per_call * calls + per_row * in_calls
+    step += record.overhead(num_rows) * (deepest > 0) + (reading * (1 + gains[:, 0]) * drafts).sum(axis=1)
+    total = remaining.seconds(np.take_along_axis(added, depths.T, axis=1).T, step)
+    best = int(total.argmin())
+    return depths[best] if total[best] < (1 - margin - _LUCK) * total[0] else np.zeros(num_rows, np.int64)

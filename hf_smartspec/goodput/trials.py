@@ -38,7 +38,7 @@ class TrialTime:
 
 class Trials:
     """
-    Trials of one source. As long as none makes it pay, they become rarer, until there are fewer rows or drafts cost
+    Trials of one source. As long as none makes it pay with so many rows, or fewer, they become rarer, until drafts cost
     less beside a step.
 
     Attributes:
@@ -48,7 +48,7 @@ class Trials:
 
     def __init__(self) -> None:
         self.num, self.factor = 0, 1.0
-        self._num_failed, self._size, self._price = 0, 0, 0.0  # size and price at the latest trial
+        self._failed: dict[int, tuple[int, float]] = {}  # by size: trials that have failed, and the latest one's price
 
     def next_factor(self, size: int, price: float) -> float:
         """
@@ -58,15 +58,21 @@ class Trials:
             size (`int`): `size_class` of the step's rows.
             price (`float`): Seconds that a draft costs by those of a step without drafts.
         """
-        if size < self._size or price < _CHEAPER * max(self._price, 0.0):
+        num_failed, known = self._most_failed(size)
+        if price < _CHEAPER * max(known, 0.0):
             self.reset()
-        return min(_GROWTH**self._num_failed, _MOST)
+            num_failed = 0
+        return min(_GROWTH**num_failed, _MOST)
+
+    def _most_failed(self, size: int) -> tuple[int, float]:
+        return max([failed for other, failed in self._failed.items() if other <= size], default=(0, 0.0))
 
     def begin(self, size: int, price: float) -> None:
         """Begin a trial, which has failed unless `reset` is called before the next one."""
         self.factor = self.next_factor(size, price)
-        self.num, self._num_failed, self._size, self._price = self.num + 1, self._num_failed + 1, size, price
+        self.num += 1
+        self._failed[size] = self._most_failed(size)[0] + 1, price
 
-    def reset(self) -> None:
-        """Make trials as frequent as at first: the source pays, or may do so now."""
-        self._num_failed, self._size, self._price = 0, 0, 0.0
+    def reset(self, size: int = 0) -> None:
+        """Make trials with so many rows, or more, as frequent as at first: the source pays, or may do so now."""
+        self._failed = {other: failed for other, failed in self._failed.items() if other < size}

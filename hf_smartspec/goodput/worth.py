@@ -13,8 +13,9 @@ from .plan import Plan
 from .policy import StepRows
 
 # Tokens by which a row is ahead if it is e times less likely than another to be the last one to end, at least; and as a
-# share of the tokens to go, since the more there are, the likelier rows end before.
-_SPREAD, _SPREAD_SHARE = 1.0, 1 / 32
+# share of the tokens to go, since the more there are, the likelier rows end before. With smaller ones rows take turns
+# in being last, and all that is drafted for them counts for more than it is.
+_SPREAD, _SPREAD_SHARE = 4.0, 1 / 16
 _PACE, _PACE_STRENGTH = 0.05, 8  # least weight of the newest step in a row's pace, and weight of the prior, in steps
 
 
@@ -41,14 +42,19 @@ class Paces:
         if rows.num_remaining is None or len(rows) < 2:
             return 1.0
         num, means = len(rows), np.array([self._means[name].mean for name in rows.request_ids])
-        if plan.row_seconds is None:
-            alone = float(self.cost.seconds(*rows.without_prefill().first(1).forward_size()))
-            plan.row_seconds = min(max(plain - alone, 0.0) / (num - 1), plain / num)
-        own = plan.row_seconds
+        own = self.row_seconds(plan)
         left = (rows.num_remaining - promises) / means
         most = left.max()
         is_last = np.exp((left - most) / max(_SPREAD_SHARE * most, _SPREAD))
         return (own * num + (plain - own * num) * num * is_last / is_last.sum()) / plain
+
+    def row_seconds(self, plan: Plan) -> float:
+        """Return the part of a step without drafts that each of its rows adds, of two or more."""
+        rows, plain = plan.rows, plan.plain_seconds
+        if plan.row_seconds is None:
+            alone = float(self.cost.seconds(*rows.without_prefill().first(1).forward_size()))
+            plan.row_seconds = min(max(plain - alone, 0.0) / (len(rows) - 1), plain / len(rows))
+        return plan.row_seconds
 
     def learn(self, rows: StepRows, accepted: Sequence[int]) -> None:
         for name, num in zip(rows.request_ids, accepted):

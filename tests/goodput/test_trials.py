@@ -39,6 +39,14 @@ def test_trials_return_when_there_are_fewer_rows_or_drafts_cost_less(size, price
     assert trials.next_factor(size, price) == (1 if is_new else 2)
 
 
+def test_a_smaller_batch_changes_nothing_for_the_larger_one():
+    trials = failed(8)
+    trials.begin(3, 0.5)
+    assert trials.next_factor(3, 0.5) == 1.5 and trials.next_factor(4, 0.5) == 2
+    trials.reset(4)  # drafts pay, but with few rows they have not
+    assert trials.next_factor(3, 0.5) == trials.next_factor(4, 0.5) == 1.5
+
+
 @pytest.mark.parametrize("cost", [LEVELS, CALL])
 def test_a_source_that_is_always_wrong_takes_half_a_percent(cost):
     policy, wrong = GoodputAuction(line()), [Drafter(0.0, claimed=0.95, cost=cost, length=5)] * 8

@@ -46,6 +46,11 @@ class FedStates:
         """Return these, of feeds without drafts, and then those of a later forward, which may begin within them."""
         if newer.start <= self.start:
             return newer
+        if newer.start == self.start + self.num_fed:  # mostly
+            self.pieces += newer.pieces
+            self.num_fed += newer.num_fed
+            self.num_held += newer.num_held
+            return self
         if newer.start < self.start + self.num_fed:
             kept = FedStates(self.start)
             for piece in self.pieces:
@@ -232,15 +237,22 @@ class HiddenStateTaps:
         if not self.layers:
             return
         states, self._states = self._states, {}
-        num_lines = sum(item.num_tokens for item in items) if lines is None else int(lines[-1]) + 1
-        if set(states) != self.layers or any(len(item) < num_lines for item in states.values()):
+        sizes = [item.num_tokens for item in items]
+        num_lines = sum(sizes) if lines is None else int(lines[-1]) + 1
+        if states.keys() != self.layers or any([item.shape[0] < num_lines for item in states.values()]):
             return
         lines = np.arange(num_lines) if lines is None else lines
-        states = {layer: item[:num_lines] for layer, item in states.items()}  # without a layout's padding
-        for item in items:
-            own, lines = lines[: item.num_tokens], lines[item.num_tokens :]
-            fed = self._fed.setdefault(item.row, FedStates(item.row.length))
-            fed.add(Piece(states, own, len(item.feed), num_lines))
+        if any([item.shape[0] > num_lines for item in states.values()]):  # a layout's padding
+            states = {layer: item[:num_lines] for layer, item in states.items()}
+        first, all_fed = 0, self._fed
+        for item, size in zip(items, sizes):
+            piece = Piece(states, lines[first : first + size], len(item.feed), num_lines)
+            first += size
+            fed = all_fed.get(item.row)
+            if fed is None:
+                all_fed[item.row] = FedStates(item.row.length, [piece], piece.num_fed, num_lines)
+            else:
+                fed.add(piece)
 
 
 def _first(output: Any) -> Any:
