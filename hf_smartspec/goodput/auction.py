@@ -64,7 +64,8 @@ class GoodputAuction(LengthPolicy):
 
     The policy also decides about drafting, stage by stage: a source is asked where its nodes, beyond those already
     drafted, bring more than they cost (`StageRecord`), by the same auction over the expected gains of each level
-    (SmartSpec, algorithm 2 with Eq. 5). An autoregressive drafter gets each row's depth; one that heeds prices
+    (SmartSpec, algorithm 2 with Eq. 5); of rows that are waited for together, where the last one then ends sooner. An
+    autoregressive drafter gets each row's depth; one that heeds prices
     (`price`) gets the least worth of a further level, and ends drafts by its own confidence (algorithm 3, whose
     threshold is then where drafting breaks even). A first source that drafts all levels in one call is asked for as
     many nodes as it may propose, or for none if its calls cost more than they bring; if it heeds prices, for those
@@ -99,7 +100,7 @@ class GoodputAuction(LengthPolicy):
             partial(DecayedRate, tries=_SPEEDUP_STRENGTH, hits=_SPEEDUP_STRENGTH)
         )
         self._paces = Paces(cost)
-        self._level_auction = LevelAuction(cost, self.records, self._paces, margin)
+        self._level_auction = LevelAuction(cost, self.records, margin)
         self._probes = Probes(cost, self.records)
         self._size_trials = TrialTime()
         self._num_since_baseline = 0
@@ -186,7 +187,7 @@ class GoodputAuction(LengthPolicy):
         if not stage.cost.is_autoregressive:
             return np.where(levels > 0, caps, 0)
         planned = np.minimum(levels * stage.cost.width, caps)
-        if self._plan.rows.num_remaining is not None and len(caps) > 1:  # a row gains nothing that is further ahead
+        if self._plan.rows.end_together:  # what goes deeper than planned puts rows ahead that wait for others
             return planned
         # A source that heeds prices ends each draft by its own probabilities, which are better than averages.
         return np.where((best > 0) & stage.cost.heeds_prices, caps, planned)

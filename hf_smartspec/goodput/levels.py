@@ -10,9 +10,8 @@ from .draft_cost import DraftCost
 from .plan import Before, Plan
 from .stage import Stage
 from .stage_record import StageRecord, size_class
-from .worth import Paces
 
-_LUCK = 0.04  # share of the time by which the last of several rows ends later than by means: it had the least luck
+_LUCK = 0.04  # share of the time by which the last row ends later than is expected of each: it had the least luck
 _NUM_GOALS = 16  # numbers of steps that are compared, where rows are waited for together
 _DEEPEST = 32  # levels of an autoregressive draft that are considered
 
@@ -24,12 +23,11 @@ class LevelAuction:
     Args:
         cost (`CostModel`): Cost of the target's forward.
         records (`defaultdict` of `DraftCost` to `StageRecord`): Estimates for each source, the auction's own.
-        paces (`Paces`): Worth of the tokens of each row.
         margin (`float`): Share by which the goodput of speculation must exceed that of plain decoding.
     """
 
-    def __init__(self, cost: CostModel, records: defaultdict[DraftCost, StageRecord], paces: Paces, margin: float):
-        self.cost, self.records, self.paces, self.margin = cost, records, paces, margin
+    def __init__(self, cost: CostModel, records: defaultdict[DraftCost, StageRecord], margin: float):
+        self.cost, self.records, self.margin = cost, records, margin
 
     def weigh(self, plan: Plan, stage: Stage, caps: np.ndarray, before: Before) -> np.ndarray:
         """
@@ -66,19 +64,27 @@ class LevelAuction:
 
     def best(self, plan: Plan, stage: Stage, caps: np.ndarray, before: Before, in_doubt: bool = False) -> np.ndarray:
         """
-        Return the depth of each row's draft of the highest profit, `[rows]` int64; all 0 if no draft pays. `in_doubt`
-        takes the optimistic estimate of acceptance.
+        Return the depth of each row's draft, `[rows]` int64: of the highest profit, or where rows are waited for
+        together, so that the last one ends soonest; all 0 if no draft pays. `in_doubt` takes the optimistic estimate of
+        acceptance.
         """
+        left = plan.rows.num_remaining if plan.rows.end_together else None
+        if left is not None:
+            caps = np.minimum(caps, left - 1)  # of further nodes nothing can come
+            if not (caps > 0).any():
+                return np.zeros_like(caps)
         gains = self._gains(plan, stage, caps, before, in_doubt)
         width, most = stage.cost.width, gains.size
         widths = before.width + np.arange(1, gains.shape[1] + 1) * width
         seconds = self._seconds(plan, before.num_nodes + most * width, widths)[:, before.num_nodes :]
-        record, left = self.records[stage.cost], plan.rows.num_remaining
-        reading = record.reading(plan.rows)
-        if left is None or len(left) < 2:
-            return best_depths(gains, seconds, stage.cost, record, reading, plan.price, self.margin)
-        steps = Remaining(left, before.promises, self.paces.row_seconds(plan))
-        return soonest_depths(gains, seconds, stage.cost, record, reading, steps, self.margin)
+        record = self.records[stage.cost]
+        steps = Steps(gains, seconds, stage.cost, record, record.reading(plan.rows))
+        best = best_depths(*steps, plan.price, self.margin)
+        if left is None:
+            return best
+        left = np.where((stage.caps == 0) & (plan.rows.caps > 0), 0, left)  # other sources draft for these rows
+        remaining = Remaining(left, before.promises, plan.seconds_of_a_row(self.cost))
+        return soonest_depths(steps, remaining, best, self.margin)
 
     def _gains(self, plan: Plan, stage: Stage, caps: np.ndarray, before: Before, in_doubt: bool) -> np.ndarray:
         """Return the expected tokens that each level of a draft adds, `[rows, depths]` float64; 0 beyond the caps."""
@@ -144,56 +150,71 @@ def best_depths(
     return np.bincount(row[chosen], minlength=num_rows)
 
 
+class Steps(NamedTuple):
+    """What steps with drafts bring and cost, by the rows' depths: arguments of `best_depths`."""
+
+    gains: np.ndarray
+    seconds: np.ndarray
+    cost: DraftCost
+    record: StageRecord
+    reading: np.ndarray
+
+    def tokens(self, depths: np.ndarray) -> np.ndarray:
+        """Return the tokens that each row gains in steps of such depths (`[n, rows]`), `[n, rows]` float64."""
+        added = np.concatenate([np.zeros((len(self.gains), 1)), np.cumsum(self.gains, axis=1)], axis=1)
+        return np.take_along_axis(added, depths.T, axis=1).T
+
+    def durations(self, depths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Return the seconds of steps of such depths, in which rows have so many tokens, both `[n, rows]`."""
+        drafts, deepest, num = depths > 0, depths.max(axis=1), depths.sum(axis=1)
+        per_call, per_row = self.record.timer.seconds(self.cost)
+        forward = self.seconds[np.maximum(deepest, 1) - 1, num * self.cost.width]
+        around = self.record.overhead(depths.shape[1]) * (deepest > 0) + (self.reading * tokens * drafts).sum(axis=1)
+        if not self.cost.is_autoregressive:  # one call, for every row once
+            deepest, num = np.minimum(deepest, 1), drafts.sum(axis=1)
+        return forward + per_call * deepest + per_row * num + around
+
+
 class Remaining(NamedTuple):
-    """What rows that are waited for together have to go."""
+    """Tokens that rows which are waited for together still generate."""
 
     tokens: np.ndarray  # [rows] int: at most
-    promises: np.ndarray  # [rows] float64: tokens that drafts of earlier stages add to a step
+    promises: np.ndarray  # [rows] float64: what drafts of earlier stages add to a step's tokens
     row_seconds: float  # part of a step without drafts that each row adds
+
+    def steps(self, gains: np.ndarray) -> np.ndarray:
+        """Return the steps until each row ends, if a step brings so many tokens more, `[..., rows]` float64."""
+        return np.maximum(self.tokens / (1 + self.promises + gains), 1)
+
+    def plans(self, gains: np.ndarray) -> np.ndarray:
+        """
+        Return depths of the rows' drafts, `[n, rows]` int64: for each of `n` numbers of steps, those just deep enough
+        for every row to end within them, all 0 for the first. Of `gains` `[rows, depths]`.
+        """
+        steps = self.steps(np.cumsum(gains, axis=1).T).T  # [rows, depths], which falls with the depth
+        steps = np.concatenate([self.steps(np.zeros(len(gains)))[:, None], steps], axis=1)
+        most, least = steps[:, 0].max(), steps[:, -1].max()
+        goals = most * (least / most) ** (np.arange(_NUM_GOALS + 1) / _NUM_GOALS)
+        return (steps[:, :-1] > goals[:, None, None] * (1 + 1e-9)).sum(axis=2)
 
     def seconds(self, gains: np.ndarray, step: np.ndarray) -> np.ndarray:
         """
-        Return the time until the last row ends, `[n]` float64, if all steps were like this one, but for rows that have
-        ended: of `n` plans that gain so many tokens (`[n, rows]`) in steps of so many seconds (`[n]`).
+        Return the time until the last row ends, `[n]` float64, if all steps are alike, but for rows that have ended: of
+        `n` plans that gain so many tokens (`[n, rows]`) in steps of so many seconds (`[n]`).
         """
-        steps = self.tokens / (1 + self.promises + gains)
+        steps = self.steps(gains)
         last = steps.max(axis=1)
         return last * step - self.row_seconds * (last[:, None] - steps).sum(axis=1)
 
 
-def soonest_depths(
-    gains: np.ndarray,
-    seconds: np.ndarray,
-    cost: DraftCost,
-    record: StageRecord,
-    reading: np.ndarray,
-    remaining: Remaining,
-    margin: float,
-) -> np.ndarray:
+def soonest_depths(steps: Steps, remaining: Remaining, other: np.ndarray, margin: float) -> np.ndarray:
     """
-    Return the depths of the rows' drafts with which the last of rows that are waited for together ends soonest, if all
-    steps were alike; all 0 if that saves less than the margin. Of each number of steps, every row drafts as deep as it
-    must to end within them. Other arguments, and the result, are those of `best_depths`.
-
-    Args:
-        remaining (`Remaining`): What the rows have to go.
-        margin (`float`): Least share of the time to be saved, beyond what luck takes.
+    Return the depths of the rows' drafts with which the last of rows that are waited for together ends soonest, of
+    `Remaining.plans` and another plan, `[rows]` int64; all 0 if that saves less than this share of the time, and what
+    luck takes.
     """
-    num_rows = len(gains)
-    added = np.concatenate([np.zeros((num_rows, 1)), np.cumsum(gains, axis=1)], axis=1)  # by depth
-    steps = remaining.tokens[:, None] / (1 + remaining.promises[:, None] + added)  # falls with the depth
-    most, least = max(steps[:, 0].max(), 1), steps[:, -1].max()
-    goals = most * (least / most) ** (np.arange(_NUM_GOALS + 1) / _NUM_GOALS)
-    depths = (steps[:, :-1] > goals[:, None, None] * (1 + 1e-9)).sum(axis=2)  # [goals, rows]; 0 for the first
-    drafts = depths > 0
-    deepest, nodes = depths.max(axis=1), depths.sum(axis=1) * cost.width
-    per_call, per_row = record.timer.seconds(cost)
-    calls, in_calls = deepest, depths.sum(axis=1)
-    if not cost.is_autoregressive:  # one call, for every row once
-        calls, in_calls = np.minimum(deepest, 1), drafts.sum(axis=1)
-    plain = seconds[0, 0]
-    step = np.where(deepest, seconds[np.maximum(deepest, 1) - 1, nodes], plain) + per_call * calls + per_row * in_calls
-    step += record.overhead(num_rows) * (deepest > 0) + (reading * (1 + gains[:, 0]) * drafts).sum(axis=1)
-    total = remaining.seconds(np.take_along_axis(added, depths.T, axis=1).T, step)
+    depths = np.concatenate([remaining.plans(steps.gains), other[None]])
+    gained = steps.tokens(depths)
+    total = remaining.seconds(gained, steps.durations(depths, 1 + remaining.promises + gained))
     best = int(total.argmin())
-    return depths[best] if total[best] < (1 - margin - _LUCK) * total[0] else np.zeros(num_rows, np.int64)
+    return depths[best] if total[best] < (1 - margin - _LUCK) * total[0] else np.zeros_like(other)

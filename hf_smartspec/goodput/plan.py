@@ -11,6 +11,7 @@ import numpy as np
 from ..drafts.forest import Forest
 from ..drafts.price import LevelPrice
 from ..drafts.tree import DraftTree
+from .cost import CostModel
 from .policy import StepRows
 from .stage import Stage
 
@@ -93,6 +94,14 @@ class Plan:
     held: dict[Stage, Held] = field(default_factory=dict)
     drafted: dict[Stage, Forest] = field(default_factory=dict)
     forest: Forest | None = None
+
+    def seconds_of_a_row(self, cost: CostModel) -> float:
+        """Return `row_seconds`, of two or more rows."""
+        if self.row_seconds is None:
+            rows, plain = self.rows, self.plain_seconds
+            alone = float(cost.seconds(*rows.without_prefill().first(1).forward_size()))
+            self.row_seconds = min(max(plain - alone, 0.0) / (len(rows) - 1), plain / len(rows))
+        return self.row_seconds
 
     def forest_of(self, trees: Sequence[DraftTree]) -> Forest:
         """Return the latest forest if it was made of these trees, else another."""

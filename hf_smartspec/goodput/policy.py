@@ -68,6 +68,11 @@ class StepRows:
         return len(self.request_ids)
 
     @property
+    def end_together(self) -> bool:
+        """Return whether several rows are waited for together (`num_remaining`)."""
+        return self.num_remaining is not None and len(self) > 1
+
+    @property
     def num_context(self) -> int:
         """N_context, the columns that attention reads, padding included."""
         if self.padded_context is not None:

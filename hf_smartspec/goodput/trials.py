@@ -6,6 +6,7 @@ TRIAL_SHARE = 0.01  # share of the time for what is not expected to pay
 _MOST_DEBT = 50  # steps without drafts: debt of trials, which may read whole prompts first, at most
 _GROWTH = 1.5  # factor by which a trial that has failed makes the next one rarer,
 _MOST = 2.0  # up to this one: of the time for trials, 1 % of all, it leaves half
+_ENOUGH = 8  # failed trials, after which the number does not matter
 _CHEAPER = 0.8  # ratio of prices below which drafts may pay now
 
 
@@ -38,8 +39,8 @@ class TrialTime:
 
 class Trials:
     """
-    Trials of one source. As long as none makes it pay with so many rows, or fewer, they become rarer, until drafts cost
-    less beside a step.
+    Trials of one source. As long as none makes it pay, they become rarer, until drafts cost less beside a step. Failing
+    with some rows counts with more of them, too, and paying with fewer.
 
     Attributes:
         num (`int`): Number of trials.
@@ -48,7 +49,8 @@ class Trials:
 
     def __init__(self) -> None:
         self.num, self.factor = 0, 1.0
-        self._failed: dict[int, tuple[int, float]] = {}  # by size: trials that have failed, and the latest one's price
+        self._num_failed: dict[int, int] = {}  # trials that have failed, by size,
+        self._prices: dict[int, float] = {}  # and the latest one's price
 
     def next_factor(self, size: int, price: float) -> float:
         """
@@ -58,21 +60,21 @@ class Trials:
             size (`int`): `size_class` of the step's rows.
             price (`float`): Seconds that a draft costs by those of a step without drafts.
         """
-        num_failed, known = self._most_failed(size)
-        if price < _CHEAPER * max(known, 0.0):
-            self.reset()
-            num_failed = 0
-        return min(_GROWTH**num_failed, _MOST)
+        if price < _CHEAPER * max(self._prices.get(size, 0.0), 0.0):
+            self.reset(size)
+        return min(_GROWTH ** self._most_failed(size), _MOST)
 
-    def _most_failed(self, size: int) -> tuple[int, float]:
-        return max([failed for other, failed in self._failed.items() if other <= size], default=(0, 0.0))
+    def _most_failed(self, size: int) -> int:
+        return max([num for other, num in self._num_failed.items() if other <= size], default=0)
 
     def begin(self, size: int, price: float) -> None:
         """Begin a trial, which has failed unless `reset` is called before the next one."""
         self.factor = self.next_factor(size, price)
         self.num += 1
-        self._failed[size] = self._most_failed(size)[0] + 1, price
+        self._num_failed[size] = min(self._most_failed(size) + 1, _ENOUGH)
+        self._prices[size] = price
 
-    def reset(self, size: int = 0) -> None:
-        """Make trials with so many rows, or more, as frequent as at first: the source pays, or may do so now."""
-        self._failed = {other: failed for other, failed in self._failed.items() if other < size}
+    def reset(self, size: int | None = None) -> None:
+        """Make trials with so many rows, or fewer, as frequent as at first: the source pays, or may do so now."""
+        for other in [other for other in self._num_failed if size is None or other <= size]:
+            del self._num_failed[other], self._prices[other]

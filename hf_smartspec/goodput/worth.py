@@ -12,8 +12,8 @@ from .estimates.decayed import DecayedMean
 from .plan import Plan
 from .policy import StepRows
 
-# Tokens by which a row is ahead if it is e times less likely than another to be the last one to end, at least; and as a
-# share of the tokens to go, since the more there are, the likelier rows end before. With smaller ones rows take turns
+# Steps by which a row is ahead if it is e times less likely than another to be the last one to end, at least; and as a
+# share of the steps to go, since the more there are, the likelier rows end before. With smaller ones rows take turns
 # in being last, and all that is drafted for them counts for more than it is.
 _SPREAD, _SPREAD_SHARE = 4.0, 1 / 16
 _PACE, _PACE_STRENGTH = 0.05, 8  # least weight of the newest step in a row's pace, and weight of the prior, in steps
@@ -31,7 +31,7 @@ class Paces:
         self.cost = cost
         self._means: defaultdict[Hashable, DecayedMean] = defaultdict(partial(DecayedMean, _PACE, 1.0, _PACE_STRENGTH))
 
-    def worth(self, plan: Plan, promises: Any = 0.0) -> Any:
+    def worth(self, plan: Plan, promises: np.ndarray) -> Any:
         """
         Return the worth of a token of each of the plan's rows, 1 in the mean: 1, or `[rows]` float64. Where all rows
         are waited for together, a further token of a row saves the row's own part of a forward, and the rest of a
@@ -39,22 +39,15 @@ class Paces:
         which a row gains `promises` (`[rows]`) tokens of its draft.
         """
         rows, plain = plan.rows, plan.plain_seconds
-        if rows.num_remaining is None or len(rows) < 2:
+        if not rows.end_together:
             return 1.0
+        assert rows.num_remaining is not None, "what `end_together` means"
         num, means = len(rows), np.array([self._means[name].mean for name in rows.request_ids])
-        own = self.row_seconds(plan)
+        own = plan.seconds_of_a_row(self.cost)
         left = (rows.num_remaining - promises) / means
         most = left.max()
         is_last = np.exp((left - most) / max(_SPREAD_SHARE * most, _SPREAD))
         return (own * num + (plain - own * num) * num * is_last / is_last.sum()) / plain
-
-    def row_seconds(self, plan: Plan) -> float:
-        """Return the part of a step without drafts that each of its rows adds, of two or more."""
-        rows, plain = plan.rows, plan.plain_seconds
-        if plan.row_seconds is None:
-            alone = float(self.cost.seconds(*rows.without_prefill().first(1).forward_size()))
-            plan.row_seconds = min(max(plain - alone, 0.0) / (len(rows) - 1), plain / len(rows))
-        return plan.row_seconds
 
     def learn(self, rows: StepRows, accepted: Sequence[int]) -> None:
         for name, num in zip(rows.request_ids, accepted):

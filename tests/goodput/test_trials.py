@@ -39,12 +39,19 @@ def test_trials_return_when_there_are_fewer_rows_or_drafts_cost_less(size, price
     assert trials.next_factor(size, price) == (1 if is_new else 2)
 
 
-def test_a_smaller_batch_changes_nothing_for_the_larger_one():
+def test_trials_that_failed_with_many_rows_stay_rare_when_few_pay():
     trials = failed(8)
     trials.begin(3, 0.5)
     assert trials.next_factor(3, 0.5) == 1.5 and trials.next_factor(4, 0.5) == 2
-    trials.reset(4)  # drafts pay, but with few rows they have not
-    assert trials.next_factor(3, 0.5) == trials.next_factor(4, 0.5) == 1.5
+    trials.reset(3)
+    assert trials.next_factor(3, 0.5) == 1 and trials.next_factor(4, 0.5) == 2
+    trials.begin(3, 0.5)
+    trials.reset(4)  # what pays with many rows pays with few
+    assert trials.next_factor(3, 0.5) == trials.next_factor(4, 0.5) == 1
+
+
+def test_any_number_of_trials_may_fail():
+    assert failed(2000).factor == 2
 
 
 @pytest.mark.parametrize("cost", [LEVELS, CALL])

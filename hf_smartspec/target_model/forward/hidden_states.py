@@ -46,11 +46,6 @@ class FedStates:
         """Return these, of feeds without drafts, and then those of a later forward, which may begin within them."""
         if newer.start <= self.start:
             return newer
-        if newer.start == self.start + self.num_fed:  # mostly
-            self.pieces += newer.pieces
-            self.num_fed += newer.num_fed
-            self.num_held += newer.num_held
-            return self
         if newer.start < self.start + self.num_fed:
             kept = FedStates(self.start)
             for piece in self.pieces:
@@ -58,8 +53,9 @@ class FedStates:
                 if num := min(piece.num_fed, newer.start - kept.start - kept.num_fed):
                     kept.add(Piece(piece.states, piece.lines[:num], num, piece.num_held))
             return kept.continued(newer)
-        for piece in newer.pieces:
-            self.add(piece)
+        self.pieces += newer.pieces
+        self.num_fed += newer.num_fed
+        self.num_held += newer.num_held
         return self
 
     def lines(self, path: Sequence[int], most: int) -> list[np.ndarray]:
@@ -244,15 +240,14 @@ class HiddenStateTaps:
         lines = np.arange(num_lines) if lines is None else lines
         if any([item.shape[0] > num_lines for item in states.values()]):  # a layout's padding
             states = {layer: item[:num_lines] for layer, item in states.items()}
-        first, all_fed = 0, self._fed
+        first = 0
         for item, size in zip(items, sizes):
             piece = Piece(states, lines[first : first + size], len(item.feed), num_lines)
             first += size
-            fed = all_fed.get(item.row)
+            fed = self._fed.get(item.row)
             if fed is None:
-                all_fed[item.row] = FedStates(item.row.length, [piece], piece.num_fed, num_lines)
-            else:
-                fed.add(piece)
+                fed = self._fed[item.row] = FedStates(item.row.length)
+            fed.add(piece)
 
 
 def _first(output: Any) -> Any:
