@@ -124,6 +124,11 @@ class Request(RequestText):
         return is_full or self.must_observe or (self.chain.shows_likeliest and self.likeliest is not None)
 
     @property
+    def may_be_shown(self) -> bool:
+        """Return whether sources with needs are so far behind that they get the step where those of other rows do."""
+        return self.fed is not None and self.fed.num_fed > _MOST_UNSHOWN // 2
+
+    @property
     def is_behind(self) -> bool:
         """Return whether some source has not been passed all that was committed, or states that it needs."""
         is_unshown = self.fed is not None or self.num_shown < self.num_observed

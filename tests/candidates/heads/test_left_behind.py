@@ -6,9 +6,11 @@ import torch
 
 from hf_smartspec import BlockDrafter, EagleHeads, FixedLength, MedusaHeads, MtpLayers, SmartSpecConfig
 from hf_smartspec.candidates.heads.kinds import source_of
+from hf_smartspec.decoding import call, committed
 from hf_smartspec.decoding.call import Request
 from hf_smartspec.decoding.drafting import Drafting
 from hf_smartspec.goodput import Calibrator
+from hf_smartspec.target_model.forward.hidden_states import select
 
 from ...cases import left_padded
 from ...decoding.shown import decoded, plain
@@ -93,3 +95,24 @@ def test_drafts_are_those_of_rows_that_are_shown_every_step(kind, tmp_path, monk
     always, shown_always = drafts_of(model, heads)
     assert drafts == always
     assert len(shown) < len(shown_always) / 2 and sum(shown) == sum(shown_always)
+
+
+class NeverAsking(FixedLength):
+    """Asks no source, in steps that all count as decided."""
+
+    def __init__(self):
+        super().__init__(4)
+
+    def max_nodes(self, rows, stage, trees):
+        return np.zeros(len(rows), np.int64)
+
+
+def test_rows_that_are_far_behind_get_their_states_in_the_same_step(tmp_path, monkeypatch):
+    """States of many steps are joined once for all of them, not for each row when it is too far behind by itself."""
+    monkeypatch.setattr(call, "_MOST_UNSHOWN", 20)
+    model, calls = shared_model("llama"), []
+    source = source_of(eagle(model, tmp_path), Calibrator(), 2)
+    monkeypatch.setattr(committed, "select", lambda rows: calls.append(len(rows)) or select(rows))
+    decoded(model, SmartSpecConfig(source, policy=NeverAsking()), INPUTS, LENGTH)
+    while_decoding = [num for num in calls if num][:-1]  # the last one is when the rows have ended
+    assert while_decoding and set(while_decoding) == {3}
