@@ -125,7 +125,7 @@ class Request(RequestText):
 
     @property
     def may_be_shown(self) -> bool:
-        """Return whether sources with needs are so far behind that they get the step where those of other rows do."""
+        """Return whether sources with needs have missed so many tokens that they get them with those of other rows."""
         return self.fed is not None and self.fed.num_fed > _MOST_UNSHOWN // 2
 
     @property

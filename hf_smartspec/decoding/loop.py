@@ -290,7 +290,7 @@ class DecodingLoop:
             return
         shown = [request for request in rows if self.drafting.has_asked_with_needs(request) or request.must_be_shown]
         if shown:  # joining the states of many steps takes as long for one row as for all
-            shown = [request for request in rows if request in shown or request.may_be_shown]
+            shown = list(dict.fromkeys([*shown, *[request for request in rows if request.may_be_shown]]))
         parts = [item for item in self.running if item.fed is not None and not item.is_verifying]
         shown += [request for request in parts if request not in committed]
         sources.observe([request for request in rows if is_due or request.must_observe], shown)

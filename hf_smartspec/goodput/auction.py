@@ -65,12 +65,12 @@ class GoodputAuction(LengthPolicy):
     The policy also decides about drafting, stage by stage: a source is asked where its nodes, beyond those already
     drafted, bring more than they cost (`StageRecord`), by the same auction over the expected gains of each level
     (SmartSpec, algorithm 2 with Eq. 5); of rows that are waited for together, where the last one then ends sooner. An
-    autoregressive drafter gets each row's depth; one that heeds prices
-    (`price`) gets the least worth of a further level, and ends drafts by its own confidence (algorithm 3, whose
-    threshold is then where drafting breaks even). A first source that drafts all levels in one call is asked for as
-    many nodes as it may propose, or for none if its calls cost more than they bring; if it heeds prices, for those
-    nodes whose paths are worth verifying. `select` cuts its draft. Rows and sources that do not pay are tried again
-    within 1 % of the time, and where trials go on failing, within 0.5 % (`Trials`).
+    autoregressive drafter gets each row's depth; one that heeds prices (`price`) gets the least worth of a further
+    level, and ends drafts by its own confidence (algorithm 3, whose threshold is then where drafting breaks even). A
+    first source that drafts all levels in one call is asked for as many nodes as it may propose, or for none if its
+    calls cost more than they bring; if it heeds prices, for those nodes whose paths are worth verifying. `select` cuts
+    its draft. Rows and sources that do not pay are tried again within 1 % of the time, and where trials go on failing,
+    within 0.5 % (`Trials`).
 
     Args:
         cost (`CostModel`): Cost of the target's forward, corrected by measured steps.

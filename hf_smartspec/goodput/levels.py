@@ -151,7 +151,7 @@ def best_depths(
 
 
 class Steps(NamedTuple):
-    """What steps with drafts bring and cost, by the rows' depths: arguments of `best_depths`."""
+    """Compute what steps with drafts bring and cost, by the rows' depths, from arguments of `best_depths`."""
 
     gains: np.ndarray
     seconds: np.ndarray
@@ -176,7 +176,7 @@ class Steps(NamedTuple):
 
 
 class Remaining(NamedTuple):
-    """Tokens that rows which are waited for together still generate."""
+    """Compute when rows that are waited for together end, by the tokens that they still generate."""
 
     tokens: np.ndarray  # [rows] int: at most
     promises: np.ndarray  # [rows] float64: what drafts of earlier stages add to a step's tokens

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hf_smartspec import DraftTree
 from hf_smartspec.goodput import CostModel, DraftCost, GoodputAuction, Stage, StepOutcome, StepRows, StepSeconds
-from hf_smartspec.goodput.levels import Remaining, Steps, soonest_depths
+from hf_smartspec.goodput.levels import Remaining, Steps, best_depths, soonest_depths
 from hf_smartspec.goodput.stage_record import StageRecord
 
 from .simulation import VOCAB_SIZE
@@ -24,10 +24,10 @@ shares = st.floats(0, 1)
 some_rows = st.lists(st.tuples(st.floats(0.05, 0.95), st.integers(1, 200), shares, shares), min_size=2, max_size=3)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(some_rows, st.booleans(), st.sampled_from((1, 2)), shares, shares, shares)
 def test_no_other_depths_end_much_sooner(rows, is_autoregressive, width, level, node, own):
-    """Compared with all depths of all rows, one by one."""
+    """Compare with all depths of all rows, one by one."""
     rate, left, promises, reading = np.array(rows).T
     depth, num, plain = 3, len(rows), 10e-3
     gains = rate[:, None] ** np.arange(1, depth + 1)
@@ -35,10 +35,10 @@ def test_no_other_depths_end_much_sooner(rows, is_autoregressive, width, level, 
     cost, record = DraftCost(0.2 * level * plain, 1e-4, is_autoregressive, width), StageRecord()
     steps = Steps(gains, seconds, cost, record, 0.1 * plain * reading)
     remaining = Remaining(left, promises, own * plain / num)
-    found = soonest_depths(steps, remaining, np.full(num, depth), 0.0)
+    found = soonest_depths(steps, remaining, best_depths(*steps, num / plain, 0.0), 0.0)
 
     def seconds_of(depths):
-        """Written out row by row."""
+        """Return the time, row by row."""
         brings = [1 + promises[row] + gains[row, :deep].sum() for row, deep in enumerate(depths)]
         calls = (max(depths), sum(depths)) if is_autoregressive else (min(max(depths), 1), np.count_nonzero(depths))
         step = seconds[0, sum(depths) * width] + cost.per_call * calls[0] + cost.per_row * calls[1]
@@ -48,17 +48,19 @@ def test_no_other_depths_end_much_sooner(rows, is_autoregressive, width, level, 
 
     none, all_of_them = seconds_of([0] * num), list(product(range(depth + 1), repeat=num))
     assert seconds_of(found.tolist()) <= none * (1 + 1e-9)
-    assert seconds_of(found.tolist()) <= min(map(seconds_of, all_of_them)) + 0.15 * none
+    assert seconds_of(found.tolist()) <= min(map(seconds_of, all_of_them)) + 0.05 * none
 
 
-def depths_of(rates, left, depth=4, promises=0.0, per_call=0.6e-3, **options):
-    """Depths in steps of 10 ms."""
+def depths_of(rates, left, reading=0.0, own=1e-4, other=0, depth=4):
+    """Return depths in steps of 10 ms."""
     gains = np.array(rates)[:, None] ** np.arange(1, depth + 1)
     seconds = np.tile(10e-3 + 0.2e-3 * np.arange(len(rates) * depth + 1), (depth, 1))
     none = np.zeros(len(rates))
-    steps = Steps(gains, seconds, DraftCost(per_call, 1e-4, True), StageRecord(), options.pop("reading", none))
-    remaining = Remaining(np.array(left), none + promises, options.pop("own", 1e-4))
-    return soonest_depths(steps, remaining, options.pop("other", none.astype(int)), 0.01).tolist()
+    steps, remaining = (
+        Steps(gains, seconds, LEVELS, StageRecord(), none + reading),
+        Remaining(np.array(left), none, own),
+    )
+    return soonest_depths(steps, remaining, none.astype(int) + other, 0.01).tolist()
 
 
 def test_only_the_row_that_would_end_last_drafts():
@@ -85,11 +87,11 @@ def test_no_row_drafts_deeper_than_it_goes(left):
 
 def test_rows_must_earn_the_reading_of_their_texts():
     assert any(depths_of([0.85, 0.85], [100, 100]))
-    assert not any(depths_of([0.85, 0.85], [100, 100], reading=np.full(2, 4e-3)))
+    assert not any(depths_of([0.85, 0.85], [100, 100], reading=4e-3))
 
 
 def test_rows_of_different_drafters_do_not_wait_for_one_another():
-    """Each stage has no drafts for the rows of the other one."""
+    """Give each stage rows for which the other one has no drafts."""
     first, second = (DraftCost(0.3e-3, is_autoregressive=True, source=name) for name in "ab")
     caps = np.full(4, 5)
     stages = [Stage(first, caps * [1, 1, 0, 0]), Stage(second, caps * [0, 0, 1, 1])]
@@ -101,7 +103,7 @@ def test_rows_of_different_drafters_do_not_wait_for_one_another():
 
 @pytest.mark.parametrize(("waits", "is_deep"), [(False, True), (True, False)])
 def test_drafts_end_where_they_were_planned_to_if_rows_wait_for_one_another(waits, is_deep):
-    """Others go on where they are sure of themselves."""
+    """Let others go on where they are sure of themselves."""
     cost, caps, left = replace(LEVELS, heeds_prices=True), np.full(2, 16), np.full(2, 64)
     policy, stage = GoodputAuction(CostModel(0.0, 0.2e-3, 10e-3)), Stage(cost, caps)
     rows = StepRows(list("xy"), np.full(2, 50), caps, stages=[stage], num_remaining=left if waits else None)
@@ -110,7 +112,7 @@ def test_drafts_end_where_they_were_planned_to_if_rows_wait_for_one_another(wait
 
 
 def call_seconds(policy: GoodputAuction, accuracies: list[float], num: int, cost: DraftCost, names: str, rng) -> float:
-    """One call of `generate` for `num` tokens per row, whose drafts are as sure as they say."""
+    """Return the time of a call of `generate` for `num` tokens per row, whose drafts are as sure as they say."""
     left, total = np.full(len(accuracies), num), 0.0
     while left.any():
         active = np.flatnonzero(left)

@@ -98,7 +98,7 @@ def test_drafts_are_those_of_rows_that_are_shown_every_step(kind, tmp_path, monk
 
 
 class NeverAsking(FixedLength):
-    """Asks no source, in steps that all count as decided."""
+    """Ask no source, in steps that all count as decided."""
 
     def __init__(self):
         super().__init__(4)
@@ -107,8 +107,8 @@ class NeverAsking(FixedLength):
         return np.zeros(len(rows), np.int64)
 
 
-def test_rows_that_are_far_behind_get_their_states_in_the_same_step(tmp_path, monkeypatch):
-    """States of many steps are joined once for all of them, not for each row when it is too far behind by itself."""
+def test_rows_that_have_missed_many_tokens_get_their_states_in_the_same_step(tmp_path, monkeypatch):
+    """Join states of many steps once for all of them, not for each row when it has missed too many by itself."""
     monkeypatch.setattr(call, "_MOST_UNSHOWN", 20)
     model, calls = shared_model("llama"), []
     source = source_of(eagle(model, tmp_path), Calibrator(), 2)
