@@ -10,7 +10,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic
 
-from .writing import bfloat16_of, call, float32_of, fused_of, power_of_two_of, written
+from .writing import I64, LINE, bfloat16_of, call, float32_of, fused_of, power_of_two_of, written
 from .writing import prefetch as write_prefetch
 
 
@@ -110,6 +110,16 @@ def prefetch(typing_context, pointer, distance):
         return context.get_dummy_value()
 
     return types.void(pointer, types.int64), generate
+
+
+@intrinsic
+def line_of(typing_context, pointer):
+    """Return the number of float32, or of bfloat16, in a line of the processor's cache, as a constant."""
+
+    def generate(context, builder, signature, args):
+        return I64(LINE * 8 // signature.args[0].dtype.bitwidth)
+
+    return types.int64(pointer), generate
 
 
 @intrinsic

@@ -13,6 +13,7 @@ from numba.extending import intrinsic
 
 I8, I16, I32, I64 = map(ir.IntType, (8, 16, 32, 64))
 FLOAT = ir.FloatType()
+LINE = 64  # bytes of a line of the processor's cache
 
 
 class _BFloat(ir.Type):

@@ -3,7 +3,8 @@
 import numpy as np
 
 from ...jit import inner
-from ...jit.pointers import ahead, float32_at, get, int64_at, like, prefetch, put, rounded, take
+from ...jit.pointers import ahead, float32_at, get, int64_at, like, line_of, prefetch, put, read, rounded, take
+from ...jit.writing import LINE
 from .gates import exponential
 from .multiply import largest_tile, tile_width
 from .softmax import UNITS, exponentiate, largest
@@ -36,9 +37,8 @@ ATTEND_FIELDS = tuple(
 ) = range(24)  # fmt: skip
 MOST_TOKENS = 8  # tokens of a run
 # Lines that are read for all heads and tokens before the next ones are: `_SMALL_BLOCK` where queries are so few that
-# reading takes longer than computing. `_BLOCK` lines ahead, they are prefetched.
+# reading takes longer than computing.
 _BLOCK, _SMALL_BLOCK = 64, 32
-_LINE = 16  # numbers, which fill a line of the processor's cache in float32
 MOST_AS_THEY_LIE = 6  # queries of a head, up to which values are multiplied as they lie in memory
 
 _ITEMSIZE = 4  # bytes of float32
@@ -51,7 +51,8 @@ def scratch_size(queries: int, size: int, most_lines: int) -> int:
     Return the float32 numbers that a thread needs for so many queries: sums of exponentials, highest scores, results,
     the queries themselves, a block of values, and scores.
     """
-    return -(-(queries * (2 + 1 + 2 * size + most_lines) + _BLOCK * size) // _LINE) * _LINE
+    line = LINE // _ITEMSIZE
+    return -(-(queries * (2 + 1 + 2 * size + most_lines) + _BLOCK * size) // line) * line
 
 
 @inner
@@ -142,8 +143,11 @@ def _attend(a, run, scale, queries, keys, values, results, scratch):
     scores = ahead(wide, _BLOCK * size)
     before, own = (prefix, prefix + shared, prefix, prefix + shared), (first, last, low, high)
     before_scores, own_scores = ahead(scores, -prefix), ahead(scores, shared - first)  # entries are those of lines
-    _score_lines(a, run, before, num, queries, keys, before_scores)
-    _score_lines(a, run, own, num, queries, keys, own_scores)
+    # What is read next is prefetched: first all keys, then all values, then the next run's keys.
+    first_key, to_values = first * a[_KV_HEADS] * size, (a[_VALUES] - a[_KEYS]) // (LINE // line_of(keys))
+    first_value = to_values + (prefix * a[_KV_HEADS] * size if shared else first_key)
+    _score_lines(a, run, before, num, queries, keys, before_scores, first_key)
+    _score_lines(a, run, own, num, queries, keys, own_scores, first_value)
     for row in range(rows):
         token = first_token + row % some // groups
         # Rows with a prefix attend to all of their lines, so that these follow those of the prefix.
@@ -152,8 +156,9 @@ def _attend(a, run, scale, queries, keys, values, results, scratch):
         totals[row], highest[row] = 0, largest(seen, shared + counts[token])
     for index in range(rows * size):
         results[index] = _ZERO
-    _add_lines(a, run, before, num, scale, before_scores, values, wide, highest, totals, results)
-    _add_lines(a, run, own, num, scale, own_scores, values, wide, highest, totals, results)
+    _add_lines(a, run, before, num, scale, before_scores, values, wide, highest, totals, results, first_key)
+    then = _next_keys(a, first, begin) - to_values
+    _add_lines(a, run, own, num, scale, own_scores, values, wide, highest, totals, results, then)
     for row in range(rows):
         share, result = _UNITS / np.float32(totals[row]), ahead(results, row * size)
         for index in range(size):
@@ -161,15 +166,31 @@ def _attend(a, run, scale, queries, keys, values, results, scratch):
 
 
 @inner
-def _score_lines(a, run, lines, num, queries, keys, scores):
-    """Compute the scores of lines for all tokens; a token ignores those of lines that it does not attend to."""
+def _next_keys(a, first, begin):
+    """
+    Return how many numbers the first line of the run that is likely to be taken next lies after line 0, and its first
+    head after head `begin`; where there is none, those of line `first`, which are in the cache.
+    """
+    number = read(ahead(a, _NEXT))
+    if number < a[_NUM_RUNS] * a[_PARTS]:
+        run, head, _ = _share(a, number)
+        return (int64_at(a[_FIRSTS])[int64_at(a[_RUNS])[run]] * a[_KV_HEADS] + head - begin) * a[_SIZE]
+    return first * a[_KV_HEADS] * a[_SIZE]
+
+
+@inner
+def _score_lines(a, run, lines, num, queries, keys, scores, then):
+    """
+    Compute the scores of lines for all tokens; a token ignores those of lines that it does not attend to. For `then`,
+    see `_to_prefetch`.
+    """
     (first_token, last_token, begin, end), (first, last, _, _) = run, lines
     some, step = (last_token - first_token) * a[_GROUPS], _lines_at_once(a, run)
     for block in range(first, last, step):
-        stop = min(block + step, last)
+        stop, distance = min(block + step, last), _to_prefetch(a, lines, block, step, then)
         for head in range(end - begin):
             own, found = ahead(queries, head * some * a[_SIZE]), ahead(scores, head * some * num)
-            _score(a, begin + head, some, block, stop, last, num, own, keys, found)
+            _score(a, begin + head, some, block, stop, num, own, keys, found, distance)
 
 
 @inner
@@ -179,16 +200,16 @@ def _lines_at_once(a, run):
 
 
 @inner
-def _add_lines(a, run, lines, num, scale, scores, values, wide, highest, totals, results):
+def _add_lines(a, run, lines, num, scale, scores, values, wide, highest, totals, results, then):
     """
     Replace the scores of lines by exponentials of their scaled distance to the highest, and add these to the queries'
-    totals, and the values that they weigh to their results.
+    totals, and the values that they weigh to their results. For `then`, see `_to_prefetch`.
     """
     (first_token, last_token, begin, end), (first, last, low, high) = run, lines
     some, size, step = (last_token - first_token) * a[_GROUPS], a[_SIZE], _lines_at_once(a, run)
     for block in range(first, last, step):
         stop = min(block + step, last)
-        part = block, stop, low, high
+        part, distance = (block, stop, low, high), _to_prefetch(a, lines, block, step, then)
         for head in range(end - begin):
             row = head * some
             weights, own, sums = (
@@ -202,10 +223,22 @@ def _add_lines(a, run, lines, num, scale, scores, values, wide, highest, totals,
                     found = ahead(weights, query * num + start)
                     totals[row + query] += exponentiate(found, count, highest[row + query], scale)
             if some <= MOST_AS_THEY_LIE:
-                _add_part(a, run, part, num, weights, own, a[_KV_HEADS] * size, sums)
+                _add_part(a, run, part, num, weights, own, a[_KV_HEADS] * size, sums, distance)
             else:
-                _widen(a, block, stop, own, wide)
-                _add_part(a, run, part, num, weights, ahead(wide, -block * size), size, sums)
+                _widen(a, block, stop, own, wide, distance)
+                _add_part(a, run, part, num, weights, ahead(wide, -block * size), size, sums, None)
+
+
+@inner
+def _to_prefetch(a, lines, block, step, then):
+    """
+    Return the distance in numbers from a block's lines to those that are prefetched meanwhile, at least `step` lines
+    later: of these lines, and from the last one on, of those that begin `then` numbers after line 0.
+    """
+    first, last, _, _ = lines
+    num, stride = last - first, a[_KV_HEADS] * a[_SIZE]
+    later = num - max((num - step - 1) // step, 0) * step  # so that a block prefetches no lines of both
+    return later * stride if block + later < last else then + (later - last) * stride
 
 
 @inner
@@ -220,32 +253,34 @@ def _seen_part(a, token, part):
 
 
 @inner
-def _widen(a, block, stop, values, wide):
-    """Copy the values of lines next to one another, as float32."""
+def _widen(a, block, stop, values, wide, distance):
+    """Copy the values of lines next to one another, as float32; prefetch those `distance` later."""
     size, stride = a[_SIZE], a[_KV_HEADS] * a[_SIZE]
     for line in range(block, stop):
         own, rows = ahead(wide, (line - block) * size), ahead(values, line * stride)
+        for index in range(0, size, line_of(values)):
+            prefetch(rows, distance + index)
         for index in range(size):
             own[index] = get(rows, index)
 
 
 @inner
-def _add_part(a, run, part, num, weights, values, stride, sums):
+def _add_part(a, run, part, num, weights, values, stride, sums, distance):
     """Add up values, each token's lines in their order: first and last those that not all tokens attend to."""
     block, stop, low, high = part
-    _add_own(a, run, block, min(stop, low), num, weights, values, stride, sums)
+    _add_own(a, run, block, min(stop, low), num, weights, values, stride, sums, distance)
     some = (run[1] - run[0]) * a[_GROUPS]
-    _add(a, some, max(block, low), min(stop, high), num, weights, values, stride, sums)
-    _add_own(a, run, max(block, high), stop, num, weights, values, stride, sums)
+    _add(a, some, max(block, low), min(stop, high), num, weights, values, stride, sums, distance)
+    _add_own(a, run, max(block, high), stop, num, weights, values, stride, sums, distance)
 
 
 @inner
-def _add_own(a, run, low, high, num, weights, values, stride, sums):
+def _add_own(a, run, low, high, num, weights, values, stride, sums, distance):
     """Add up the values of lines from `low` to `high`, each token those that it attends to."""
     for token in range(run[0], run[1]):
         begin, row = int64_at(a[_FIRSTS])[token], (token - run[0]) * a[_GROUPS]
         own, found, end = ahead(weights, row * num), ahead(sums, row * a[_SIZE]), begin + int64_at(a[_COUNTS])[token]
-        _add(a, a[_GROUPS], max(low, begin), min(high, end), num, own, values, stride, found)
+        _add(a, a[_GROUPS], max(low, begin), min(high, end), num, own, values, stride, found, distance)
 
 
 @inner
@@ -263,8 +298,11 @@ def _hide(a, token, scores):
 
 
 @inner
-def _score(a, head, num_queries, low, high, last, num, queries, keys, scores):
-    """Compute the scores of neighbouring queries of a key/value head, for lines from `low` to `high`."""
+def _score(a, head, num_queries, low, high, num, queries, keys, scores, distance):
+    """
+    Compute the scores of neighbouring queries of a key/value head, for lines from `low` to `high`; prefetch the keys
+    `distance` later.
+    """
     size, stride = a[_SIZE], a[_KV_HEADS] * a[_SIZE]
     line, none = low, float32_at(0)
     most_rows, most_queries = largest_tile(num_queries)
@@ -275,27 +313,27 @@ def _score(a, head, num_queries, low, high, last, num, queries, keys, scores):
         elif line + rows > high:  # lines before these are computed once more, with the same results
             line = high - rows
         key, query = ahead(keys, line * stride + head * size), 0
-        if line + _BLOCK + rows <= last:
-            for row in range(_BLOCK, _BLOCK + rows):
-                for index in range(0, size, _LINE):
-                    prefetch(ahead(key, row * stride), index)
+        for row in range(rows):
+            for index in range(0, size, line_of(keys)):
+                prefetch(ahead(key, distance + row * stride), index)
         while query < num_queries:
             some = tile_width(num_queries - query, most_queries) if rows > 1 else 1
             own, found = ahead(queries, query * size), ahead(scores, query * num + line)
-            tile(rows, some, key, own, none, found, size, stride, num, 0, 0)
+            tile(rows, some, key, own, none, found, size, stride, num, None, None)
             query += some
         line += rows
 
 
 @inner
-def _add(a, num_queries, low, high, num, weights, values, stride, sums):
+def _add(a, num_queries, low, high, num, weights, values, stride, sums, distance):
     """
     Add up the values of lines from `low` to `high`, which lie `stride` numbers apart, with the weights of neighbouring
-    queries.
+    queries; prefetch those `distance` later, unless that is None.
     """
     size, query = a[_SIZE], 0
     while query < num_queries and low < high:
         some = tile_width(num_queries - query, most_sums())
         own = ahead(weights, query * num + low)
-        add_weighted(some, own, num, ahead(values, low * stride), stride, high - low, size, ahead(sums, query * size))
+        rows, found = ahead(values, low * stride), ahead(sums, query * size)
+        add_weighted(some, own, num, rows, stride, high - low, size, found, distance)
         query += some

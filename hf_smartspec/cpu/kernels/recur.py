@@ -211,7 +211,7 @@ def _recur(a, of_row, parents, head, keys, sums, rates, products, state):
     while first < 2 * num:
         some = min(2 * num - first, most_sums())
         own = ahead(sums, first * value_size)
-        add_weighted(some, ahead(keys, first * size), size, state, value_size, size, value_size, own)
+        add_weighted(some, ahead(keys, first * size), size, state, value_size, size, value_size, own, None)
         first += some
     _multiply(num, size, keys, products)
     for token in range(num):
@@ -259,7 +259,7 @@ def _multiply(num, size, keys, products):
         while token < 2 * num:
             some = tile_width(2 * num - token, most) if rows > 1 else 1
             own, found = ahead(keys, token * size), ahead(products, token * num + row)
-            tile(rows, some, ahead(keys, row * size), own, none, found, size, size, num, 0, 0)
+            tile(rows, some, ahead(keys, row * size), own, none, found, size, size, num, None, None)
             token += some
         row += rows
 
@@ -286,5 +286,5 @@ def _advance(a, of_row, parents, head, keys, weights, rows, rates, state):
         own = ahead(state, line * value_size)
         for index in range(some * value_size):
             own[index] *= rate
-        add_weighted(some, ahead(weights, line * length), length, rows, value_size, length, value_size, own)
+        add_weighted(some, ahead(weights, line * length), length, rows, value_size, length, value_size, own, None)
         line += some

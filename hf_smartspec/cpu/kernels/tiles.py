@@ -14,6 +14,7 @@ from ...jit.writing import (
     I16,
     I32,
     I64,
+    LINE,
     bfloat16_of,
     call,
     cpu_features,
@@ -28,7 +29,6 @@ _FIRST_LLVM = 16  # the first release whose intrinsic for pairs takes vectors of
 _MOST_SUMS, _TOGETHER = {16: 4, 8: 3}, 4
 _FEW_SUMS = 8  # sums that leave enough registers for all numbers that are read
 PACE = 2**12  # numbers of a row, for which a tile's `pace` is given
-_LINE = 64  # bytes
 _SHIFT = 8  # bits; the number of tokens takes fewer
 
 
@@ -96,7 +96,7 @@ def tile(
     lie `row_stride` numbers apart. Only the sizes in `_SIZES` are compiled; other tiles store no outputs.
 
     Meanwhile, numbers that begin `distance` after the first row's are prefetched in order, `pace` of them for every
-    `PACE` that a row has; they should exist.
+    `PACE` that a row has, unless both are None; they should exist.
 
     Numbers are float32, or the bits of bfloat16; outputs and biases are of one kind, and outputs are rounded once.
     Products are summed in the same order in every tile, so a token's result does not depend on the others.
@@ -108,6 +108,7 @@ def tile(
         if token != weight:  # tokens were widened
             factors, numbers = (_Lanes(builder, num_lanes(), kind) for kind in (weight, token))
         kinds = factors, numbers, _Lanes(builder, num_lanes(), output)
+        ahead = (None, None) if distance == types.none else arguments[9:]
         sizes = [(rows, number) for rows, tokens in _SIZES[num_lanes()].items() for number in tokens]
         done = builder.append_basic_block("done")
         size = builder.switch(_code_of(builder, *arguments[:2]), done)
@@ -115,13 +116,13 @@ def tile(
             block = builder.append_basic_block(f"tile_{rows}x{number}")
             size.add_case(I64(rows << _SHIFT | number), block)
             builder.position_at_end(block)
-            _write_tile(kinds, rows, number, *arguments[2:])
+            _write_tile(kinds, rows, number, *arguments[2:9], *ahead)
             builder.branch(done)
         builder.position_at_end(done)
         return context.get_dummy_value()
 
     number = types.int64
-    return types.void(number, number, weight, tokens, bias, outputs, *[number] * 5), generate
+    return types.void(number, number, weight, tokens, bias, outputs, *[number] * 3, distance, pace), generate
 
 
 @intrinsic
@@ -141,11 +142,12 @@ def sum_of_squares(typing_context, numbers, length):
 
 
 @intrinsic
-def add_weighted(typing_context, num_sums, weights, num_weights, rows, stride, num, length, outputs):
+def add_weighted(typing_context, num_sums, weights, num_weights, rows, stride, num, length, outputs, distance):
     """
     Add `num` weighted rows to each of `num_sums` neighbouring outputs of `length` numbers, a multiple of 16. Rows lie
     `stride` numbers apart. Each output has its own weights, `num_weights` numbers after those of the output before.
-    Weights and outputs are float32. `num_sums` is 1 to `most_sums`; otherwise the outputs stay as they are.
+    Weights and outputs are float32. `num_sums` is 1 to `most_sums`; otherwise the outputs stay as they are. Numbers
+    `distance` after those that are read are prefetched, unless it is None.
     """
 
     def generate(context, builder, signature, arguments):
@@ -156,17 +158,17 @@ def add_weighted(typing_context, num_sums, weights, num_weights, rows, stride, n
             block = builder.append_basic_block(f"sums_{num_sums}")
             size.add_case(I64(num_sums), block)
             builder.position_at_end(block)
-            _write_sums(vectors, num_sums, *arguments[1:])
+            _write_sums(vectors, num_sums, *arguments[1:8], None if distance == types.none else arguments[8])
             builder.branch(done)
         builder.position_at_end(done)
         return context.get_dummy_value()
 
     integer = types.int64
-    kinds = integer, weights, integer, rows, integer, integer, integer, outputs
+    kinds = integer, weights, integer, rows, integer, integer, integer, outputs, distance
     return types.void(*kinds), generate
 
 
-def _write_sums(vectors, num_sums, weights, num_weights, rows, stride, num, length, outputs):
+def _write_sums(vectors, num_sums, weights, num_weights, rows, stride, num, length, outputs, distance):
     builder, begin = vectors.builder, I64(0)
     for number in (_TOGETHER, 1):  # several vectors side by side, then the remaining ones
         step = I64(number * vectors.number)
@@ -180,6 +182,10 @@ def _write_sums(vectors, num_sums, weights, num_weights, rows, stride, num, leng
                 begins = builder.mul(row, stride)
                 indices = [builder.add(builder.mul(I64(own), num_weights), row) for own in range(num_sums)]
                 factors = [vectors.filled_with(builder.load(builder.gep(weights, [index]))) for index in indices]
+                if distance is not None:
+                    due = builder.add(builder.add(begins, first), distance)
+                    for more in range(0, number * vectors.number, vectors.line):
+                        prefetch(builder, builder.gep(rows, [builder.add(due, I64(more))]))
                 for at, place in enumerate(places):
                     vector = vectors.load(rows, builder.add(begins, place))
                     for own in range(num_sums):
@@ -206,9 +212,10 @@ def _write_tile(kinds, num_rows, num_tokens, weight, tokens, bias, outputs, leng
     for begin, is_whole in weights.parts(length):
         starts = [builder.add(begin, builder.mul(I64(row), row_stride)) for row in range(num_rows)]
         factors = [weights.load(weight, start, is_whole) for start in starts]
-        due = builder.add(distance, builder.udiv(builder.mul(begin, pace), I64(PACE)))
-        for more in range(0, num_rows * weights.step, weights.line):
-            prefetch(builder, builder.gep(weight, [builder.add(due, I64(more))]))
+        if distance is not None:
+            due = builder.add(distance, builder.udiv(builder.mul(begin, pace), I64(PACE)))
+            for more in range(0, num_rows * weights.step, weights.line):
+                prefetch(builder, builder.gep(weight, [builder.add(due, I64(more))]))
         weights.hold()  # those of several vectors at once would keep numbers waiting that are needed now
         for token in range(num_tokens):
             own = numbers.load(tokens, builder.add(begin, builder.mul(I64(token), length)), is_whole)
@@ -234,7 +241,7 @@ class _Lanes:
         self.builder, self.number = builder, number
         self.is_half = kind is not types.float32
         self.itemsize = 2 if self.is_half else 4
-        self.step, self.line = number, _LINE // self.itemsize  # numbers in a vector, and in a line of the cache
+        self.step, self.line = number, LINE // self.itemsize  # numbers in a vector, and in a line of the cache
         self.floats, self.integers = ir.VectorType(FLOAT, number), ir.VectorType(I32, number)
 
     def parts(self, length: ir.Value) -> Iterator[tuple[ir.Value, bool]]:
