@@ -13,7 +13,10 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from ....cpu.program import DTYPES
 from ....cpu.quantized import Int8Linear
+from ....cpu.quantized.product import has_right_kernels
+from ....cpu.tensor_checks import has_sums_of_bits, sums_of_bits, version_of
 from ....target_model.drafters.features import FeatureStep, Layers
 from ....target_model.logits import LogitScaling
 from ....target_model.written.decoder import WrittenDecoder
@@ -26,6 +29,7 @@ from .config import window_of
 from .files import check_shapes, numbered, read, write
 
 _lock = Lock()
+_LEAST_ROUNDED = 2**20  # weights; fewer stay in a core's cache
 _QUERY_KEY_VALUE, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
 
@@ -86,6 +90,7 @@ class EagleHeads(FeatureDrafter):
         # The target's own are no part of this module: they move, and are saved, with the target.
         self._target_parts = target.get_input_embeddings(), target.get_output_embeddings()
         self._written: _WrittenHeads | None = None
+        self._may_round = True  # until weights change, which those that are learnt do again and again
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the written-out heads, whose programs hold addresses of these weights."""
@@ -205,7 +210,7 @@ class EagleHeads(FeatureDrafter):
 
     def layers(self) -> Layers:
         if self._written is not None and not self._written.is_unchanged(thoroughly=True):
-            self._written = None
+            self._written, self._may_round = None, False
         self._write_out()  # now rather than in a step: a GPU's host waits for what is copied to it
         return self._run
 
@@ -220,6 +225,7 @@ class EagleHeads(FeatureDrafter):
             with _lock:  # laying weights side by side frees memory whose addresses another thread's program may hold
                 written = self._written
                 if written is None or not written.is_unchanged():
+                    self._may_round = self._may_round and written is None
                     written = self._written = _WrittenHeads(self)
         return written
 
@@ -229,26 +235,34 @@ _Rounded = dict[nn.Module, Int8Linear] | None  # copies of linear layers in int8
 
 class _WrittenHeads:
     """
-    The heads written out as a decoder, as long as their weights stay where they are. Those of a target in int8 run in
-    int8, too, by copies of their weights, as long as these stay as they are.
+    The heads written out as a decoder, as long as their weights stay where they are. Where they run in int8, they do so
+    by copies of their weights, as long as these stay as they are.
     """
 
     def __init__(self, heads: EagleHeads):
-        self._rounded: _Rounded = {} if isinstance(heads._target_parts[1], Int8Linear) else None
+        self._rounded: _Rounded = {} if _run_in_int8(heads) else None
         self._decoder = WrittenDecoder(_plan(heads, self._rounded))
-        self._versions = self._look()
+        self._versions, self._sums = self._look(), self._look_closely()
         # Number of the hidden states that are further features.
         self._feature = -1 if heads._norms_output else heads.num_layers
         self.watch = Watch(heads, [heads.parts, *heads.parts.values(), heads.output])
 
     def _look(self) -> list[int]:
         """Return the numbers of changes in place of the weights that were copied."""
-        weights: list[Any] = [module.weight for module in self._rounded or ()]
-        return [weight._version for weight in weights if not weight.is_inference()]
+        return [version_of(weight) for weight in self._copied()]
+
+    def _look_closely(self) -> list[torch.Tensor]:
+        """Return sums of the bits of these weights, for changes that torch does not count."""
+        return [sums_of_bits(weight) for weight in self._copied() if has_sums_of_bits(weight)]
+
+    def _copied(self) -> list[Any]:
+        return [module.weight for module in self._rounded or ()]
 
     def is_unchanged(self, thoroughly: bool = False, may_wait: bool = False) -> bool:
         """See `Watch.is_unchanged`."""
-        return self.watch.is_unchanged(thoroughly, may_wait) and self._look() == self._versions
+        if not self.watch.is_unchanged(thoroughly, may_wait) or self._look() != self._versions:
+            return False
+        return not thoroughly or all(map(torch.equal, self._look_closely(), self._sums))
 
     def __call__(self, features: Features, step: FeatureStep) -> tuple[torch.Tensor, torch.Tensor]:
         states: dict[int, torch.Tensor] = {}
@@ -256,8 +270,21 @@ class _WrittenHeads:
         return step.kept(states[self._feature]), logits
 
 
+def _run_in_int8(heads: EagleHeads) -> bool:
+    """
+    Return whether heads run in int8: those of a target in int8, and on a CPU that multiplies int8 all but small ones,
+    since a level takes as long as reading its weights, and the target judges what they draft.
+    """
+    if isinstance(heads._target_parts[1], Int8Linear):
+        return True
+    num = sum(part.weight.numel() for part in heads.parts.values())  # type: ignore[operator,misc]
+    is_served = heads.device.type == "cpu" and heads.dtype in DTYPES and has_right_kernels(heads.dtype)
+    return heads._may_round and num >= _LEAST_ROUNDED and is_served
+
+
 def _plan(heads: EagleHeads, rounded: _Rounded) -> DecoderPlan:
-    is_third, head = heads.is_third, written_map([_in_int8(heads.output, rounded)])
+    output = _in_int8(heads.output, rounded) if "lm_head" in heads.parts else heads.output  # the target's is large
+    is_third, head = heads.is_third, written_map([output])
     features = FeaturePlan(
         states_norms=[_written_norm(heads, norm) for norm in heads._states_norms],
         states_map=_map(heads, rounded, 0, "fc") if is_third else None,

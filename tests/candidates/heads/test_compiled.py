@@ -12,6 +12,7 @@ import hf_smartspec
 from hf_smartspec.candidates.heads.eagle import heads as heads_module
 from hf_smartspec.candidates.heads.eagle.heads import EagleHeads
 from hf_smartspec.cpu.few_tokens import has_kernels
+from hf_smartspec.cpu.quantized.product import has_right_kernels
 from hf_smartspec.online.students import student_of
 from hf_smartspec.target_model.drafters.features import FeatureForward
 from hf_smartspec.target_model.written import watch
@@ -83,6 +84,45 @@ def test_heads_of_a_target_in_int8_run_in_int8_and_follow_changes_in_place(tmp_p
         heads.part("down_proj").weight.mul_(-3)
     changed = logits_of(heads, items)
     assert not torch.equal(changed, rounded) and torch.equal(changed, logits_of(copy.deepcopy(heads), items))
+
+
+@pytest.fixture
+def rounds_small_heads(monkeypatch):
+    """Heads of any size run in int8, as only large ones do otherwise."""
+    monkeypatch.setattr(heads_module, "_LEAST_ROUNDED", 0)
+    if not has_right_kernels(torch.float32):
+        pytest.skip("this CPU has no instructions for int8")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["own output", "output of the target", "three layers"])
+def test_large_heads_run_in_int8_with_every_bit_of_the_layers(kind, dtype, tmp_path, programs, monkeypatch, request):
+    heads, items = heads_of(kind, tmp_path, dtype)
+    as_they_are = logits_of(heads, items)
+    assert heads._write_out()._rounded is None
+    request.getfixturevalue("rounds_small_heads")
+    rounded = copy.deepcopy(heads)
+    expected = logits_by_layers(rounded, items, monkeypatch)
+    logits_of(rounded, items)  # the program's trial
+    programs.clear()
+    found = logits_of(rounded, items)
+    assert programs and torch.equal(found, expected) and not torch.equal(found, as_they_are)
+    assert (found - as_they_are).float().norm() < 0.05 * as_they_are.float().norm()
+    linears = {part for part in rounded.parts.values() if isinstance(part, nn.Linear)}
+    assert set(rounded._write_out()._rounded) == linears, "the target's own output layer stays as it is"
+
+
+@pytest.mark.parametrize("is_counted", [True, False])
+def test_heads_that_change_run_as_they_are(is_counted, tmp_path, rounds_small_heads):
+    """Changes through `.data` are not counted by torch; they are found when the heads are used anew."""
+    heads, items = heads_of("own output", tmp_path)
+    rounded = logits_of(heads, items)
+    weight = heads.part("down_proj").weight
+    with torch.no_grad():
+        (weight if is_counted else weight.data).mul_(-3)
+    changed = logits_of(heads, items)
+    assert heads._write_out()._rounded is None
+    assert (changed - rounded).norm() > 0.2 * rounded.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
