@@ -242,21 +242,19 @@ class _WrittenHeads:
     def __init__(self, heads: EagleHeads):
         self._rounded: _Rounded = {} if _run_in_int8(heads) else None
         self._decoder = WrittenDecoder(_plan(heads, self._rounded))
+        self._copied: list[Any] = [module.weight for module in self._rounded or ()]
         self._versions, self._sums = self._look(), self._look_closely()
         # Number of the hidden states that are further features.
         self._feature = -1 if heads._norms_output else heads.num_layers
-        self.watch = Watch(heads, [heads.parts, *heads.parts.values(), heads.output])
+        self.watch = Watch(heads, [heads.parts, *heads.parts.values(), heads.output, heads._target_parts[0]])
 
     def _look(self) -> list[int]:
         """Return the numbers of changes in place of the weights that were copied."""
-        return [version_of(weight) for weight in self._copied()]
+        return [version_of(weight) for weight in self._copied]
 
     def _look_closely(self) -> list[torch.Tensor]:
         """Return sums of the bits of these weights, for changes that torch does not count."""
-        return [sums_of_bits(weight) for weight in self._copied() if has_sums_of_bits(weight)]
-
-    def _copied(self) -> list[Any]:
-        return [module.weight for module in self._rounded or ()]
+        return [sums_of_bits(weight) for weight in self._copied if has_sums_of_bits(weight)]
 
     def is_unchanged(self, thoroughly: bool = False, may_wait: bool = False) -> bool:
         """See `Watch.is_unchanged`."""
@@ -284,6 +282,9 @@ def _run_in_int8(heads: EagleHeads) -> bool:
 
 def _plan(heads: EagleHeads, rounded: _Rounded) -> DecoderPlan:
     output = _in_int8(heads.output, rounded) if "lm_head" in heads.parts else heads.output  # the target's is large
+    own, embed = heads._target_parts[0], WeakMethod(heads.embed)
+    looks_up = "embed_tokens" not in heads.parts and type(own) is nn.Embedding
+    is_alike = looks_up and (own.weight.dtype, own.weight.device) == (heads.dtype, heads.device)
     is_third, head = heads.is_third, written_map([output])
     features = FeaturePlan(
         states_norms=[_written_norm(heads, norm) for norm in heads._states_norms],
@@ -293,9 +294,8 @@ def _plan(heads: EagleHeads, rounded: _Rounded) -> DecoderPlan:
         both=None if is_third else _map(heads, rounded, 0, "fc"),
         adds_normed=heads._norms_residual,
     )
-    embed = WeakMethod(heads.embed)
     return DecoderPlan(
-        embedding=lambda tokens: embed()(tokens),  # type: ignore[misc]
+        embedding=Called(own) if is_alike else lambda tokens: embed()(tokens),  # type: ignore[misc]
         embedding_multiplier=1.0,
         rotary=heads.rotary(),
         rotary_types=(None,),

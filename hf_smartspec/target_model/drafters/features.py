@@ -69,7 +69,8 @@ class FeatureForward(RaggedForward):
     def _features(self, planned: PlannedForward) -> Features:
         if planned.features is not None:  # features of nodes that are not on the host
             return Features(planned.features, are_states=False)
-        features = torch.cat([item.features for item in planned.rows if item.features is not None])
+        own = [item.features for item in planned.rows if item.features is not None]
+        features = own[0] if len(own) == 1 else torch.cat(own)
         return Features(
             features.to(device=self.device, dtype=self.model.dtype), are_states=len(planned.rows[0].feed) > 0
         )
