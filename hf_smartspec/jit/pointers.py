@@ -10,7 +10,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.extending import intrinsic
 
-from .writing import I64, LINE, bfloat16_of, call, float32_of, fused_of, power_of_two_of, written
+from .writing import I64, bfloat16_of, call, float32_of, fused_of, power_of_two_of, written
 from .writing import prefetch as write_prefetch
 
 
@@ -113,11 +113,11 @@ def prefetch(typing_context, pointer, distance):
 
 
 @intrinsic
-def line_of(typing_context, pointer):
-    """Return the number of float32, or of bfloat16, in a line of the processor's cache, as a constant."""
+def itemsize_of(typing_context, pointer):
+    """Return the bytes of an entry, as a constant."""
 
     def generate(context, builder, signature, args):
-        return I64(LINE * 8 // signature.args[0].dtype.bitwidth)
+        return I64(signature.args[0].dtype.bitwidth // 8)
 
     return types.int64(pointer), generate
 

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any
-from weakref import WeakMethod
 
 import torch
 from torch import nn
@@ -13,24 +12,13 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from ....cpu.program import DTYPES
-from ....cpu.quantized import Int8Linear
-from ....cpu.quantized.product import has_right_kernels
-from ....cpu.tensor_checks import has_sums_of_bits, sums_of_bits, version_of
 from ....target_model.drafters.features import FeatureStep, Layers
-from ....target_model.logits import LogitScaling
-from ....target_model.written.decoder import WrittenDecoder
 from ....target_model.written.inputs import Features
-from ....target_model.written.parts import MLP, Called, Fused, Halves, Map, RMSNorm, written_activation, written_map
-from ....target_model.written.plan import DecoderPlan, FeaturePlan, LayerPlan
-from ....target_model.written.watch import Watch
 from ..learned import FeatureDrafter
-from .config import window_of
 from .files import check_shapes, numbered, read, write
+from .written import WrittenHeads
 
 _lock = Lock()
-_LEAST_ROUNDED = 2**20  # weights; fewer stay in a core's cache
-_QUERY_KEY_VALUE, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
 
 class EagleHeads(FeatureDrafter):
@@ -89,8 +77,8 @@ class EagleHeads(FeatureDrafter):
         self._activation = ACT2FN[config.hidden_act]  # kept here, since written-out heads hold it weakly
         # The target's own are no part of this module: they move, and are saved, with the target.
         self._target_parts = target.get_input_embeddings(), target.get_output_embeddings()
-        self._written: _WrittenHeads | None = None
-        self._may_round = True  # until weights change, which those that are learnt do again and again
+        self._written: WrittenHeads | None = None
+        self._may_round = True  # until they change: those that learn do so again and again, and rounding takes long
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the written-out heads, whose programs hold addresses of these weights."""
@@ -200,7 +188,7 @@ class EagleHeads(FeatureDrafter):
     def layer_output(self, hidden: torch.Tensor, layer: int) -> torch.Tensor:
         """Return a layer's output for the sum of residual and attention."""
         normed = self.part("post_attention_layernorm", layer)(hidden)
-        gate, up = (self.part(name, layer)(normed) for name in _GATE_UP)
+        gate, up = (self.part(name, layer)(normed) for name in ("gate_proj", "up_proj"))
         hidden = hidden + self.part("down_proj", layer)(self._activation(gate) * up)
         return self.part("norm")(hidden) if self._norms_output and layer == self.num_layers - 1 else hidden
 
@@ -209,154 +197,24 @@ class EagleHeads(FeatureDrafter):
         return LlamaRotaryEmbedding(self.config).to(self.device)
 
     def layers(self) -> Layers:
-        if self._written is not None and not self._written.is_unchanged(thoroughly=True):
-            self._written, self._may_round = None, False
-        self._write_out()  # now rather than in a step: a GPU's host waits for what is copied to it
+        self._write_out(thoroughly=True)  # now rather than in a step: a GPU's host waits for what is copied to it
         return self._run
 
     def _run(self, features: Features, step: FeatureStep) -> tuple[torch.Tensor, torch.Tensor]:
         may_wait, step.cache.has_new_rows = not step.cache.has_new_rows, False
-        return self._write_out(may_wait)(features, step)
+        return self._write_out(may_wait=may_wait)(features, step)
 
-    def _write_out(self, may_wait: bool = False) -> "_WrittenHeads":
-        """Return the written-out heads, which are made anew where weights have moved; see `Watch` for `may_wait`."""
+    def _write_out(self, thoroughly: bool = False, may_wait: bool = False) -> WrittenHeads:
+        """Return the written-out heads, which are made anew where weights have moved; see `Watch` for the arguments."""
         written = self._written
-        if written is None or not written.is_unchanged(may_wait=may_wait):
+        if written is None or not written.is_unchanged(thoroughly, may_wait):
             with _lock:  # laying weights side by side frees memory whose addresses another thread's program may hold
                 written = self._written
-                if written is None or not written.is_unchanged():
-                    self._may_round = self._may_round and written is None
-                    written = self._written = _WrittenHeads(self)
+                if written is None or not written.is_unchanged(thoroughly):
+                    if written is not None and written.kind == (self.dtype, self.device):
+                        self._may_round = False
+                    written = self._written = WrittenHeads(self)
         return written
-
-
-_Rounded = dict[nn.Module, Int8Linear] | None  # copies of linear layers in int8, where the heads run in int8
-
-
-class _WrittenHeads:
-    """
-    The heads written out as a decoder, as long as their weights stay where they are. Where they run in int8, they do so
-    by copies of their weights, as long as these stay as they are.
-    """
-
-    def __init__(self, heads: EagleHeads):
-        self._rounded: _Rounded = {} if _run_in_int8(heads) else None
-        self._decoder = WrittenDecoder(_plan(heads, self._rounded))
-        self._copied: list[Any] = [module.weight for module in self._rounded or ()]
-        self._versions, self._sums = self._look(), self._look_closely()
-        # Number of the hidden states that are further features.
-        self._feature = -1 if heads._norms_output else heads.num_layers
-        self.watch = Watch(heads, [heads.parts, *heads.parts.values(), heads.output, heads._target_parts[0]])
-
-    def _look(self) -> list[int]:
-        """Return the numbers of changes in place of the weights that were copied."""
-        return [version_of(weight) for weight in self._copied]
-
-    def _look_closely(self) -> list[torch.Tensor]:
-        """Return sums of the bits of these weights, for changes that torch does not count."""
-        return [sums_of_bits(weight) for weight in self._copied if has_sums_of_bits(weight)]
-
-    def is_unchanged(self, thoroughly: bool = False, may_wait: bool = False) -> bool:
-        """See `Watch.is_unchanged`."""
-        if not self.watch.is_unchanged(thoroughly, may_wait) or self._look() != self._versions:
-            return False
-        return not thoroughly or all(map(torch.equal, self._look_closely(), self._sums))
-
-    def __call__(self, features: Features, step: FeatureStep) -> tuple[torch.Tensor, torch.Tensor]:
-        states: dict[int, torch.Tensor] = {}
-        logits = self._decoder(step.layout, step.cache, states.__setitem__, {self._feature}, features)
-        return step.kept(states[self._feature]), logits
-
-
-def _run_in_int8(heads: EagleHeads) -> bool:
-    """
-    Return whether heads run in int8: those of a target in int8, and on a CPU that multiplies int8 all but small ones,
-    since a level takes as long as reading its weights, and the target judges what they draft.
-    """
-    if isinstance(heads._target_parts[1], Int8Linear):
-        return True
-    num = sum(part.weight.numel() for part in heads.parts.values())  # type: ignore[operator,misc]
-    is_served = heads.device.type == "cpu" and heads.dtype in DTYPES and has_right_kernels(heads.dtype)
-    return heads._may_round and num >= _LEAST_ROUNDED and is_served
-
-
-def _plan(heads: EagleHeads, rounded: _Rounded) -> DecoderPlan:
-    output = _in_int8(heads.output, rounded) if "lm_head" in heads.parts else heads.output  # the target's is large
-    own, embed = heads._target_parts[0], WeakMethod(heads.embed)
-    looks_up = "embed_tokens" not in heads.parts and type(own) is nn.Embedding
-    is_alike = looks_up and (own.weight.dtype, own.weight.device) == (heads.dtype, heads.device)
-    is_third, head = heads.is_third, written_map([output])
-    features = FeaturePlan(
-        states_norms=[_written_norm(heads, norm) for norm in heads._states_norms],
-        states_map=_map(heads, rounded, 0, "fc") if is_third else None,
-        embedding_norm=_norm(heads, "input_layernorm"),
-        feature_norm=_norm(heads, "hidden_norm"),
-        both=None if is_third else _map(heads, rounded, 0, "fc"),
-        adds_normed=heads._norms_residual,
-    )
-    return DecoderPlan(
-        embedding=Called(own) if is_alike else lambda tokens: embed()(tokens),  # type: ignore[misc]
-        embedding_multiplier=1.0,
-        rotary=heads.rotary(),
-        rotary_types=(None,),
-        layers=[_layer_plan(heads, rounded, layer) for layer in range(heads.num_layers)],
-        final_norm=_norm(heads, "norm") or nn.Identity(),
-        head=head,
-        logit_scaling=LogitScaling(),
-        fused=[],
-        calls_modules=isinstance(head, Called),
-        features=features,
-    )
-
-
-def _layer_plan(heads: EagleHeads, rounded: _Rounded, layer: int) -> LayerPlan:
-    config = heads.config
-    activation = written_activation(heads._activation)
-    inputs, output = _map(heads, rounded, layer, *_GATE_UP), _map(heads, rounded, layer, "down_proj")
-    mlp = MLP(inputs, activation, output, is_gated=True)
-    return LayerPlan(
-        before_attention=_norm(heads, "input_layernorm", layer) if layer else None,  # the first has a `FeaturePlan`
-        after_attention=None,
-        before_mlp=_norm(heads, "post_attention_layernorm", layer),
-        after_mlp=None,
-        query_key_value=_map(heads, rounded, layer, *_QUERY_KEY_VALUE),
-        query_norm=_norm(heads, "q_norm", layer),
-        key_norm=_norm(heads, "k_norm", layer),
-        norms_heads=True,
-        attention_output=_map(heads, rounded, layer, "o_proj"),
-        mlp=mlp,
-        num_heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        scaling=config.head_dim**-0.5,
-        softcap=None,
-        window=window_of(config, layer),
-        rotation=Halves(),
-        layer_type=None,
-    )
-
-
-def _map(heads: EagleHeads, rounded: _Rounded, layer: int, *names: str) -> Map:
-    written = written_map([_in_int8(heads.part(name, layer), rounded) for name in names])
-    if isinstance(written, Fused):
-        written.lay_side_by_side()
-    return written
-
-
-def _in_int8(module: nn.Module, rounded: _Rounded) -> nn.Module:
-    """Return the module, or its copy in int8, which is added to `rounded`."""
-    if rounded is None or type(module) is not nn.Linear:
-        return module
-    rounded[module] = Int8Linear(module.weight, module.bias)
-    return rounded[module]
-
-
-def _norm(heads: EagleHeads, name: str, layer: int = 0) -> RMSNorm | None:
-    return _written_norm(heads, heads.part(name, layer)) if numbered(name, layer) in heads.parts else None
-
-
-def _written_norm(heads: EagleHeads, norm: nn.Module) -> RMSNorm:
-    return RMSNorm(norm, heads.config.rms_norm_eps, is_shifted=False)
 
 
 def _module(tensors: Mapping[str, torch.Tensor], name: str, eps: float) -> nn.Module:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from ...jit import inner
-from ...jit.pointers import ahead, float32_at, get, int64_at, like, line_of, prefetch, put, read, rounded, take
+from ...jit.pointers import ahead, float32_at, get, int64_at, itemsize_of, like, prefetch, put, read, rounded, take
 from ...jit.writing import LINE
 from .gates import exponential
 from .multiply import largest_tile, tile_width
@@ -144,7 +144,7 @@ def _attend(a, run, scale, queries, keys, values, results, scratch):
     before, own = (prefix, prefix + shared, prefix, prefix + shared), (first, last, low, high)
     before_scores, own_scores = ahead(scores, -prefix), ahead(scores, shared - first)  # entries are those of lines
     # What is read next is prefetched: first all keys, then all values, then the next run's keys.
-    first_key, to_values = first * a[_KV_HEADS] * size, (a[_VALUES] - a[_KEYS]) // (LINE // line_of(keys))
+    first_key, to_values = first * a[_KV_HEADS] * size, (a[_VALUES] - a[_KEYS]) // itemsize_of(keys)
     first_value = to_values + (prefix * a[_KV_HEADS] * size if shared else first_key)
     _score_lines(a, run, before, num, queries, keys, before_scores, first_key)
     _score_lines(a, run, own, num, queries, keys, own_scores, first_value)
@@ -168,8 +168,8 @@ def _attend(a, run, scale, queries, keys, values, results, scratch):
 @inner
 def _next_keys(a, first, begin):
     """
-    Return how many numbers the first line of the run that is likely to be taken next lies after line 0, and its first
-    head after head `begin`; where there is none, those of line `first`, which are in the cache.
+    Return the distance in numbers from line 0 and head `begin` to where the run that is likely to be taken next begins;
+    to line `first`, which has been read, where there is none.
     """
     number = read(ahead(a, _NEXT))
     if number < a[_NUM_RUNS] * a[_PARTS]:
@@ -258,7 +258,7 @@ def _widen(a, block, stop, values, wide, distance):
     size, stride = a[_SIZE], a[_KV_HEADS] * a[_SIZE]
     for line in range(block, stop):
         own, rows = ahead(wide, (line - block) * size), ahead(values, line * stride)
-        for index in range(0, size, line_of(values)):
+        for index in range(0, size, LINE // itemsize_of(values)):
             prefetch(rows, distance + index)
         for index in range(size):
             own[index] = get(rows, index)
@@ -314,7 +314,7 @@ def _score(a, head, num_queries, low, high, num, queries, keys, scores, distance
             line = high - rows
         key, query = ahead(keys, line * stride + head * size), 0
         for row in range(rows):
-            for index in range(0, size, line_of(keys)):
+            for index in range(0, size, LINE // itemsize_of(keys)):
                 prefetch(ahead(key, distance + row * stride), index)
         while query < num_queries:
             some = tile_width(num_queries - query, most_queries) if rows > 1 else 1

@@ -10,6 +10,7 @@ from torch import nn
 
 import hf_smartspec
 from hf_smartspec.candidates.heads.eagle import heads as heads_module
+from hf_smartspec.candidates.heads.eagle import written as written_module
 from hf_smartspec.candidates.heads.eagle.heads import EagleHeads
 from hf_smartspec.cpu.few_tokens import has_kernels
 from hf_smartspec.cpu.quantized.product import has_right_kernels
@@ -89,7 +90,7 @@ def test_heads_of_a_target_in_int8_run_in_int8_and_follow_changes_in_place(tmp_p
 @pytest.fixture
 def rounds_small_heads(monkeypatch):
     """Heads of any size run in int8, as only large ones do otherwise."""
-    monkeypatch.setattr(heads_module, "_LEAST_ROUNDED", 0)
+    monkeypatch.setattr(written_module, "_LEAST_ROUNDED", 0)
     if not has_right_kernels(torch.float32):
         pytest.skip("this CPU has no instructions for int8")
 
@@ -112,17 +113,72 @@ def test_large_heads_run_in_int8_with_every_bit_of_the_layers(kind, dtype, tmp_p
     assert set(rounded._write_out()._rounded) == linears, "the target's own output layer stays as it is"
 
 
-@pytest.mark.parametrize("is_counted", [True, False])
-def test_heads_that_change_run_as_they_are(is_counted, tmp_path, rounds_small_heads):
-    """Changes through `.data` are not counted by torch; they are found when the heads are used anew."""
+def _change_in_place(heads):
+    with torch.no_grad():
+        heads.part("down_proj").weight.mul_(-3)
+
+
+def _change_uncounted(heads):
+    heads.part("down_proj").weight.data.mul_(-3)
+
+
+def _replace(heads):
+    heads.part("down_proj").weight.data = heads.part("down_proj").weight.data * -3
+
+
+def _learn(heads):
+    student = student_of(heads)
+    student.publish([item * -3 for item in student.weights()])
+
+
+@pytest.mark.parametrize("change", [_change_in_place, _change_uncounted, _replace, _learn])
+def test_heads_that_change_run_as_they_are(change, tmp_path, rounds_small_heads):
     heads, items = heads_of("own output", tmp_path)
     rounded = logits_of(heads, items)
-    weight = heads.part("down_proj").weight
-    with torch.no_grad():
-        (weight if is_counted else weight.data).mul_(-3)
+    assert heads._write_out()._rounded
+    change(heads)
     changed = logits_of(heads, items)
     assert heads._write_out()._rounded is None
     assert (changed - rounded).norm() > 0.2 * rounded.norm()
+
+
+def test_what_is_learnt_is_found_while_the_same_rows_run(tmp_path, rounds_small_heads):
+    heads, items = heads_of("own output", tmp_path)
+    forward = FeatureForward(heads)
+    rounded = torch.cat(run(forward, [forward.add() for _ in items], items))
+    forward.cache.has_new_rows = False
+    _learn(heads)
+    assert heads._write_out(may_wait=True)._rounded is None
+    changed = torch.cat(run(forward, [forward.add() for _ in items], items))
+    assert (changed - rounded).norm() > 0.2 * rounded.norm()
+
+
+def test_heads_in_another_dtype_are_rounded_anew(tmp_path, rounds_small_heads):
+    heads, items = heads_of("own output", tmp_path)
+    rounded = logits_of(heads, items)
+    found = logits_of(heads.to(torch.bfloat16), [(text, states.bfloat16()) for text, states in items])
+    assert heads._write_out()._rounded
+    assert (found - rounded).norm() < 0.05 * rounded.norm()
+
+
+def test_weights_whose_changes_are_not_counted_stay_as_they_are(tmp_path, rounds_small_heads):
+    with torch.inference_mode():
+        heads, _ = heads_of("own output", tmp_path)
+    assert heads._write_out()._rounded is None
+
+
+def test_the_first_eagle_drafts_in_int8(tmp_path, request):
+    """Layer by layer: its heads are not of a kind that is compiled as one program."""
+    target = new_model("llama").requires_grad_(False)
+    published = random_heads(target.config.hidden_size, target.config.vocab_size, has_bias=True)
+    LAYOUTS["1"](published, target.config.vocab_size, tmp_path)
+    heads, items = EagleHeads.from_pretrained(tmp_path, target), texts(published, target, (9, 2, 23))
+    as_they_are = logits_of(heads, items)
+    request.getfixturevalue("rounds_small_heads")
+    rounded = copy.deepcopy(heads)
+    found = logits_of(rounded, items)
+    assert rounded._write_out()._rounded and not torch.equal(found, as_they_are)
+    assert (found - as_they_are).norm() < 0.05 * as_they_are.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -196,7 +252,7 @@ class Counted:
 
 
 def test_one_thread_writes_heads_out_while_others_wait(tmp_path, monkeypatch):
-    (heads, items), write, written, others = heads_of("own output", tmp_path), heads_module._WrittenHeads, [], []
+    (heads, items), write, written, others = heads_of("own output", tmp_path), heads_module.WrittenHeads, [], []
     lock = Counted()
 
     def write_slowly(given):
@@ -206,7 +262,7 @@ def test_one_thread_writes_heads_out_while_others_wait(tmp_path, monkeypatch):
             assert lock.second.wait(timeout=TIMEOUT)
         return write(given)
 
-    monkeypatch.setattr(heads_module, "_WrittenHeads", write_slowly)
+    monkeypatch.setattr(heads_module, "WrittenHeads", write_slowly)
     monkeypatch.setattr(heads_module, "_lock", lock)
     with ThreadPoolExecutor(1) as pool:
         expected = logits_of(heads, items)
