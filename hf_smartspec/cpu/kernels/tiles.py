@@ -223,10 +223,13 @@ def _write_tile(kinds, num_rows, num_tokens, weight, tokens, bias, outputs, leng
                 weights.add_products(sums[row][token], factors[row], own)
             if num_rows * num_tokens > _FEW_SUMS:
                 weights.hold()
-    more = results.load_few(bias, num_rows)
-    for token in range(num_tokens):
-        totals = builder.fadd(weights.totals([row[token] for row in sums]), more)
-        results.store_few(totals, builder.gep(outputs, [builder.mul(I64(token), stride)]))
+    more, together = results.load_few(bias, num_rows), max(weights.number // num_rows, 1)
+    for first in range(0, num_tokens, together):  # as many tokens as have their totals in one vector
+        own = range(first, min(first + together, num_tokens))
+        repeated = ir.Constant(ir.VectorType(I32, num_rows * len(own)), [*range(num_rows)] * len(own))
+        totals = weights.totals([row[token] for token in own for row in sums])
+        totals = builder.fadd(totals, builder.shuffle_vector(more, more, repeated))
+        results.store_parts(totals, [builder.gep(outputs, [builder.mul(I64(token), stride)]) for token in own])
 
 
 class _Lanes:
@@ -277,11 +280,18 @@ class _Lanes:
             builder.store(float32_of(builder, found) if self.is_half else found, numbers)
         return builder.load(numbers)
 
-    def store_few(self, numbers: ir.Value, pointer: ir.Value) -> None:
-        """Store a vector of float32, rounded to the nearest bfloat16 (ties to even) where numbers are of that kind."""
+    def store_parts(self, numbers: ir.Value, pointers: list[ir.Value]) -> None:
+        """
+        Store equal parts of a vector of float32, rounded to the nearest bfloat16 (ties to even) where numbers are of
+        that kind.
+        """
+        builder, count = self.builder, numbers.type.count // len(pointers)
         if self.is_half:
-            numbers = bfloat16_of(self.builder, numbers)
-        self.builder.store(numbers, self.builder.bitcast(pointer, numbers.type.as_pointer()), align=self.itemsize)
+            numbers = bfloat16_of(builder, numbers)
+        for place, pointer in enumerate(pointers):
+            part = ir.Constant(ir.VectorType(I32, count), [place * count + number for number in range(count)])
+            own = builder.shuffle_vector(numbers, numbers, part)
+            builder.store(own, builder.bitcast(pointer, own.type.as_pointer()), align=self.itemsize)
 
     def add_products(self, sums: ir.Value, factors: ir.Value, numbers: ir.Value) -> None:
         name = f"llvm.fma.v{self.number}f32"
