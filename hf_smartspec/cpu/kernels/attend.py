@@ -232,8 +232,8 @@ def _add_lines(a, run, lines, num, scale, scores, values, wide, highest, totals,
 @inner
 def _to_prefetch(a, lines, block, step, then):
     """
-    Return the distance in numbers from a block's lines to those that are prefetched meanwhile, at least `step` lines
-    later: of these lines, and from the last one on, of those that begin `then` numbers after line 0.
+    Return the distance in numbers from a block's lines to those that are prefetched meanwhile: later ones of these
+    lines, and after the last one the first of those that begin `then` numbers after line 0.
     """
     first, last, _, _ = lines
     num, stride = last - first, a[_KV_HEADS] * a[_SIZE]
