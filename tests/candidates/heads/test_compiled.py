@@ -89,7 +89,7 @@ def test_heads_of_a_target_in_int8_run_in_int8_and_follow_changes_in_place(tmp_p
 
 @pytest.fixture
 def rounds_small_heads(monkeypatch):
-    """Heads of any size run in int8, as only large ones do otherwise."""
+    """Run heads of any size in int8, as only large ones are otherwise."""
     monkeypatch.setattr(written_module, "_LEAST_ROUNDED", 0)
     if not has_right_kernels(torch.float32):
         pytest.skip("this CPU has no instructions for int8")
@@ -108,7 +108,7 @@ def test_large_heads_run_in_int8_with_every_bit_of_the_layers(kind, dtype, tmp_p
     programs.clear()
     found = logits_of(rounded, items)
     assert programs and torch.equal(found, expected) and not torch.equal(found, as_they_are)
-    assert (found - as_they_are).float().norm() < 0.05 * as_they_are.float().norm()
+    assert (found - as_they_are).float().norm() < 0.04 * as_they_are.float().norm()
     linears = {part for part in rounded.parts.values() if isinstance(part, nn.Linear)}
     assert set(rounded._write_out()._rounded) == linears, "the target's own output layer stays as it is"
 
@@ -158,7 +158,7 @@ def test_heads_in_another_dtype_are_rounded_anew(tmp_path, rounds_small_heads):
     rounded = logits_of(heads, items)
     found = logits_of(heads.to(torch.bfloat16), [(text, states.bfloat16()) for text, states in items])
     assert heads._write_out()._rounded
-    assert (found - rounded).norm() < 0.05 * rounded.norm()
+    assert (found - rounded).norm() < 0.04 * rounded.norm()
 
 
 def test_weights_whose_changes_are_not_counted_stay_as_they_are(tmp_path, rounds_small_heads):
@@ -168,7 +168,7 @@ def test_weights_whose_changes_are_not_counted_stay_as_they_are(tmp_path, rounds
 
 
 def test_the_first_eagle_drafts_in_int8(tmp_path, request):
-    """Layer by layer: its heads are not of a kind that is compiled as one program."""
+    """Draft layer by layer, since heads of this kind are not compiled as one program."""
     target = new_model("llama").requires_grad_(False)
     published = random_heads(target.config.hidden_size, target.config.vocab_size, has_bias=True)
     LAYOUTS["1"](published, target.config.vocab_size, tmp_path)
@@ -178,7 +178,7 @@ def test_the_first_eagle_drafts_in_int8(tmp_path, request):
     rounded = copy.deepcopy(heads)
     found = logits_of(rounded, items)
     assert rounded._write_out()._rounded and not torch.equal(found, as_they_are)
-    assert (found - as_they_are).norm() < 0.05 * as_they_are.norm()
+    assert (found - as_they_are).norm() < 0.04 * as_they_are.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
