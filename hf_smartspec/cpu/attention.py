@@ -15,7 +15,7 @@ from .kernels.attend import MOST_AS_THEY_LIE, scratch_size
 from .kernels.multiply import CACHE
 from .kernels.program import ATTEND
 from .kernels.runs import divide, extent
-from .kernels.tiles import num_lanes
+from .kernels.vectors import num_lanes
 from .program import DTYPES, run_operator
 from .tensor_checks import is_plain
 

@@ -13,7 +13,7 @@ from ..jit.writing import cpu_features, cpu_name
 from ..log import get_logger
 from .kernels.multiply import NARROW_TOKENS, tokens_at_once
 from .kernels.program import MULTIPLY
-from .kernels.tiles import has_pairs, num_lanes
+from .kernels.vectors import has_pairs, num_lanes
 from .program import DTYPES, run_operator
 from .tensor_checks import is_plain, is_vector
 from .threads import has_threads, share_of
@@ -113,24 +113,26 @@ def can_multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     )
 
 
-def few_token_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def few_token_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, packed: torch.Tensor | None = None
+) -> torch.Tensor:
     """
-    Return `linear(x, weight, bias)` for arguments that pass `can_multiply`. A token's result does not depend on the
-    others.
+    Return `linear(x, weight, bias)` for arguments that pass `can_multiply`, and perhaps the `packed` weight. A token's
+    result does not depend on the others.
     """
     x = x.contiguous()
     num_tokens, num_inputs = x.shape
     num_outputs = weight.shape[0]
     outputs = x.new_empty(num_tokens, num_outputs)
     num_threads = 1 if num_tokens * num_inputs * num_outputs <= SMALL else torch.get_num_threads()
-    at_once, size, wide = tokens_at_once(num_tokens, num_inputs), 0, None
+    at_once, size, wide = tokens_at_once(num_tokens, num_inputs, x.itemsize), 0, None
     if widens(x.dtype, num_tokens):
         size = at_once * num_inputs
         wide = x.new_empty(num_threads * size, dtype=torch.float32)
     run_operator(
         x.dtype, MULTIPLY, num_threads, num_tokens, num_inputs, num_outputs, share_of(num_outputs, num_inputs, ROWS),
         at_once, weight.data_ptr(), x.data_ptr(), 0 if bias is None else bias.data_ptr(), outputs.data_ptr(),
-        0 if wide is None else wide.data_ptr(), size,
+        0 if wide is None else wide.data_ptr(), size, 0 if packed is None else packed.data_ptr(),
     )  # fmt: skip
     return outputs
 

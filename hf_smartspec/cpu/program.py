@@ -18,7 +18,7 @@ from .kernels.program import HEADER, PLACE, SIZE, run_bfloat16, run_float32, run
 from .kernels.recur import CONVOLVE_FIELDS, RECUR_FIELDS
 from .kernels.rotate import ROTATE_FIELDS
 from .kernels.screen import SCREEN_FIELDS
-from .kernels.tiles import num_lanes
+from .kernels.vectors import num_lanes
 from .threads import give_way, run
 
 _FIELDS = {

@@ -26,6 +26,7 @@ def _pointer_to(number_type: types.Type) -> Any:
 
 
 int8_at, int32_at, int64_at = (_pointer_to(kind) for kind in (types.int8, types.int32, types.int64))
+uint8_at = _pointer_to(types.uint8)
 float32_at, float64_at = _pointer_to(types.float32), _pointer_to(types.float64)
 bfloat16_at = _pointer_to(types.uint16)  # as bits, since numba has no bfloat16
 widened = written(types.float32, types.uint16)(float32_of)

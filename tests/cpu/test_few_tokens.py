@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 
 from hf_smartspec.cpu import few_tokens
 from hf_smartspec.cpu.few_tokens import can_multiply, few_token_linear, product
-from hf_smartspec.cpu.kernels.tiles import num_lanes
+from hf_smartspec.cpu.kernels.vectors import num_lanes
 
 from .helpers import check_decoding, numbers
 

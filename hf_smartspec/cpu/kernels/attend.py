@@ -305,7 +305,7 @@ def _score(a, head, num_queries, low, high, num, queries, keys, scores, distance
     """
     size, stride = a[_SIZE], a[_KV_HEADS] * a[_SIZE]
     line, none = low, float32_at(0)
-    most_rows, most_queries = largest_tile(num_queries)
+    most_rows, most_queries = largest_tile(num_queries, None)
     while line < high:
         rows = most_rows
         if high - low < rows:
@@ -319,7 +319,7 @@ def _score(a, head, num_queries, low, high, num, queries, keys, scores, distance
         while query < num_queries:
             some = tile_width(num_queries - query, most_queries) if rows > 1 else 1
             own, found = ahead(queries, query * size), ahead(scores, query * num + line)
-            tile(rows, some, key, own, none, found, size, stride, num, None, None)
+            tile(rows, some, key, own, none, found, size, stride, num, None, None, None)
             query += some
         line += rows
 

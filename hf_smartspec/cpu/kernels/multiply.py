@@ -1,8 +1,10 @@
 """Products of a few tokens with a weight."""
 
 from ...jit import inner
-from ...jit.pointers import ahead, bfloat16_at, like, take, widened
+from ...jit.pointers import ahead, bfloat16_at, itemsize_of, like, take, uint8_at, widened
+from .packed import MOST_CODES, MOST_TOKENS, packed_bytes
 from .tiles import PACE, lanes, tile
+from .vectors import num_lanes
 
 # Compiled code is called with the address of these numbers, int64 each.
 # next: incremented by the thread that takes the next share of the work; share: outputs in a share.
@@ -10,21 +12,33 @@ from .tiles import PACE, lanes, tile
 # at_once: tokens that are multiplied by some rows before the next rows are read.
 # threads: incremented by each thread that takes part; wide: 0, or the address of `wide_size` float32 for the tokens of
 #   each of these.
+# packed: 0, or the address of the packed weight: its table, and then its rows.
 MULTIPLY_FIELDS = tuple(
-    "next threads num_tokens num_inputs num_outputs share at_once weight tokens bias outputs wide wide_size".split()
+    """
+    next threads num_tokens num_inputs num_outputs share at_once weight tokens bias outputs wide wide_size packed
+    """.split()
 )
-NEXT, THREADS, NUM_TOKENS, NUM_INPUTS, NUM_OUTPUTS, SHARE, AT_ONCE, WEIGHT, TOKENS, BIAS, OUTPUTS, WIDE, WIDE_SIZE = (
-    range(13)
-)
+NEXT, THREADS, NUM_TOKENS, NUM_INPUTS, NUM_OUTPUTS, SHARE, AT_ONCE, WEIGHT, TOKENS, BIAS, OUTPUTS = range(11)
+WIDE, WIDE_SIZE, PACKED = range(11, 14)
 
-_TOKENS = 12  # a multiple of the tokens of tiles
+_TOKENS = 12  # a multiple of the tokens of tiles of 8 lanes
+_FEW, _MORE, _EIGHT = 16, 6, 8  # tokens: that are multiplied at once in any case, and multiples of the tokens of tiles
+_LEVEL_1 = 2**15  # bytes that stay in the level 1 cache while rows are read
+_AHEAD = 6 * 2**10  # bytes: rows are prefetched for the first tile that is further ahead
 CACHE = 2**16  # numbers that fill half of a small level 2 cache
 NARROW_TOKENS = 4  # of the largest tile of 8 lanes
 
 
-def tokens_at_once(num_tokens: int, num_inputs: int) -> int:
-    """Return the number of tokens that stay in the cache while rows are read."""
-    return min(num_tokens, max(_TOKENS, CACHE // num_inputs // _TOKENS * _TOKENS))
+def tokens_at_once(num_tokens: int, num_inputs: int, itemsize: int) -> int:
+    """Return the number of tokens, `itemsize` bytes a number, that stay in the cache while rows are read."""
+    if num_lanes() == 8:
+        return min(num_tokens, max(_TOKENS, CACHE // num_inputs // _TOKENS * _TOKENS))
+    if num_tokens <= _FEW:
+        return num_tokens
+    fitting = _LEVEL_1 // (num_inputs * itemsize)
+    if fitting >= 2 * _MORE:
+        return min(num_tokens, fitting // _MORE * _MORE)
+    return _EIGHT if fitting >= _EIGHT else _FEW  # of many more, those of a tile fit
 
 
 @inner
@@ -38,43 +52,45 @@ def multiply(a, kind, wide_kind):
     if wide_kind is not None:
         if a[WIDE]:
             wide = ahead(like(wide_kind, a[WIDE]), take(ahead(a, THREADS)) * a[WIDE_SIZE])
-            _multiply(a, weight, tokens, bias, outputs, wide)
+            _multiply(a, weight, tokens, bias, outputs, wide, None)
         else:
-            _multiply(a, weight, tokens, bias, outputs, None)
+            _multiply(a, weight, tokens, bias, outputs, None, None)
+    elif a[PACKED] and a[NUM_TOKENS] <= MOST_TOKENS:
+        _multiply(a, weight, tokens, bias, outputs, None, uint8_at(a[PACKED]))
     else:
-        _multiply(a, weight, tokens, bias, outputs, None)
+        _multiply(a, weight, tokens, bias, outputs, None, None)
 
 
 @inner
 def multiply_narrow(a, kind):
     """Do as `multiply` with a weight in bfloat16, whatever the type of tokens, bias and outputs."""
     tokens, bias, outputs = like(kind, a[TOKENS]), like(kind, a[BIAS]), like(kind, a[OUTPUTS])
-    _multiply(a, bfloat16_at(a[WEIGHT]), tokens, bias, outputs, None)
+    _multiply(a, bfloat16_at(a[WEIGHT]), tokens, bias, outputs, None, None)
 
 
 @inner
-def _multiply(a, weight, tokens, bias, outputs, wide):
+def _multiply(a, weight, tokens, bias, outputs, wide, packed):
     num_outputs, share = a[NUM_OUTPUTS], a[SHARE]
     begin = share * take(ahead(a, NEXT))
     if begin < num_outputs and wide is not None and a[NUM_TOKENS] <= a[AT_ONCE]:
         _widen(tokens, a[NUM_TOKENS] * a[NUM_INPUTS], wide)
     while begin < num_outputs:
-        _multiply_share(a, begin, min(begin + share, num_outputs), weight, tokens, bias, outputs, wide)
+        _multiply_share(a, begin, min(begin + share, num_outputs), weight, tokens, bias, outputs, wide, packed)
         begin = share * take(ahead(a, NEXT))
 
 
 @inner
-def _multiply_share(a, row, end, weight, tokens, bias, outputs, wide):
+def _multiply_share(a, row, end, weight, tokens, bias, outputs, wide, packed):
     length, token = a[NUM_INPUTS], 0
     while token < a[NUM_TOKENS]:
-        num = min(a[AT_ONCE], a[NUM_TOKENS] - token)
+        num = tile_width(a[NUM_TOKENS] - token, a[AT_ONCE])
         own, results = ahead(tokens, token * length), ahead(outputs, token * a[NUM_OUTPUTS])
         if wide is None:
-            _multiply_rows(a, row, end, num, weight, own, bias, results)
+            _multiply_rows(a, row, end, num, weight, own, bias, results, packed)
         else:
             if a[NUM_TOKENS] > a[AT_ONCE]:  # else all are wide
                 _widen(own, num * length, wide)
-            _multiply_rows(a, row, end, num, weight, wide, bias, results)
+            _multiply_rows(a, row, end, num, weight, wide, bias, results, None)
         token += num
 
 
@@ -85,37 +101,45 @@ def _widen(numbers, length, wide):
 
 
 @inner
-def _multiply_rows(a, row, end, num_tokens, weight, tokens, bias, outputs):
+def _multiply_rows(a, row, end, num_tokens, weight, tokens, bias, outputs, packed):
     """Multiply some rows by some tokens, so that the rows of a tile come from memory once."""
     length, stride = a[NUM_INPUTS], a[NUM_OUTPUTS]
-    num_rows, most = largest_tile(num_tokens)
+    num_rows, most = largest_tile(num_tokens, packed)
+    size = num_rows * length * itemsize_of(weight) if packed is None else packed_bytes(num_rows * length)
+    num_ahead = 1 + _AHEAD // size
     tiles = _tiles(num_tokens, most, num_rows, length)  # once, since a division takes as long as many products
     while row < end:
         if row + num_rows > end:
             num_rows, tiles = 1, _tiles(num_tokens, 1, 1, length)
         rows, more = ahead(weight, row * length), ahead(bias, row) if a[BIAS] else bias
         # The next rows are prefetched in the order of their memory, which is read faster as one run than as several.
-        results, distance = ahead(outputs, row), num_rows * length
-        if row + 2 * num_rows > stride:  # beyond the weight there may be no memory to prefetch
+        results, distance = ahead(outputs, row), num_ahead * num_rows * length
+        if row + (num_ahead + 1) * num_rows > stride:  # beyond the weight there may be no memory to prefetch
             distance = 0
-        _multiply_tiles(num_rows, tiles, rows, tokens, more, results, length, stride, distance)
+        if packed is None:
+            _multiply_tiles(num_rows, tiles, rows, tokens, more, results, length, stride, distance, None)
+        else:
+            own = ahead(packed, MOST_CODES + packed_bytes(row * length)), packed
+            _multiply_tiles(num_rows, tiles, rows, tokens, more, results, length, stride, distance, own)
         row += num_rows
 
 
 @inner
-def largest_tile(num_tokens):
-    """Return the numbers of rows and tokens of the largest tile."""
+def largest_tile(num_tokens, packed):
+    """Return the numbers of rows and tokens of the largest tile, of a `packed` weight unless that is None."""
+    if packed is not None:
+        return 4, 4
     if lanes() == 8:
         return 3, NARROW_TOKENS
     return (3, 8) if num_tokens == 7 or num_tokens == 8 else (4, 6)
 
 
 @inner
-def _multiply_tiles(num_rows, tiles, rows, tokens, bias, outputs, length, stride, distance):
+def _multiply_tiles(num_rows, tiles, rows, tokens, bias, outputs, length, stride, distance, packed):
     num_tiles, width, num_wider, part, pace = tiles
     for number in range(num_tiles):
         num = width + 1 if number < num_wider else width
-        tile(num_rows, num, rows, tokens, bias, outputs, length, length, stride, distance, pace)
+        tile(num_rows, num, rows, tokens, bias, outputs, length, length, stride, distance, pace, packed)
         tokens, outputs = ahead(tokens, num * length), ahead(outputs, num * stride)
         if distance:
             distance += part
@@ -140,6 +164,6 @@ def tile_widths(num_tokens, most):
 
 @inner
 def tile_width(num_left, most):
-    """Return the tokens of the next tile: about as many as the tiles after it have."""
+    """Return how many of the tokens that are left come next, at most `most`: about as many as later."""
     num_tiles = (num_left + most - 1) // most
     return (num_left + num_tiles - 1) // num_tiles

@@ -250,7 +250,7 @@ def _recur(a, of_row, parents, head, keys, sums, rates, products, state):
 @inner
 def _multiply(num, size, keys, products):
     """Multiply all keys and queries `[2 * num, size]` by the keys; the products are `[2 * num, num]`."""
-    most_rows, most = largest_tile(2 * num)
+    most_rows, most = largest_tile(2 * num, None)
     row, none = 0, float32_at(0)
     while row < num:
         rows = most_rows if num >= most_rows else 1
@@ -259,7 +259,7 @@ def _multiply(num, size, keys, products):
         while token < 2 * num:
             some = tile_width(2 * num - token, most) if rows > 1 else 1
             own, found = ahead(keys, token * size), ahead(products, token * num + row)
-            tile(rows, some, ahead(keys, row * size), own, none, found, size, size, num, None, None)
+            tile(rows, some, ahead(keys, row * size), own, none, found, size, size, num, None, None, None)
             token += some
         row += rows
 

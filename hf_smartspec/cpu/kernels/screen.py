@@ -132,7 +132,7 @@ def _compare(a, kind, token, chunk, upper, num, least):
     for index in range(num):
         if upper[index] >= least:
             row = ahead(weight, (begin + index) * size)
-            tile(1, 1, row, own, like(kind, 0), product, size, size, 1, 0, 0)
+            tile(1, 1, row, own, like(kind, 0), product, size, size, 1, 0, 0, None)
             score = get(product, 0)
             if score > best[place]:
                 best[place] = score

@@ -6,7 +6,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ...jit.writing import FLOAT, I32, I64, call
-from .tiles import num_lanes
+from .vectors import num_lanes
 
 # An exponential is added up as a whole number of 2^-16 and another of 2^-33, each in 32 bits, so that no order of
 # additions changes the sum. The latter are below 2^17, and sums of `MOST_SCORES` below 2^31.

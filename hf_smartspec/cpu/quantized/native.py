@@ -7,7 +7,7 @@ import torch
 from ..few_tokens import SMALL
 from ..kernels.dots import GROUP, PARTS, SIDE, instructions
 from ..kernels.program import INT8, LEVELS
-from ..kernels.tiles import num_lanes
+from ..kernels.vectors import num_lanes
 from ..program import DTYPES, run_operator
 from ..tensor_checks import is_plain, is_vector
 from ..threads import has_threads, share_of

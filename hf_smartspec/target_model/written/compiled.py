@@ -1,7 +1,7 @@
 """A written-out decoder as one compiled program: all layers in one call, on a CPU."""
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from threading import Lock
 from typing import Any
@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from ...cpu.attention import has_attention
+from ...cpu.compact import CompactWeights, can_pack, compact_bytes
 from ...cpu.few_tokens import SMALL, most_tokens
 from ...cpu.gates import has_gates
-from ...cpu.narrow import NarrowWeights
 from ...cpu.norms import has_norms
 from ...cpu.program import DTYPES
 from ...cpu.quantized import native
@@ -31,8 +31,10 @@ from .plan import DecoderPlan, FeaturePlan, LayerPlan
 from .program import ForwardProgram, products_of
 
 _LEAST, _MOST = 16, 256  # tokens for which programs have room: their memory is kept
-_MOST_NARROW = 32  # tokens; more of them take longer than reading, and narrow weights are widened for every few
+# Tokens for which compact weights are read: more take longer than reading, and each few make numbers of the copy anew.
+_MOST_COMPACT = {torch.float32: 32, torch.bfloat16: _LEAST}
 _MOST_MEMORY = 0.5  # of the free memory that these copies take
+_PACKING = 256  # forwards that save about as much time with packed weights as packing takes
 
 
 class CompiledDecoder:
@@ -53,10 +55,10 @@ class CompiledDecoder:
         self._lock = Lock()  # held while programs are dropped or put back
         # Copies: of the head, from the first forward on that needs no more than best tokens, and of all weights.
         self.screen: KeptCopy[Screen] = KeptCopy(partial(_screen_of, plan), partial(_is_screen_of, plan))
-        self.narrow: KeptCopy[NarrowWeights] = KeptCopy(partial(_narrow_of, plan), partial(_is_narrow_of, plan))
+        self.compact: KeptCopy[CompactWeights] = KeptCopy(partial(_compact_of, plan), partial(_is_compact_of, plan))
         if whole is not None:
-            self.screen, self.narrow = whole.screen, whole.narrow
-        self._copies: tuple[Screen | None, NarrowWeights | None] = None, None  # when programs were last dropped
+            self.screen, self.compact = whole.screen, whole.compact
+        self._copies: tuple[Screen | None, CompactWeights | None] = None, None  # when programs were last dropped
 
     def serves(self, layout: StepLayout, cache: SlotCache) -> bool:
         """Return whether compiled code computes this forward: few tokens, which columns say what to attend to."""
@@ -94,10 +96,8 @@ class CompiledDecoder:
         # Threads that take part in an operator wait for one another, which takes longer than small ones do.
         num_threads = torch.get_num_threads() if room * self._most_weights > SMALL else 1
         screen = self._current_screen() if best_only else None
-        narrow = self.narrow.current() if self.dtype is torch.float32 and room <= _MOST_NARROW else None
-        if narrow is not None and not narrow.copies:
-            narrow = None
-        key = room, num_threads, layers, given.features is not None and given.features.are_states, screen, narrow
+        compact = self._current_compact() if room <= _MOST_COMPACT[self.dtype] else None
+        key = room, num_threads, layers, given.features is not None and given.features.are_states, screen, compact
         try:  # each thread has a forward of its own
             forward = self._free.get(key, []).pop()
         except IndexError:
@@ -107,15 +107,15 @@ class CompiledDecoder:
         finally:
             with self._lock:
                 self._drop_outdated()
-                if self._are_kept(screen, narrow):
+                if self._are_kept(screen, compact):
                     self._free[key].append(forward)
 
-    def _are_kept(self, screen: Screen | None, narrow: NarrowWeights | None) -> bool:
-        return screen in (None, self.screen.kept) and narrow in (None, self.narrow.kept)
+    def _are_kept(self, screen: Screen | None, compact: CompactWeights | None) -> bool:
+        return screen in (None, self.screen.kept) and compact in (None, self.compact.kept)
 
     def _drop_outdated(self) -> None:
         """Drop programs that read copies which are kept no longer; the lock is held."""
-        copies = self.screen.kept, self.narrow.kept
+        copies = self.screen.kept, self.compact.kept
         if copies != self._copies:
             for key in [key for key in list(self._free) if not self._are_kept(*key[-2:])]:
                 self._free.pop(key, None)
@@ -124,9 +124,14 @@ class CompiledDecoder:
     def check_copies(self) -> None:
         """Drop copies of weights that have changed in a way that torch does not count."""
         self.screen.check()
-        self.narrow.check()
+        self.compact.check()
         with self._lock:
             self._drop_outdated()
+
+    def _current_compact(self) -> CompactWeights | None:
+        """Return the copies of weights in fewer bits; None where there are none."""
+        compact = self.compact.current() if self.dtype is torch.float32 or can_pack() else None
+        return compact if compact is not None and compact.copies else None
 
     def _current_screen(self) -> Screen | None:
         """Return the head's screen; None where reading it whole is faster, and for a while after it has changed."""
@@ -144,28 +149,40 @@ def _head_of(plan: DecoderPlan) -> torch.Tensor:
     return weight
 
 
-def _screen_of(plan: DecoderPlan) -> Screen:
-    return Screen(_head_of(plan))
+def _screen_of(plan: DecoderPlan) -> Iterator[Screen]:
+    yield Screen(_head_of(plan))
 
 
 def _is_screen_of(plan: DecoderPlan, screen: Screen, thoroughly: bool) -> bool:
     return screen.is_of(_head_of(plan), thoroughly)
 
 
-def _narrow_of(plan: DecoderPlan) -> NarrowWeights:
-    """Copy all weights of products; raise `MemoryError` where memory is scarce."""
+def _compact_of(plan: DecoderPlan) -> Iterator[CompactWeights | None]:
+    """
+    Copy all weights of products. Packing those in bfloat16 takes as long as many forwards, so they are packed when as
+    many have read them, one at a time. Raise `MemoryError` where memory is scarce.
+    """
+    norm: Any = plan.final_norm
+    is_packed = norm.weight().dtype is torch.bfloat16
+    for _ in range(_PACKING if is_packed else 0):
+        yield None
     items = [item for item in products_of(plan) if item.whole().scale is None]
     weights = [weight for item in items if has_sums_of_bits(weight := item.whole().weight)]
-    num_bytes = sum(weight.numel() for weight in weights) * torch.bfloat16.itemsize
+    num_bytes = sum(map(compact_bytes, weights))
     if num_bytes > _MOST_MEMORY * free_bytes(torch.device("cpu")):
         raise MemoryError(f"it would take {num_bytes / 2**20:.0f} MiB, more than half of the free memory")
-    return NarrowWeights(weights, [weight for item in items for weight in item.weights()])
+    compact = CompactWeights([weight for item in items for weight in item.weights()])
+    for weight in weights:
+        compact.add(weight)
+        if is_packed:
+            yield None
+    yield compact
 
 
-def _is_narrow_of(plan: DecoderPlan, narrow: NarrowWeights, thoroughly: bool) -> bool:
+def _is_compact_of(plan: DecoderPlan, compact: CompactWeights, thoroughly: bool) -> bool:
     if not thoroughly:
-        return narrow.is_unchanged()
-    return narrow.is_of([item.whole().weight for item in products_of(plan)])
+        return compact.is_unchanged()
+    return compact.is_of([item.whole().weight for item in products_of(plan)])
 
 
 def can_compile(plan: DecoderPlan) -> bool:

@@ -1,6 +1,6 @@
 """Copies of weights, which are made anew when the weights have changed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from threading import Lock
 from typing import Generic, TypeVar
 
@@ -20,7 +20,8 @@ class KeptCopy(Generic[T]):
     A copy of weights that is made at its first use, and some time after every change of theirs.
 
     Args:
-        make (`Callable`): Makes the copy.
+        make (`Callable`): Makes the copy, and yields it; it yields None first for every use that should not wait until
+            all is copied.
         is_current (`Callable`): Returns whether a copy is of the weights as they are; if its second argument is true,
             also of those that have changed in a way that torch does not count.
 
@@ -28,14 +29,15 @@ class KeptCopy(Generic[T]):
         kept (*optional*): The copy; None where there is none at present.
     """
 
-    def __init__(self, make: Callable[[], T], is_current: Callable[[T, bool], bool]):
+    def __init__(self, make: Callable[[], Iterator[T | None]], is_current: Callable[[T, bool], bool]):
         self._make, self._is_current = make, is_current
         self._lock = Lock()
         self._wait = self._num_left = 0  # forwards to wait for the next copy, and those that are left
+        self._making: Iterator[T | None] | None = None
         self.kept: T | None = None
 
     def current(self) -> T | None:
-        """Return the copy; None for a while after a change, or where there is no memory for it."""
+        """Return the copy; None until it is made, for a while after a change, or where there is no memory for it."""
         with self._lock:
             if self.kept is not None and not self._is_current(self.kept, False):
                 self._drop()
@@ -44,7 +46,12 @@ class KeptCopy(Generic[T]):
                 return None
             if self.kept is None:
                 try:
-                    self.kept = self._make()
+                    self._making = self._making or self._make()
+                    self.kept = next(self._making)
+                    if self.kept is not None:
+                        self._making = None
+                        if not self._is_current(self.kept, False):  # changed since copying began
+                            self._drop()
                 except (MemoryError, RuntimeError) as error:  # torch's allocator raises the latter
                     logger.warning_once(
                         f"Weights are read as they are for a while: there is no room for a copy ({error})."
@@ -60,5 +67,5 @@ class KeptCopy(Generic[T]):
 
     def _drop(self) -> None:
         """Drop the copy, and wait for a while before the next; the lock is held."""
-        self.kept = None
+        self.kept = self._making = None
         self._wait = self._num_left = min(max(2 * self._wait, _LEAST_WAIT), _MOST_WAIT)

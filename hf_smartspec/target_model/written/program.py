@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from ...cpu.attention import division
+from ...cpu.compact import CompactWeights
 from ...cpu.few_tokens import ROWS, widens
 from ...cpu.kernels import program as codes
 from ...cpu.kernels.multiply import tokens_at_once
-from ...cpu.narrow import NarrowWeights
 from ...cpu.program import Program, column
 from ...cpu.quantized.native import Rounded, blocks_of, num_groups
 from ...cpu.screening import Picks, Screen, ScreenOperators
@@ -35,7 +35,7 @@ class ForwardProgram:
     """
     A program for up to `room` tokens, with its own memory; one thread at a time runs it. That of heads begins with the
     target's hidden states if `reads_states`, or else with features. With a `screen` of the head, it ends with the best
-    tokens in place of logits. Weights are read from their `narrow` copies, where there are any.
+    tokens in place of logits. Weights are read from their `compact` copies, where there are any.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class ForwardProgram:
         layers: frozenset[int],
         reads_states: bool,
         screen: Screen | None = None,
-        narrow: NarrowWeights | None = None,
+        compact: CompactWeights | None = None,
     ):
         self.plan, self.room, self.num_threads, self.layers = plan, room, num_threads, layers
-        self.narrow = {} if narrow is None else narrow.copies
+        self.compact = {} if compact is None else compact.copies
         self.operators: list[tuple[int, dict[str, float]]] = []
         self.sized: list[int] = []  # operators on all tokens
         self.memory: list[torch.Tensor] = []
@@ -168,11 +168,13 @@ class ForwardProgram:
             self.add(codes.LEVELS, is_sized, size=num_inputs, tokens=x.data_ptr(), **rounded)
             fields |= {"num_groups": weight.shape[1], "share": blocks_of(num_outputs, num_inputs), **rounded}
             return self.add(codes.INT8, is_sized, scales=scale.data_ptr(), **fields)
-        at_once = tokens_at_once(self.room, num_inputs)
+        at_once = tokens_at_once(self.room, num_inputs, self.dtype.itemsize)
         fields |= {"at_once": at_once, "wide_size": at_once * num_inputs}
         share = share_of(num_outputs, num_inputs, ROWS)
-        code, copy = codes.MULTIPLY, self.narrow.get(weight.data_ptr())
-        if copy is not None:
+        code, copy = codes.MULTIPLY, self.compact.get(weight.data_ptr())
+        if copy is not None and self.dtype is torch.bfloat16:
+            fields["packed"] = copy.data_ptr()
+        elif copy is not None:
             code, fields["weight"] = codes.NARROW, copy.data_ptr()
         number = self.add(code, is_sized, num_inputs=num_inputs, share=share, tokens=x.data_ptr(), **fields)
         self.multiplied.append(number)

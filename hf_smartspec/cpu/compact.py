@@ -1,0 +1,123 @@
+"""
+Copies of weights in fewer bits that hold the same numbers: products read less memory, and their results are the same,
+bit for bit. Most checkpoints are stored in bfloat16, so that a copy in bfloat16 holds all numbers of weights that are
+loaded in float32. Those of a matrix in bfloat16 have exponents close to one another, and fit 13 bits.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from weakref import ref
+
+import numpy as np
+import torch
+
+from ..log import get_logger
+from .few_tokens import few_token_linear, has_kernels
+from .kernels.packed import BLOCK, BLOCK_BYTES, MOST_CODES, MOST_TOKENS, PLACES, can_unpack, first_bytes, pack
+from .tensor_checks import sums_of_bits, version_of
+
+logger = get_logger(__name__)
+
+_ROWS = 1024  # rows of a weight that are compared at a time
+_FIRST = 8  # rows that are compared first: most weights that hold other numbers have some there
+_BITS = {torch.float32: 16, torch.bfloat16: 13}  # of a number's copy
+
+
+class CompactWeights:
+    """
+    Copies of those weights that fit fewer bits: of float32 in bfloat16, of bfloat16 as the bytes that `packed` returns.
+
+    Args:
+        parameters (sequence of `torch.Tensor`): The parameters whose memory the weights are.
+
+    Attributes:
+        copies (dict of `torch.Tensor`): Copies by the address of their weight.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]):
+        self._parameters = [ref(parameter) for parameter in parameters]  # one that is replaced is freed
+        self._versions = self._current_versions()  # first, since another thread may change weights meanwhile
+        self.copies: dict[int, torch.Tensor] = {}
+        self._sums: dict[int, torch.Tensor] = {}
+
+    def add(self, weight: torch.Tensor) -> None:
+        """Copy a weight `[num_outputs, num_inputs]`, contiguous, if it fits fewer bits."""
+        sums = sums_of_bits(weight)  # before the copy, as the versions are
+        copy = (narrowed if weight.dtype is torch.float32 else packed)(weight.detach())
+        if copy is not None:
+            self.copies[weight.data_ptr()], self._sums[weight.data_ptr()] = copy, sums
+
+    def _current_versions(self) -> list[int]:
+        return [version_of(parameter) for item in self._parameters if (parameter := item()) is not None]
+
+    def is_unchanged(self) -> bool:
+        """Return whether the parameters are as they were copied, by torch's count of changes in place."""
+        return not self.copies or self._current_versions() == self._versions
+
+    def is_of(self, weights: Sequence[torch.Tensor]) -> bool:
+        """
+        Return whether the weights are as they were copied, by torch's count and by their bits, as `weight.data` is not
+        counted.
+        """
+        pairs = [(weight, self._sums.get(weight.data_ptr())) for weight in weights]
+        return self.is_unchanged() and all(
+            [sums is None or torch.equal(sums, sums_of_bits(weight)) for weight, sums in pairs]
+        )
+
+
+def compact_bytes(weight: torch.Tensor) -> int:
+    """Return the most bytes of a weight's copy."""
+    return weight.numel() * _BITS[weight.dtype] // 8
+
+
+def narrowed(weight: torch.Tensor) -> torch.Tensor | None:
+    """Return a float32 weight in bfloat16; None where this would round a number."""
+    first = weight[:_FIRST]
+    if not torch.equal(first.bfloat16().float(), first):
+        return None
+    copy = torch.empty_like(weight, dtype=torch.bfloat16)
+    for part, own in zip(weight.split(_ROWS), copy.split(_ROWS)):
+        if not torch.equal(own.copy_(part).float(), part):  # NaN equals nothing
+            return None
+    return copy
+
+
+def packed(weight: torch.Tensor) -> torch.Tensor | None:
+    """
+    Return a bfloat16 weight as bytes: a table of its numbers' first bytes, `MOST_CODES` at most, and its packed blocks
+    (`pack`); None where there are more of them, or where rows are not whole blocks.
+    """
+    if weight.shape[1] % BLOCK or not weight.numel():
+        return None
+    blocks = weight.view(torch.uint8).numpy().reshape(-1, BLOCK, 2)
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        parts = np.array_split(np.arange(len(blocks)), torch.get_num_threads())
+        spans = [slice(part[0], part[-1] + 1) for part in parts if len(part)]
+        table = np.flatnonzero(np.any([*pool.map(lambda span: first_bytes(blocks[span]), spans)], axis=0))
+        if len(table) > MOST_CODES:
+            return None
+        codes = np.zeros(256, np.uint8)
+        codes[table] = np.arange(len(table))
+        copy = np.zeros(MOST_CODES + len(blocks) * BLOCK_BYTES, np.uint8)
+        copy[: len(table)], own = table, copy[MOST_CODES:].reshape(-1, BLOCK_BYTES)
+        list(pool.map(lambda span: pack(blocks[span], codes, PLACES, own[span]), spans))
+    return torch.from_numpy(copy)
+
+
+@cache
+def can_pack() -> bool:
+    """Return whether there is compiled code for products with packed weights, and its results are right."""
+    if not has_kernels(torch.bfloat16) or not can_unpack():
+        return False
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(num, 2 * BLOCK, generator=generator, device="cpu").bfloat16() for num in (7, MOST_TOKENS))
+    try:
+        copy = packed(weight)
+        return copy is not None and all(
+            torch.equal(few_token_linear(x[:num], weight, packed=copy), few_token_linear(x[:num], weight))
+            for num in range(1, MOST_TOKENS + 1)
+        )
+    except Exception as error:  # compilers raise errors of many types
+        logger.warning(f"Weights are read as they are, since no faster code can be compiled ({error!r}).")
+        return False
