@@ -120,8 +120,8 @@ def few_token_attention(
     runs, *others = lines.addresses
     run_operator(
         queries.dtype, ATTEND, num_threads, num_runs, runs, parts, kv_heads, heads // kv_heads, size, *others,
-        queries.data_ptr(), keys.data_ptr(), values.data_ptr(), outputs.data_ptr(), 0, 0, scratch.data_ptr(), own,
-        size**-0.5 if scale is None else scale,
+        queries.data_ptr(), keys.data_ptr(), values.data_ptr(), outputs.data_ptr(), 0, 0, 0, scratch.data_ptr(),
+        own, size**-0.5 if scale is None else scale,
     )  # fmt: skip
     return outputs
 

@@ -7,6 +7,7 @@ loaded in float32. Those of a matrix in bfloat16 have exponents close to one ano
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import pairwise
 from weakref import ref
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 
 from ..log import get_logger
 from .few_tokens import few_token_linear, has_kernels
-from .kernels.packed import BLOCK, BLOCK_BYTES, MOST_CODES, MOST_TOKENS, PLACES, can_unpack, first_bytes, pack
+from .kernels.packed import BLOCK, BLOCK_BYTES, MOST_CODES, MOST_TOKENS, can_unpack, first_bytes, pack
 from .tensor_checks import sums_of_bits, version_of
 
 logger = get_logger(__name__)
@@ -91,9 +92,9 @@ def packed(weight: torch.Tensor) -> torch.Tensor | None:
     if weight.shape[1] % BLOCK or not weight.numel():
         return None
     blocks = weight.view(torch.uint8).numpy().reshape(-1, BLOCK, 2)
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        parts = np.array_split(np.arange(len(blocks)), torch.get_num_threads())
-        spans = [slice(part[0], part[-1] + 1) for part in parts if len(part)]
+    bounds = np.linspace(0, len(blocks), torch.get_num_threads() + 1, dtype=int)
+    spans = [slice(*pair) for pair in pairwise(bounds)]
+    with ThreadPoolExecutor(len(spans)) as pool:
         table = np.flatnonzero(np.any([*pool.map(lambda span: first_bytes(blocks[span]), spans)], axis=0))
         if len(table) > MOST_CODES:
             return None
@@ -101,7 +102,7 @@ def packed(weight: torch.Tensor) -> torch.Tensor | None:
         codes[table] = np.arange(len(table))
         copy = np.zeros(MOST_CODES + len(blocks) * BLOCK_BYTES, np.uint8)
         copy[: len(table)], own = table, copy[MOST_CODES:].reshape(-1, BLOCK_BYTES)
-        list(pool.map(lambda span: pack(blocks[span], codes, PLACES, own[span]), spans))
+        list(pool.map(lambda span: pack(blocks[span], codes, own[span]), spans))
     return torch.from_numpy(copy)
 
 

@@ -37,7 +37,7 @@ def few_token_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, is_shi
     outputs = x.new_empty(x.shape)
     addresses = x.data_ptr(), weight.data_ptr(), outputs.data_ptr()
     num_threads = torch.get_num_threads() if x.numel() > _SMALL else 1
-    fields = x.numel() // size, 1, size, size, size, size, is_shifted, *addresses, 0, 0, 0, 0, eps, 1.0
+    fields = x.numel() // size, 1, size, size, size, size, is_shifted, *addresses, 0, 0, 0, eps, 1.0
     run_operator(x.dtype, NORM, num_threads, *fields)
     return outputs
 
@@ -49,7 +49,7 @@ def gated_rms_norm(x: torch.Tensor, gates: torch.Tensor, weight: torch.Tensor, e
     """
     (num, heads, size), outputs = x.shape, torch.empty_like(x)
     addresses, stride = (x.data_ptr(), weight.data_ptr(), outputs.data_ptr()), heads * size
-    fields = num, heads, size, size, stride, stride, False, *addresses, 0, 0, gates.data_ptr(), gates.stride(0)
+    fields = num, heads, size, size, stride, stride, False, *addresses, 0, gates.data_ptr(), gates.stride(0)
     run_operator(x.dtype, NORM, torch.get_num_threads() if x.numel() > _SMALL else 1, *fields, eps, 1.0)
     return outputs
 

@@ -41,6 +41,7 @@ _FLOATS = ("eps", "factor", "scale")  # float64, in every operator; all other fi
 assert all(fields[:2] == ("next", "threads") for fields in _FIELDS.values()), "counters, which `Program.run` clears"
 
 DTYPES = torch.float32, torch.bfloat16
+ON_TOKENS = [code for code, fields in _FIELDS.items() if fields[2] == "num_tokens"]  # operators that are told how many
 
 
 @cache

@@ -1,5 +1,6 @@
 """Copies of weights in fewer bits: the same products, and changes of the weights that are noticed."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,7 +9,16 @@ from hypothesis import strategies as st
 from hf_smartspec.cpu import compact
 from hf_smartspec.cpu.compact import CompactWeights, can_pack, compact_bytes, narrowed, packed
 from hf_smartspec.cpu.few_tokens import few_token_linear, has_kernels
-from hf_smartspec.cpu.kernels.packed import BLOCK, MOST_CODES, MOST_TOKENS, can_unpack
+from hf_smartspec.cpu.kernels.packed import (
+    BLOCK,
+    BLOCK_BYTES,
+    CODES,
+    FIFTHS,
+    MOST_CODES,
+    MOST_TOKENS,
+    PLACES,
+    can_unpack,
+)
 from hf_smartspec.cpu.kernels.program import NARROW
 from hf_smartspec.cpu.program import run_operator
 
@@ -49,14 +59,15 @@ def test_a_weight_with_any_other_number_is_not_copied():
 
 
 @needs_packing
-@given(st.integers(1, 70), st.integers(1, 5), st.integers(1, MOST_TOKENS + 1), st.booleans(), st.integers(0, 32))
+@given(st.integers(1, 70), st.integers(1, 5), st.integers(1, MOST_TOKENS), st.booleans(), st.integers(1, 31))
 @settings(max_examples=100, deadline=None)
 def test_products_have_the_bits_of_the_packed_weight(num_outputs, num_blocks, num_tokens, has_bias, spread):
-    """Numbers of one to all of the exponents that a packed weight may have."""
+    """Multiply by numbers of one to all of the exponents that a packed weight may have."""
     weight, x = numbers(num_outputs, BLOCK * num_blocks), numbers(num_tokens, BLOCK * num_blocks).bfloat16()
     mantissas, exponents = torch.frexp(weight)
-    weight = torch.ldexp(mantissas, exponents % max(spread, 1) - 16).bfloat16()
+    weight = torch.ldexp(mantissas, exponents % spread - 16).bfloat16()
     copy, bias = packed(weight), numbers(num_outputs).bfloat16() if has_bias else None
+    assert copy is not None
     found = few_token_linear(x, weight, bias, copy)
     assert torch.equal(found.view(torch.int16), few_token_linear(x, weight, bias).view(torch.int16))
 
@@ -67,12 +78,14 @@ def test_any_numbers_can_be_packed():
     weight[:, 64:] = 0
     weight[3, 5:9] = torch.tensor([0.0, -0.0, torch.inf, 2.0**-133])  # the last one is subnormal
     weight[7, 100] = torch.nan
-    found = few_token_linear(x, weight, None, packed(weight))
+    copy = packed(weight)
+    assert copy is not None
+    found = few_token_linear(x, weight, None, copy)
     assert torch.equal(found.view(torch.int16), few_token_linear(x, weight).view(torch.int16))
 
 
 def test_which_weights_are_packed():
-    """Those of few first bytes, in rows of whole blocks, and each number takes 13 bits."""
+    """Pack only weights of few first bytes, in rows of whole blocks, into 13 bits a number."""
     bits = torch.arange(MOST_CODES + 1, dtype=torch.int16).repeat_interleave(2 * BLOCK).reshape(-1, 2 * BLOCK) << 8
     assert packed(bits.view(torch.bfloat16)) is None
     weight = bits[1:].view(torch.bfloat16)
@@ -81,6 +94,18 @@ def test_which_weights_are_packed():
     assert packed(numbers(0, BLOCK).bfloat16()) is None
 
 
+def test_packed_weights_can_be_unpacked():
+    """Unpack by the definition, on any CPU."""
+    weight = numbers(30, 3 * BLOCK).bfloat16()
+    copy = packed(weight).numpy()
+    blocks = copy[MOST_CODES:].reshape(-1, BLOCK_BYTES)[:, :, None]
+    fours, fifths = blocks[:, CODES:FIFTHS, 0], blocks[:, FIFTHS:]
+    codes = np.concatenate([fours & 15, fours >> 4], 1) | ((fifths >> np.arange(8)) & 1).reshape(-1, BLOCK) << 4
+    found = np.stack([blocks[:, :BLOCK, 0], copy[codes]], -1)[:, PLACES]
+    assert np.array_equal(found.reshape(-1), weight.view(torch.uint8).reshape(-1).numpy())
+
+
+@needs_packing
 def test_a_model_is_read_as_it_is_where_nothing_can_be_packed(monkeypatch):
     monkeypatch.setattr(compact, "packed", lambda weight: 1 / 0)
     can_pack.cache_clear()

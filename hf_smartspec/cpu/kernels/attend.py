@@ -21,6 +21,7 @@ from .tiles import add_weighted, most_sums, tile, tokens_at
 # nodes, bits: 0, or addresses of int64 `[tokens]` and `[words, tokens]`: from line `nodes` on, a token attends only to
 #   lines with a set bit. distance: numbers from one word of a token's bits to the next.
 # queries, outputs, keys, values: addresses of `[tokens, heads, size]` twice and `[lines, kv_heads, size]` twice.
+# places: 0, or the address of int64 `[tokens]`: the place of each token in queries and gates.
 # gates: 0, or the address of the first token's gates, by the sigmoids of which outputs are multiplied: `size` numbers
 #   for each head, `2 * size` numbers apart, and `gate_stride` numbers from one token to the next.
 # prefixes, prefix_counts: 0, or addresses of int64 `[tokens]`: the first line, and the number of lines, that each token
@@ -28,13 +29,13 @@ from .tiles import add_weighted, most_sums, tile, tokens_at
 # scratch: address of `scratch_size` float32 for each thread.
 ATTEND_FIELDS = tuple(
     "next threads num_runs runs parts kv_heads groups size firsts counts nodes bits distance prefixes "
-    "prefix_counts queries keys values outputs gates gate_stride scratch scratch_size scale".split()
+    "prefix_counts queries keys values outputs places gates gate_stride scratch scratch_size scale".split()
 )
 (
     _NEXT, _THREADS, _NUM_RUNS, _RUNS, _PARTS, _KV_HEADS, _GROUPS, _SIZE, _FIRSTS, _COUNTS, _NODES, _BITS, _DISTANCE,
-    _PREFIXES, _PREFIX_COUNTS, _QUERIES, _KEYS, _VALUES, _OUTPUTS, _GATES, _GATE_STRIDE, _SCRATCH,
-    _SCRATCH_SIZE, _SCALE,
-) = range(24)  # fmt: skip
+    _PREFIXES, _PREFIX_COUNTS, _QUERIES, _KEYS, _VALUES, _OUTPUTS, _PLACES, _GATES, _GATE_STRIDE,
+    _SCRATCH, _SCRATCH_SIZE, _SCALE,
+) = range(25)  # fmt: skip
 MOST_TOKENS = 8  # tokens of a run
 # Lines that are read for all heads and tokens before the next ones are: `_SMALL_BLOCK` where queries are so few that
 # reading takes longer than computing.
@@ -94,9 +95,14 @@ def _gather(a, first, last, head, queries, own):
     """Copy the queries of a key/value head of some tokens next to one another."""
     length = a[_GROUPS] * a[_SIZE]
     for token in range(first, last):
-        place = (token * a[_KV_HEADS] + head) * length
+        place = (_place_of(a, token) * a[_KV_HEADS] + head) * length
         for index in range(length):
             put(own, (token - first) * length + index, get(queries, place + index))
+
+
+@inner
+def _place_of(a, token):
+    return int64_at(a[_PLACES])[token] if a[_PLACES] else token
 
 
 @inner
@@ -113,7 +119,7 @@ def _scatter(a, first, last, head, results, outputs):
 
 @inner
 def _gate(a, token, head, outputs):
-    gates = ahead(like(outputs, a[_GATES]), token * a[_GATE_STRIDE] + 2 * head * a[_SIZE])
+    gates = ahead(like(outputs, a[_GATES]), _place_of(a, token) * a[_GATE_STRIDE] + 2 * head * a[_SIZE])
     for index in range(a[_SIZE]):
         put(outputs, index, get(outputs, index) * rounded(outputs, _ONE / (_ONE + exponential(-get(gates, index)))))
 

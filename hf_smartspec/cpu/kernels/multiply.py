@@ -2,7 +2,7 @@
 
 from ...jit import inner
 from ...jit.pointers import ahead, bfloat16_at, itemsize_of, like, take, uint8_at, widened
-from .packed import MOST_CODES, MOST_TOKENS, packed_bytes
+from .packed import MOST_CODES, packed_bytes
 from .tiles import PACE, lanes, tile
 from .vectors import num_lanes
 
@@ -22,7 +22,7 @@ NEXT, THREADS, NUM_TOKENS, NUM_INPUTS, NUM_OUTPUTS, SHARE, AT_ONCE, WEIGHT, TOKE
 WIDE, WIDE_SIZE, PACKED = range(11, 14)
 
 _TOKENS = 12  # a multiple of the tokens of tiles of 8 lanes
-_FEW, _MORE, _EIGHT = 16, 6, 8  # tokens: that are multiplied at once in any case, and multiples of the tokens of tiles
+_ALWAYS_AT_ONCE, _WIDE_TILE, _TALL_TILE = 16, 6, 8  # tokens
 _LEVEL_1 = 2**15  # bytes that stay in the level 1 cache while rows are read
 _AHEAD = 6 * 2**10  # bytes: rows are prefetched for the first tile that is further ahead
 CACHE = 2**16  # numbers that fill half of a small level 2 cache
@@ -33,12 +33,13 @@ def tokens_at_once(num_tokens: int, num_inputs: int, itemsize: int) -> int:
     """Return the number of tokens, `itemsize` bytes a number, that stay in the cache while rows are read."""
     if num_lanes() == 8:
         return min(num_tokens, max(_TOKENS, CACHE // num_inputs // _TOKENS * _TOKENS))
-    if num_tokens <= _FEW:
+    if num_tokens <= _ALWAYS_AT_ONCE:
         return num_tokens
     fitting = _LEVEL_1 // (num_inputs * itemsize)
-    if fitting >= 2 * _MORE:
-        return min(num_tokens, fitting // _MORE * _MORE)
-    return _EIGHT if fitting >= _EIGHT else _FEW  # of many more, those of a tile fit
+    if fitting >= 2 * _WIDE_TILE:
+        return min(num_tokens, fitting // _WIDE_TILE * _WIDE_TILE)
+    # Where not even the tokens of a tile fit, they come from level 2 for every tile, which more tokens do not change.
+    return _TALL_TILE if fitting >= _TALL_TILE else _ALWAYS_AT_ONCE
 
 
 @inner
@@ -55,7 +56,7 @@ def multiply(a, kind, wide_kind):
             _multiply(a, weight, tokens, bias, outputs, wide, None)
         else:
             _multiply(a, weight, tokens, bias, outputs, None, None)
-    elif a[PACKED] and a[NUM_TOKENS] <= MOST_TOKENS:
+    elif a[PACKED]:
         _multiply(a, weight, tokens, bias, outputs, None, uint8_at(a[PACKED]))
     else:
         _multiply(a, weight, tokens, bias, outputs, None, None)

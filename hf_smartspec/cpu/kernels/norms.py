@@ -13,37 +13,36 @@ from .tiles import sum_of_squares
 # next: incremented by the thread that takes the next token.
 # vectors: number of vectors of a token that are normalized, each of `size` numbers, `vector_stride` numbers apart.
 # in_stride, out_stride: numbers from one token to the next.
-# lines: 0, or the address of int64 `[num_tokens]`: the line of each token in `x` and `added`.
 # x, weight, outputs: addresses of numbers of one kind. is_shifted: one is added to weights.
 # gates: 0, or the address of numbers `[vectors, size]` of each token, `gate_stride` from one to the next, whose SiLU
 #   outputs are multiplied by.
 # added: 0, or the address of numbers laid out as `x`: `x` becomes `x + factor * added` before it is normalized.
 NORM_FIELDS = tuple(
-    "next threads num_tokens vectors size vector_stride in_stride out_stride is_shifted x weight outputs added lines "
+    "next threads num_tokens vectors size vector_stride in_stride out_stride is_shifted x weight outputs added "
     "gates gate_stride eps factor".split()
 )
 (
     _NEXT, _THREADS, _NUM_TOKENS, _VECTORS, _SIZE, _VECTOR_STRIDE, _IN_STRIDE, _OUT_STRIDE, _IS_SHIFTED, _X, _WEIGHT,
-    _OUTPUTS, _ADDED, _LINES, _GATES, _GATE_STRIDE, _EPS, _FACTOR,
-) = range(18)  # fmt: skip
+    _OUTPUTS, _ADDED, _GATES, _GATE_STRIDE, _EPS, _FACTOR,
+) = range(17)  # fmt: skip
 # x, added, outputs: addresses of `[num_tokens, size]`: `x` becomes `x + factor * added`, and outputs become `x`. The
 # first is left out where `added` is 0, the second where `outputs` is.
-ADD_FIELDS = tuple("next threads num_tokens size x added outputs factor".split())
-_ADD_SIZE, _ADD_X, _ADD_ADDED, _ADD_OUTPUTS, _ADD_FACTOR = range(3, 8)
+# lines: 0, or the address of int64 `[num_tokens]`: the line of each token in `x` and `added`.
+ADD_FIELDS = tuple("next threads num_tokens size x added outputs lines factor".split())
+_ADD_SIZE, _ADD_X, _ADD_ADDED, _ADD_OUTPUTS, _ADD_LINES, _ADD_FACTOR = range(3, 9)
 _ONE = np.float32(1)
 
 
 @inner
 def norm(a, numbers, kind):
     """Normalize the next token, until no tokens are left. `numbers` are the fields as float64."""
-    size, weight, lines = a[_SIZE], like(kind, a[_WEIGHT]), int64_at(a[_LINES])
+    size, weight = a[_SIZE], like(kind, a[_WEIGHT])
     token = take(ahead(a, _NEXT))
     while token < a[_NUM_TOKENS]:
-        line = lines[token] if a[_LINES] else token
-        x = ahead(like(kind, a[_X]), line * a[_IN_STRIDE])
+        x = ahead(like(kind, a[_X]), token * a[_IN_STRIDE])
         outputs = ahead(like(kind, a[_OUTPUTS]), token * a[_OUT_STRIDE])
         if a[_ADDED]:
-            _add(x, ahead(like(kind, a[_ADDED]), line * a[_IN_STRIDE]), size, np.float32(numbers[_FACTOR]))
+            _add(x, ahead(like(kind, a[_ADDED]), token * a[_IN_STRIDE]), size, np.float32(numbers[_FACTOR]))
         for vector in range(a[_VECTORS]):
             begin = vector * a[_VECTOR_STRIDE]
             own = ahead(outputs, begin)
@@ -75,12 +74,12 @@ def add(a, numbers, kind):
     size, factor = a[_ADD_SIZE], np.float32(numbers[_ADD_FACTOR])
     token = take(ahead(a, _NEXT))
     while token < a[_NUM_TOKENS]:
-        begin = token * size
+        begin = (int64_at(a[_ADD_LINES])[token] if a[_ADD_LINES] else token) * size
         x = ahead(like(kind, a[_ADD_X]), begin)
         if a[_ADD_ADDED]:
             _add(x, ahead(like(kind, a[_ADD_ADDED]), begin), size, factor)
         if a[_ADD_OUTPUTS]:
-            outputs = ahead(like(kind, a[_ADD_OUTPUTS]), begin)
+            outputs = ahead(like(kind, a[_ADD_OUTPUTS]), token * size)
             for index in range(size):
                 outputs[index] = x[index]
         token = take(ahead(a, _NEXT))

@@ -8,7 +8,7 @@ from numba.core import cgutils
 
 from ...jit import compiled, inner
 from ...jit.writing import I8, I16, I32, I64, LINE, call, cpu_features, prefetch
-from .vectors import Lanes, has_pairs
+from .vectors import Pairs, has_pairs
 
 BLOCK = 64  # neighbouring weights of a row, which are coded together
 MOST_TOKENS = 8  # of products that wait for memory more than for the CPU, so that reading packed weights is faster
@@ -42,21 +42,20 @@ def first_bytes(weights):
 
 
 @compiled
-def pack(weights, codes, places, outputs):
+def pack(weights, codes, outputs):
     """
     Pack blocks of weights.
 
     Args:
         weights (`np.ndarray` of shape `[num, BLOCK, 2]`, uint8): bfloat16 weights, second bytes first.
         codes (`np.ndarray` of shape `[256]`, uint8): The code of each first byte.
-        places (`np.ndarray`): `PLACES`.
         outputs (`np.ndarray` of shape `[num, BLOCK_BYTES]`, uint8): Where packed blocks are written.
     """
     half, found = BLOCK // 2, np.zeros(BLOCK, np.uint8)
     for number in range(len(weights)):
         block, own = weights[number], outputs[number]
         for index in range(BLOCK):
-            place = places[index]
+            place = PLACES[index]
             own[place], found[place] = block[index, 0], codes[block[index, 1]]
         for place in range(half):
             own[CODES + place] = found[place] & 15 | found[place + half] << 4
@@ -72,14 +71,14 @@ class Packed:
     Writer of instructions that read packed weights.
 
     Args:
-        vectors (`Lanes`): The writer of products with the weights.
+        vectors (`Pairs`): The writer of products with the weights.
         rows (`ir.Value`): Pointer to the packed rows.
         table (`ir.Value`): Pointer to the weight's table.
     """
 
     step = BLOCK
 
-    def __init__(self, vectors: Lanes, rows: ir.Value, table: ir.Value):
+    def __init__(self, vectors: Pairs, rows: ir.Value, table: ir.Value):
         self.vectors, self.builder, self.rows, self.table = vectors, vectors.builder, rows, table
         self.bytes = ir.VectorType(I8, BLOCK)
 
@@ -95,7 +94,9 @@ class Packed:
         seconds = self._load(own, 0, self.bytes)
         codes = self._codes(own)
         fifths = builder.bitcast(self._load(own, FIFTHS, I64), ir.VectorType(ir.IntType(1), BLOCK))
-        name = "llvm.x86.avx512.permvar.qi.512"  # looks up six bits of each code, by tables that do not depend on two
+        name = (
+            "llvm.x86.avx512.permvar.qi.512"  # indices of six bits; tables of 16 bytes, repeated, ignore the upper two
+        )
         low, high = (call(builder, name, self.bytes, firsts, codes) for firsts in self._firsts)
         firsts = builder.select(fifths, high, low)
         found = []
@@ -103,8 +104,8 @@ class Packed:
             lanes = [range(lane + half, lane + half + _LANE // 2) for lane in range(0, BLOCK, _LANE)]
             places = [at for lane in lanes for byte in lane for at in (byte, BLOCK + byte)]
             pairs = builder.shuffle_vector(seconds, firsts, ir.Constant(ir.VectorType(I32, BLOCK), places))
-            found.append(builder.bitcast(pairs, ir.VectorType(I16, BLOCK // 2)))
-        return [vector for part in found for vector in self.vectors.vectors_of(part)]
+            found.append(builder.bitcast(pairs, self.vectors.integers))
+        return found
 
     def prefetch(self, weight: ir.Value, begin: ir.Value, num: int) -> None:
         """Prefetch `num` weights that begin `begin` after the first of `rows`."""

@@ -86,7 +86,8 @@ def tile(
         kinds = factors, numbers, Lanes(builder, num_lanes(), output)
         ahead = (None, None) if distance == types.none else arguments[9:11]
         reader = factors if packed == types.none else Packed(factors, *cgutils.unpack_tuple(builder, arguments[11]))
-        of_rows = _SIZES[num_lanes()] if packed == types.none else _PACKED_SIZES if can_unpack() else {}
+        is_plain, are_pairs = packed == types.none, can_unpack() and weight == token == types.uint16
+        of_rows = _SIZES[num_lanes()] if is_plain else _PACKED_SIZES if are_pairs else {}
         sizes = [(rows, number) for rows, tokens in of_rows.items() for number in tokens]
         done = builder.append_basic_block("done")
         size = builder.switch(_code_of(builder, *arguments[:2]), done)

@@ -81,14 +81,6 @@ class Lanes:
         """Return the vectors of a row's part at `start`."""
         return [self.load(pointer, start, is_whole)]
 
-    def vectors_of(self, bits: ir.Value) -> list[ir.Value]:
-        """Return a vector of 32 bfloat16 as `load` returns its parts."""
-        builder, parts = self.builder, []
-        for begin in range(0, bits.type.count, self.number):
-            places = ir.Constant(self.integers, list(range(begin, begin + self.number)))
-            parts.append(float32_of(builder, builder.shuffle_vector(bits, bits, places)))
-        return parts
-
     def prefetch(self, pointer: ir.Value, begin: ir.Value, num: int) -> None:
         """Prefetch `num` numbers that begin `begin` after `pointer`."""
         for more in range(0, num, self.line):
@@ -172,9 +164,6 @@ class Pairs(Lanes):
             return pairs
         places = ir.Constant(self.integers, list(range(self.number)))  # the second half is zeros
         return builder.shuffle_vector(pairs, ir.Constant(kind, [0] * number), places)
-
-    def vectors_of(self, bits: ir.Value) -> list[ir.Value]:
-        return [self.builder.bitcast(bits, self.integers)]
 
     def add_products(self, sums: ir.Value, factors: ir.Value, numbers: ir.Value) -> None:
         halves = [self.builder.bitcast(vector, ir.VectorType(BFLOAT, 2 * self.number)) for vector in (factors, numbers)]

@@ -28,7 +28,7 @@ from .measuring import DESIGN, is_busy, measure, warm_up
 
 logger = get_logger(__name__)
 
-_FORMAT = 10  # also raised when forwards become faster, so that older profiles no longer count
+_FORMAT = 11  # also raised when forwards become faster, so that older profiles no longer count
 _MOST_TIMES = 4  # automatic measurements of a model; profiles may also seem wrong for what steps do besides
 _COMPARED = 64  # tokens up to which two profiles are compared
 

@@ -12,6 +12,7 @@ from ...cpu.attention import has_attention
 from ...cpu.compact import CompactWeights, can_pack, compact_bytes
 from ...cpu.few_tokens import SMALL, most_tokens
 from ...cpu.gates import has_gates
+from ...cpu.kernels.packed import MOST_TOKENS
 from ...cpu.norms import has_norms
 from ...cpu.program import DTYPES
 from ...cpu.quantized import native
@@ -32,7 +33,8 @@ from .program import ForwardProgram, products_of
 
 _LEAST, _MOST = 16, 256  # tokens for which programs have room: their memory is kept
 # Tokens for which compact weights are read: more take longer than reading, and each few make numbers of the copy anew.
-_MOST_COMPACT = {torch.float32: 32, torch.bfloat16: _LEAST}
+_MOST_COMPACT = {torch.float32: 32, torch.bfloat16: MOST_TOKENS}
+_NUM_UNREAD = {torch.float32: 0, torch.bfloat16: 8}  # `KeptCopy`: packed weights save three bits of sixteen
 _MOST_MEMORY = 0.5  # of the free memory that these copies take
 _PACKING = 256  # forwards that save about as much time with packed weights as packing takes
 
@@ -54,8 +56,10 @@ class CompiledDecoder:
         self._free: defaultdict[tuple, list[ForwardProgram]] = defaultdict(list)  # by what they are built for
         self._lock = Lock()  # held while programs are dropped or put back
         # Copies: of the head, from the first forward on that needs no more than best tokens, and of all weights.
-        self.screen: KeptCopy[Screen] = KeptCopy(partial(_screen_of, plan), partial(_is_screen_of, plan))
-        self.compact: KeptCopy[CompactWeights] = KeptCopy(partial(_compact_of, plan), partial(_is_compact_of, plan))
+        self.screen: KeptCopy[Screen] = KeptCopy(partial(_screen_of, plan), partial(_is_screen_of, plan), 0)
+        self.compact: KeptCopy[CompactWeights] = KeptCopy(
+            partial(_compact_of, plan), partial(_is_compact_of, plan), _NUM_UNREAD[self.dtype]
+        )
         if whole is not None:
             self.screen, self.compact = whole.screen, whole.compact
         self._copies: tuple[Screen | None, CompactWeights | None] = None, None  # when programs were last dropped
@@ -96,7 +100,7 @@ class CompiledDecoder:
         # Threads that take part in an operator wait for one another, which takes longer than small ones do.
         num_threads = torch.get_num_threads() if room * self._most_weights > SMALL else 1
         screen = self._current_screen() if best_only else None
-        compact = self._current_compact() if room <= _MOST_COMPACT[self.dtype] else None
+        compact = self._current_compact() if len(given.x) <= _MOST_COMPACT[self.dtype] else None
         key = room, num_threads, layers, given.features is not None and given.features.are_states, screen, compact
         try:  # each thread has a forward of its own
             forward = self._free.get(key, []).pop()
@@ -159,21 +163,22 @@ def _is_screen_of(plan: DecoderPlan, screen: Screen, thoroughly: bool) -> bool:
 
 def _compact_of(plan: DecoderPlan) -> Iterator[CompactWeights | None]:
     """
-    Copy all weights of products. Packing those in bfloat16 takes as long as many forwards, so they are packed when as
-    many have read them, one at a time. Raise `MemoryError` where memory is scarce.
+    Copy all weights of products: those in bfloat16, which takes longer than it saves in a hundred forwards, after more
+    than these, and one at a time. Raise `MemoryError` where memory is scarce.
     """
     norm: Any = plan.final_norm
     is_packed = norm.weight().dtype is torch.bfloat16
     for _ in range(_PACKING if is_packed else 0):
         yield None
-    items = [item for item in products_of(plan) if item.whole().scale is None]
-    weights = [weight for item in items if has_sums_of_bits(weight := item.whole().weight)]
-    num_bytes = sum(map(compact_bytes, weights))
+    items = [item for item in products_of(plan) if item.whole().scale is None and has_sums_of_bits(item.whole().weight)]
+    num_bytes = sum(compact_bytes(item.whole().weight) for item in items)
     if num_bytes > _MOST_MEMORY * free_bytes(torch.device("cpu")):
         raise MemoryError(f"it would take {num_bytes / 2**20:.0f} MiB, more than half of the free memory")
     compact = CompactWeights([weight for item in items for weight in item.weights()])
-    for weight in weights:
-        compact.add(weight)
+    for item in items:
+        compact.add(item.whole().weight)  # which is not kept here, so that memory of weights that are replaced is freed
+        if not compact.is_unchanged():
+            break
         if is_packed:
             yield None
     yield compact

@@ -20,19 +20,23 @@ class KeptCopy(Generic[T]):
     A copy of weights that is made at its first use, and some time after every change of theirs.
 
     Args:
-        make (`Callable`): Makes the copy, and yields it; it yields None first for every use that should not wait until
-            all is copied.
+        make (`Callable`): Returns an iterator of the copy. It may yield None first, once for each use that goes on
+            without it.
         is_current (`Callable`): Returns whether a copy is of the weights as they are; if its second argument is true,
             also of those that have changed in a way that torch does not count.
+        num_unread (`int`): Uses without the copy after every `check`, before it is compared with the weights: fewer
+            may save less time than that takes.
 
     Attributes:
         kept (*optional*): The copy; None where there is none at present.
     """
 
-    def __init__(self, make: Callable[[], Iterator[T | None]], is_current: Callable[[T, bool], bool]):
-        self._make, self._is_current = make, is_current
+    def __init__(self, make: Callable[[], Iterator[T | None]], is_current: Callable[[T, bool], bool], num_unread: int):
+        self._make, self._is_current, self._num_unread = make, is_current, num_unread
         self._lock = Lock()
-        self._wait = self._num_left = 0  # forwards to wait for the next copy, and those that are left
+        self._wait = 0  # forwards from the last change to the next copy
+        self._num_left = 0  # forwards that are left until the copy is made, or compared
+        self._is_doubtful = False  # whether it is to be compared
         self._making: Iterator[T | None] | None = None
         self.kept: T | None = None
 
@@ -41,17 +45,14 @@ class KeptCopy(Generic[T]):
         with self._lock:
             if self.kept is not None and not self._is_current(self.kept, False):
                 self._drop()
-            if self.kept is None and self._num_left:
+            if self._num_left:
                 self._num_left -= 1
                 return None
-            if self.kept is None:
+            if self._is_doubtful:
+                self._compare()
+            elif self.kept is None:
                 try:
-                    self._making = self._making or self._make()
-                    self.kept = next(self._making)
-                    if self.kept is not None:
-                        self._making = None
-                        if not self._is_current(self.kept, False):  # changed since copying began
-                            self._drop()
+                    self._go_on()
                 except (MemoryError, RuntimeError) as error:  # torch's allocator raises the latter
                     logger.warning_once(
                         f"Weights are read as they are for a while: there is no room for a copy ({error})."
@@ -59,13 +60,31 @@ class KeptCopy(Generic[T]):
                     self._drop()  # so that it is tried again later
             return self.kept
 
+    def _go_on(self) -> None:
+        """Make the copy, or more of it."""
+        making, self._making = self._making or self._make(), None  # one that is interrupted cannot go on
+        self.kept = next(making)
+        if self.kept is None:
+            self._making = making
+        else:
+            self._compare()  # with weights that may have changed meanwhile
+
     def check(self) -> None:
         """Drop the copy if weights have changed in a way that torch does not count."""
         with self._lock:
-            if self.kept is not None and not self._is_current(self.kept, True):
-                self._drop()
+            if self.kept is None:
+                return
+            if self._num_unread:
+                self._is_doubtful, self._num_left = True, self._num_unread
+            else:
+                self._compare()
+
+    def _compare(self) -> None:
+        self._is_doubtful = False
+        if self.kept is not None and not self._is_current(self.kept, True):
+            self._drop()
 
     def _drop(self) -> None:
         """Drop the copy, and wait for a while before the next; the lock is held."""
-        self.kept = self._making = None
+        self.kept, self._making, self._is_doubtful = None, None, False
         self._wait = self._num_left = min(max(2 * self._wait, _LEAST_WAIT), _MOST_WAIT)

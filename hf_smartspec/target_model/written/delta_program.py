@@ -24,13 +24,11 @@ class Writer(Protocol):
     program: Program
     attended: torch.Tensor
 
-    def add(self, code: int, is_sized: bool = True, /, **fields: float) -> int: ...
+    def add(self, code: int, /, **fields: float) -> int: ...
 
-    def multiply(self, item: Any, x: torch.Tensor, outputs: torch.Tensor, is_sized: bool = True) -> int: ...
+    def multiply(self, item: Any, x: torch.Tensor, outputs: torch.Tensor) -> int: ...
 
-    def norm_vectors(
-        self, norm: Any, vectors: int, strides: tuple[int, int], is_sized: bool = True, /, **fields: float
-    ) -> int: ...
+    def norm_vectors(self, norm: Any, vectors: int, strides: tuple[int, int], /, **fields: float) -> int: ...
 
 
 class DeltaOperators:
@@ -57,7 +55,6 @@ class DeltaOperators:
         width = inputs.shape[0]
         convolution = own.add(
             codes.CONVOLVE,
-            False,
             channels=channels,
             width=weight.shape[1],
             is_silu=True,
@@ -69,7 +66,6 @@ class DeltaOperators:
         logs, biases = plan.rates()
         recurrence = own.add(
             codes.RECUR,
-            False,
             heads=plan.heads,
             groups=plan.heads // plan.key_heads,
             size=plan.key_size,

@@ -13,11 +13,11 @@ from ...cpu.compact import CompactWeights
 from ...cpu.few_tokens import ROWS, widens
 from ...cpu.kernels import program as codes
 from ...cpu.kernels.multiply import tokens_at_once
-from ...cpu.program import Program, column
+from ...cpu.program import ON_TOKENS, Program, column
 from ...cpu.quantized.native import Rounded, blocks_of, num_groups
 from ...cpu.screening import Picks, Screen, ScreenOperators
 from ...cpu.threads import share_of
-from ..attention.seen_lines import lines_of
+from ..attention.seen_lines import kept_lines_of, lines_of
 from ..cache.slot_cache import SlotCache
 from .delta_program import DeltaOperators
 from .inputs import DecoderInput
@@ -35,7 +35,8 @@ class ForwardProgram:
     """
     A program for up to `room` tokens, with its own memory; one thread at a time runs it. That of heads begins with the
     target's hidden states if `reads_states`, or else with features. With a `screen` of the head, it ends with the best
-    tokens in place of logits. Weights are read from their `compact` copies, where there are any.
+    tokens in place of logits. Of tokens that are not kept, the last layer computes keys and values only. Weights are
+    read from their `compact` copies, where there are any.
     """
 
     def __init__(
@@ -52,7 +53,10 @@ class ForwardProgram:
         self.plan, self.room, self.num_threads, self.layers = plan, room, num_threads, layers
         self.compact = {} if compact is None else compact.copies
         self.operators: list[tuple[int, dict[str, float]]] = []
-        self.sized: list[int] = []  # operators on all tokens
+        self.on_all: list[int] = []  # operators on all tokens
+        self.on_kept: list[int] = []  # operators on the tokens that are kept, which come last
+        self.gathers: dict[int, str] = {}  # operators that read these among all, and which field says where
+        self.is_keeping = False  # whether operators that are added are on these
         self.memory: list[torch.Tensor] = []
         self.deltas = DeltaOperators(self)
         self.rotated: list[int] = []  # operators of each kind
@@ -87,37 +91,39 @@ class ForwardProgram:
         for index, layer in enumerate(layers):
             if index in self.layers:
                 self.kept[index] = self._sum()
-            self._write_layer(layer, None if index else normed)
+            self._write_layer(layer, None if index else normed, index == len(layers) - 1 and self._keeps_early)
         if len(layers) in self.layers:
             self.kept[len(layers)] = self._sum()
         if -1 in self.layers:
             self._settle()
             self.kept[-1] = self._norm(self.plan.final_norm, self.x, self.x)
-        self.last_norm = self._norm(self.plan.final_norm, self.x, self.normed, is_sized=False)
+        if not self.is_keeping:
+            self._keep_tokens()
+        self._norm(self.plan.final_norm, self.x, self.normed)
         head: Any = self.plan.head
         self.screening: ScreenOperators | None = None
         if screen is None:  # outputs are set later
-            self.head = self.multiply(head, self.normed, self.normed, is_sized=False)
+            self.head = self.multiply(head, self.normed, self.normed)
         else:
-            self.screening = ScreenOperators(
-                screen,
-                head.whole().weight,
-                self.normed,
-                self.rounded,
-                lambda code, **fields: self.add(code, False, **fields),
-            )
-        self.last = [*range(self.last_norm, len(self.operators))]  # operators on the tokens that are kept
+            self.screening = ScreenOperators(screen, head.whole().weight, self.normed, self.rounded, self.add)
+
+    @property
+    def _keeps_early(self) -> bool:
+        """Return whether nobody asks for what the last layer computes of tokens that are not kept."""
+        is_asked = self.plan.features is None and not self.layers.isdisjoint({-1, len(self.plan.layers)})
+        return self.plan.layers[-1].delta is None and not is_asked
 
     def _new(self, size: int) -> torch.Tensor:
         self.memory.append(torch.empty(self.room, size, dtype=self.dtype, device="cpu"))
         return self.memory[-1]
 
-    def add(self, code: int, is_sized: bool = True, /, **fields: float) -> int:
-        """Append an operator, on all tokens if `is_sized`; return its number."""
+    def add(self, code: int, /, **fields: float) -> int:
+        """Append an operator; return its number."""
+        number = len(self.operators)
         self.operators.append((code, fields))
-        if is_sized:
-            self.sized.append(len(self.operators) - 1)
-        return len(self.operators) - 1
+        if code in ON_TOKENS:
+            (self.on_kept if self.is_keeping else self.on_all).append(number)
+        return number
 
     def _settle(self) -> None:
         """Add to `x` what is pending."""
@@ -131,17 +137,23 @@ class ForwardProgram:
         address = 0 if added is None else added.data_ptr()
         return self.add(codes.ADD, size=self.size, x=self.x.data_ptr(), added=address, factor=factor)
 
-    def _norm(self, norm: Any, x: torch.Tensor, outputs: torch.Tensor, is_sized: bool = True) -> int:
+    def _keep_tokens(self) -> None:
+        """Go on with the tokens that are kept, as a new `x`."""
+        self.is_keeping = True
+        number, kept = self._sum(), self._new(self.size)
+        self.operators[number][1]["outputs"] = kept.data_ptr()
+        self.gathers[number] = "lines"
+        self.x = kept
+
+    def _norm(self, norm: Any, x: torch.Tensor, outputs: torch.Tensor) -> int:
         """Normalize tokens of `size` numbers; `x` after what is pending was added to it."""
         fields: dict[str, float] = {"x": x.data_ptr(), "outputs": outputs.data_ptr()}
         if x is self.x and self.pending is not None:
             fields |= {"added": self.pending[0].data_ptr(), "factor": self.pending[1]}
             self.pending = None
-        return self.norm_vectors(norm, 1, (self.size, self.size), is_sized, **fields)
+        return self.norm_vectors(norm, 1, (self.size, self.size), **fields)
 
-    def norm_vectors(
-        self, norm: Any, vectors: int, strides: tuple[int, int], is_sized: bool = True, /, **fields: float
-    ) -> int:
+    def norm_vectors(self, norm: Any, vectors: int, strides: tuple[int, int], /, **fields: float) -> int:
         own = {
             "size": norm.shape[0],
             "vector_stride": norm.shape[0],
@@ -151,9 +163,9 @@ class ForwardProgram:
             "weight": norm.weight().data_ptr(),
             "eps": norm.eps,
         }
-        return self.add(codes.NORM, is_sized, vectors=vectors, **own | fields)
+        return self.add(codes.NORM, vectors=vectors, **own | fields)
 
-    def multiply(self, item: Any, x: torch.Tensor, outputs: torch.Tensor, is_sized: bool = True) -> int:
+    def multiply(self, item: Any, x: torch.Tensor, outputs: torch.Tensor) -> int:
         """Write a product; return the number of its last operator."""
         weight, bias, scale = item.whole()
         num_outputs, num_inputs = item.shape
@@ -165,9 +177,9 @@ class ForwardProgram:
         }
         if scale is not None:
             rounded = dict(zip(("levels", "steps", "offsets"), self.rounded.addresses))
-            self.add(codes.LEVELS, is_sized, size=num_inputs, tokens=x.data_ptr(), **rounded)
+            self.add(codes.LEVELS, size=num_inputs, tokens=x.data_ptr(), **rounded)
             fields |= {"num_groups": weight.shape[1], "share": blocks_of(num_outputs, num_inputs), **rounded}
-            return self.add(codes.INT8, is_sized, scales=scale.data_ptr(), **fields)
+            return self.add(codes.INT8, scales=scale.data_ptr(), **fields)
         at_once = tokens_at_once(self.room, num_inputs, self.dtype.itemsize)
         fields |= {"at_once": at_once, "wide_size": at_once * num_inputs}
         share = share_of(num_outputs, num_inputs, ROWS)
@@ -176,7 +188,7 @@ class ForwardProgram:
             fields["packed"] = copy.data_ptr()
         elif copy is not None:
             code, fields["weight"] = codes.NARROW, copy.data_ptr()
-        number = self.add(code, is_sized, num_inputs=num_inputs, share=share, tokens=x.data_ptr(), **fields)
+        number = self.add(code, num_inputs=num_inputs, share=share, tokens=x.data_ptr(), **fields)
         self.multiplied.append(number)
         return number
 
@@ -198,10 +210,11 @@ class ForwardProgram:
             self.norm_vectors(norm, 1, (self.size, 2 * self.size), x=x.data_ptr(), outputs=place)
         return both
 
-    def _write_layer(self, plan: LayerPlan, normed: torch.Tensor | None = None) -> None:
+    def _write_layer(self, plan: LayerPlan, normed: torch.Tensor | None, keeps: bool) -> None:
+        """Write a layer; if it `keeps`, what comes after keys and values is of the tokens that are kept."""
         normed = self._input(plan.before_attention) if normed is None else normed
         if plan.delta is None:
-            self._write_attention(plan, normed)
+            self._write_attention(plan, normed, keeps)
         else:
             self.deltas.add(plan.delta, plan.query_key_value, normed)
             self.multiply(plan.attention_output, self.attended, self.out)
@@ -221,7 +234,7 @@ class ForwardProgram:
         self._norm(norm, self.x, self.normed)
         return self.normed
 
-    def _write_attention(self, plan: LayerPlan, normed: torch.Tensor) -> None:
+    def _write_attention(self, plan: LayerPlan, normed: torch.Tensor, keeps: bool) -> None:
         heads, kv_heads, size = plan.num_heads, plan.kv_heads, plan.head_dim
         maps: Any = plan.query_key_value
         self.multiply(maps, normed, self.states)
@@ -237,12 +250,13 @@ class ForwardProgram:
                 self.norm_vectors(norm, number, (stride, stride), **fields)
         fields = {"states": self.states.data_ptr(), "queries": self.queries.data_ptr(), "has_gates": plan.has_gates}
         self.rotated.append(self.add(codes.ROTATE, heads=heads, kv_heads=kv_heads, size=size, **fields))
+        if keeps:
+            self._keep_tokens()
         gates = {}
         if plan.has_gates:
             gates = {"gates": self.states.data_ptr() + size * self.states.itemsize, "gate_stride": stride}
         attention = self.add(
             codes.ATTEND,
-            False,
             kv_heads=kv_heads,
             groups=heads // kv_heads,
             size=size,
@@ -252,6 +266,8 @@ class ForwardProgram:
             **gates,
         )
         self.attending.append(attention)
+        if keeps:
+            self.gathers[attention] = "places"
         self.multiply(plan.attention_output, self.attended, self.out)
 
     def _write_mlp(self, plan: LayerPlan, x: torch.Tensor, outputs: torch.Tensor) -> None:
@@ -275,22 +291,20 @@ class ForwardProgram:
         rows = self.program.rows
         self.token_counts = rows[:, column(codes.ADD, "num_tokens")]
         # Indices of numpy's own, since every use of a list would make them anew.
-        self.on_all, self.on_wide, self.on_lines = (
-            np.array(numbers, np.int64) for numbers in (self.sized, self.multiplied, self.rotated)
+        self.sized, self.sized_kept, self.on_wide, self.on_lines = (
+            np.array(numbers, np.int64) for numbers in (self.on_all, self.on_kept, self.multiplied, self.rotated)
         )
         self.wide = column(codes.MULTIPLY, "wide")
-        sizes = rows[self.multiplied, column(codes.MULTIPLY, "wide_size")]
-        self.most_wide = int(sizes.max(initial=0))
+        self.most_wide = int(rows[self.multiplied, column(codes.MULTIPLY, "wide_size")].max(initial=0))
         layers = [layer for layer in self.plan.layers if layer.delta is None]
         self.lines = column(codes.ROTATE, "lines")
-        self.memory_places = [
-            _places(codes.ROTATE, self.rotated, _MEMORY),
-            _places(codes.ATTEND, self.attending, _MEMORY),
-        ]
+        pairs = (codes.ROTATE, self.rotated), (codes.ATTEND, self.attending)
+        self.memory_places = [_places(*pair, _MEMORY) for pair in pairs]
         types = [layer.layer_type for layer in layers if layer.rotation is not None]
         numbers = [number for number, layer in zip(self.rotated, layers) if layer.rotation is not None]
         self.rotations = _places_by(types, codes.ROTATE, numbers, _ROTATE)  # elsewhere, these fields stay 0
-        kinds = [(layer.window, layer.num_heads, layer.kv_heads, layer.head_dim) for layer in layers]
+        sizes = [(layer.window, layer.num_heads, layer.kv_heads, layer.head_dim) for layer in layers]
+        kinds = [(number in self.gathers, *own) for number, own in zip(self.attending, sizes)]
         self.attentions = _places_by(kinds, codes.ATTEND, self.attending, _ATTEND)
 
     def __call__(self, given: DecoderInput, keep: Callable[[int, torch.Tensor], None] | None) -> torch.Tensor | Picks:
@@ -299,14 +313,14 @@ class ForwardProgram:
         self.embedded[:num].copy_(x)
         if given.features is not None:
             self.given[:num].copy_(given.features.values)
-        num_kept = num if lines is None else len(lines)
-        dtype = x.dtype if self.screening is None else torch.float32
+        num_kept, dtype = num if lines is None else len(lines), x.dtype if self.screening is None else torch.float32
         logits, scratch = x.new_empty(num_kept, head.shape[0], dtype=dtype), self._set_places(given)
-        kept = [x.new_empty(num, self.size) for _ in self.kept]
+        kept = [x.new_empty(num_kept if number in self.on_kept else num, self.size) for number in self.kept.values()]
         for number, states in zip(self.kept.values(), kept):
             program.set(number, "outputs", states.data_ptr())
-        self.token_counts[self.on_all], self.token_counts[self.last] = num, num_kept
-        program.set(self.last_norm, "lines", 0 if lines is None else lines.data_ptr())
+        self.token_counts[self.sized], self.token_counts[self.sized_kept] = num, num_kept
+        for number, field in self.gathers.items():
+            program.set(number, field, 0 if lines is None else lines.data_ptr())
         if self.screening is None:
             program.set(self.head, "outputs", logits.data_ptr())
         else:
@@ -317,6 +331,8 @@ class ForwardProgram:
         del scratch  # until here, only its addresses were known
         for layer, states in zip(self.kept, kept):
             assert keep is not None, "`layers` come with `keep`"
+            if lines is not None and len(states) < num:
+                states = x.new_empty(num, self.size).index_copy_(0, lines, states)
             keep(layer, states)
         if self.screening is None:
             return logits
@@ -338,8 +354,8 @@ class ForwardProgram:
             rows[where] = cos.shape[-1], cos.data_ptr(), sin.data_ptr()
             held += cos, sin
 
-        for (window, heads, kv_heads, head_dim), where in self.attentions.items():
-            seen = lines_of(layout, layout.parts, window)
+        for (is_of_kept, window, heads, kv_heads, head_dim), where in self.attentions.items():
+            seen = (kept_lines_of if is_of_kept else lines_of)(layout, layout.parts, window)
             parts, size = division(seen, heads, kv_heads, head_dim, self.num_threads)
             held.append(x.new_empty(self.num_threads * size, dtype=torch.float32))
             rows[where] = held[-1].data_ptr(), len(seen.runs) - 1, parts, size, *seen.addresses

@@ -10,7 +10,8 @@ import torch
 
 import hf_smartspec
 from hf_smartspec.cpu.compact import CompactWeights, can_pack, compact_bytes
-from hf_smartspec.cpu.few_tokens import has_kernels, most_tokens
+from hf_smartspec.cpu.few_tokens import has_kernels
+from hf_smartspec.cpu.kernels.packed import can_unpack
 from hf_smartspec.cpu.kernels.program import MULTIPLY, NARROW
 from hf_smartspec.target_model.layout.rows import RowInput
 from hf_smartspec.target_model.written import compiled, copies, written_decoder
@@ -21,7 +22,7 @@ from .test_compiled import NAMES, by_layers, model_of, tried
 from .test_written import logits_of
 
 pytestmark = pytest.mark.skipif(not has_kernels(torch.float32), reason="there is no compiled code for this CPU")
-DTYPES = [torch.float32]
+DTYPES, MOST = [torch.float32], dict(compiled._MOST_COMPACT)
 if can_pack():
     DTYPES.append(torch.bfloat16)
 in_both = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -32,6 +33,8 @@ def noted(monkeypatch):
     """Note of each forward how many products read copies, and how many do not; renew copies at once."""
     monkeypatch.setattr(copies, "_LEAST_WAIT", 0)
     monkeypatch.setattr(compiled, "_PACKING", 0)
+    monkeypatch.setitem(compiled._MOST_COMPACT, torch.bfloat16, 32)  # as forwards of these tests have more than few
+    monkeypatch.setattr(compiled, "_NUM_UNREAD", dict.fromkeys(compiled._NUM_UNREAD, 0))
     found, run = [], ForwardProgram.__call__
 
     def noting(self, *args):
@@ -118,6 +121,24 @@ def test_the_first_layers_share_the_copies_and_the_checks_of_all(noted, monkeypa
     assert is_used(noted)
 
 
+def test_what_can_be_unpacked_is_packed():
+    assert can_pack() == can_unpack()
+
+
+@in_both
+def test_memory_of_weights_that_are_replaced_is_freed_while_they_are_packed(dtype):
+    model = stored_in_bfloat16(dtype=dtype)
+    forward = tried(model)
+    logits_of(forward)
+    weight = ref(model.model.layers[1].mlp.down_proj.weight)
+    gc.disable()
+    try:
+        model.model.layers[1].mlp.down_proj.weight = torch.nn.Parameter(torch.zeros(64, 128, dtype=dtype))
+        assert weight() is None
+    finally:
+        gc.enable()
+
+
 @in_both
 def test_copies_are_freed_with_the_decoder(dtype, noted):
     model = stored_in_bfloat16(dtype=dtype)
@@ -159,10 +180,9 @@ def test_nothing_is_copied_where_memory_is_scarce(dtype, monkeypatch, noted):
 
 @in_both
 @pytest.mark.parametrize("is_more", [False, True])
-def test_many_tokens_read_the_weights_themselves(is_more, dtype, noted):
-    num_tokens = {torch.float32: 32, torch.bfloat16: 16}[dtype] + is_more
-    if most_tokens(dtype) < num_tokens:
-        pytest.skip("so many tokens run layer by layer")
+def test_many_tokens_read_the_weights_themselves(is_more, dtype, monkeypatch, noted):
+    monkeypatch.setattr(compiled, "_MOST_COMPACT", MOST)
+    num_tokens = MOST[dtype] + is_more
     forward = copied(stored_in_bfloat16(dtype=dtype))
     noted.clear()
     forward.forward([RowInput(forward.add(), np.arange(3, 3 + num_tokens))])

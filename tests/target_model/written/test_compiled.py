@@ -113,6 +113,20 @@ def test_hidden_states_are_those_of_the_layers(layers):
     assert all(torch.equal(states[layer], expected[layer]) for layer in layers)
 
 
+@pytest.mark.parametrize("layers", [set(), {0, 1}, {2}, {-1}])
+def test_the_last_layer_computes_no_more_than_is_asked_for(layers):
+    """Compute keys and values alone of tokens whose logits and last states nobody asks for."""
+    forward = tried(model_of("llama"))
+    row, run = forward.add(), RowInput(forward.add(), np.arange(3, 12), DraftTree.chain(np.arange(4, 7)))
+    with forward.taps.taking(layers):
+        forward.forward([RowInput(row, np.arange(2, 7)), run])
+    compiled = written_decoder(forward.model)._compiled
+    (program,) = [item for (item,) in compiled._free.values() if item.layers == layers and item.room == 32]
+    counts = [program.token_counts[number] for number in program.multiplied]
+    num_short = 1 if layers & {2, -1} else 4  # the head, and a layer's attention output, inputs and output of its MLP
+    assert counts == [17] * (len(counts) - num_short) + [5] * num_short
+
+
 @pytest.mark.parametrize("number", [2, *exhaustive([1], [3])])
 def test_any_number_of_threads(number):
     model = model_of("qwen3", torch.bfloat16)
