@@ -91,18 +91,22 @@ def packed(weight: torch.Tensor) -> torch.Tensor | None:
     """
     if weight.shape[1] % BLOCK or not weight.numel():
         return None
-    blocks = weight.view(torch.uint8).numpy().reshape(-1, BLOCK, 2)
-    bounds = np.linspace(0, len(blocks), torch.get_num_threads() + 1, dtype=int)
-    spans = [slice(*pair) for pair in pairwise(bounds)]
+    numbers, num_blocks = weight.view(torch.uint8).numpy().reshape(-1, 2), weight.numel() // BLOCK
+    spans = [*pairwise(np.linspace(0, num_blocks, torch.get_num_threads() + 1, dtype=int).tolist())]
     with ThreadPoolExecutor(len(spans)) as pool:
-        table = np.flatnonzero(np.any([*pool.map(lambda span: first_bytes(blocks[span]), spans)], axis=0))
+        found = pool.map(lambda span: first_bytes(numbers[span[0] * BLOCK : span[1] * BLOCK]), spans)
+        table = np.flatnonzero(np.any([*found], axis=0))
         if len(table) > MOST_CODES:
             return None
-        codes = np.zeros(256, np.uint8)
-        codes[table] = np.arange(len(table))
-        copy = np.zeros(MOST_CODES + len(blocks) * BLOCK_BYTES, np.uint8)
-        copy[: len(table)], own = table, copy[MOST_CODES:].reshape(-1, BLOCK_BYTES)
-        list(pool.map(lambda span: pack(blocks[span], codes, own[span]), spans))
+        codes, copy = np.zeros(256, np.uint8), np.zeros(MOST_CODES + num_blocks * BLOCK_BYTES, np.uint8)
+        codes[table], copy[: len(table)] = np.arange(len(table)), table
+        rows, outputs = weight.data_ptr(), copy.ctypes.data + MOST_CODES
+
+        def packing(span: tuple[int, int]) -> None:
+            begin, end = span
+            pack(rows + 2 * BLOCK * begin, end - begin, codes, outputs + BLOCK_BYTES * begin)
+
+        list(pool.map(packing, spans))
     return torch.from_numpy(copy)
 
 

@@ -162,6 +162,8 @@ def check_assistant(assistant: Any) -> None:
 
 def _unknown(name: str) -> str:
     """Return the error message for a name that is neither a preset nor a model."""
+    if not name.strip():
+        return f"The name of an `assistant` is empty: known presets are {PRESET_NAMES}."
     if "/" in name or os.sep in name:
         there = "is a file, no folder of a model" if os.path.exists(os.path.expanduser(name)) else "does not exist"
         return f"`assistant={name!r}`: the path {there}."

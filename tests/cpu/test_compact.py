@@ -84,6 +84,7 @@ def test_any_numbers_can_be_packed():
     assert torch.equal(found.view(torch.int16), few_token_linear(x, weight).view(torch.int16))
 
 
+@needs_packing
 def test_which_weights_are_packed():
     """Pack only weights of few first bytes, in rows of whole blocks, into 13 bits a number."""
     bits = torch.arange(MOST_CODES + 1, dtype=torch.int16).repeat_interleave(2 * BLOCK).reshape(-1, 2 * BLOCK) << 8
@@ -94,8 +95,9 @@ def test_which_weights_are_packed():
     assert packed(numbers(0, BLOCK).bfloat16()) is None
 
 
+@needs_packing
 def test_packed_weights_can_be_unpacked():
-    """Unpack by the definition, on any CPU."""
+    """Unpack by the definition."""
     weight = numbers(30, 3 * BLOCK).bfloat16()
     copy = packed(weight).numpy()
     blocks = copy[MOST_CODES:].reshape(-1, BLOCK_BYTES)[:, :, None]

@@ -162,6 +162,7 @@ def test_assistants(model, draft):
     [
         ("sufix", r"Unknown `assistant` preset 'sufix': did you mean 'suffix'\? Known are \["),
         ("datastor:x", r"did you mean 'datastore:PATH'\?"),
+        ("", r"The name of an `assistant` is empty: known presets are \["),
         ("./nope", r"`assistant='./nope'`: the path does not exist"),
         ("~/nope", r"`assistant='~/nope'`: the path does not exist"),
         ("/no/such/folder", r"`assistant='/no/such/folder'`: the path does not exist"),

@@ -4,10 +4,11 @@ from collections.abc import Iterator
 
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
 from numba.core import cgutils
 
 from ...jit import compiled, inner
-from ...jit.writing import I8, I16, I32, I64, LINE, call, cpu_features, prefetch
+from ...jit.writing import I8, I16, I32, I64, LINE, call, cpu_features, prefetch, written
 from .vectors import Pairs, has_pairs
 
 BLOCK = 64  # neighbouring weights of a row, which are coded together
@@ -17,7 +18,8 @@ MOST_CODES = 32  # first bytes of a packed weight: signs, and all bits but one o
 CODES, FIFTHS, BLOCK_BYTES = BLOCK, BLOCK + BLOCK // 2, BLOCK + BLOCK // 2 + BLOCK // 8
 _LANE = 16  # bytes within which the CPU interleaves them
 # The place of each weight in a block: bytes of two vectors, when interleaved lane by lane, are neighbours.
-PLACES = np.array([w % 32 // 8 * _LANE + w // 32 * 8 + w % 8 for w in range(BLOCK)])
+PLACES = [w % 32 // 8 * _LANE + w // 32 * 8 + w % 8 for w in range(BLOCK)]
+_NUMBERS = sorted(range(BLOCK), key=PLACES.__getitem__)  # the weight at each place
 
 
 def can_unpack() -> bool:
@@ -33,37 +35,67 @@ def packed_bytes(num_weights):
 
 @compiled
 def first_bytes(weights):
-    """Return which first bytes there are, `[256]` bool, in bfloat16 weights as `pack` has them."""
+    """Return which first bytes there are, `[256]` bool, of bfloat16 weights `[num, 2]` uint8, second bytes first."""
     found = np.zeros(256, np.bool_)
     for number in range(len(weights)):
-        for index in range(BLOCK):
-            found[weights[number, index, 1]] = True
+        found[weights[number, 1]] = True
     return found
 
 
 @compiled
-def pack(weights, codes, outputs):
+def pack(address, num_blocks, codes, outputs):
     """
     Pack blocks of weights.
 
     Args:
-        weights (`np.ndarray` of shape `[num, BLOCK, 2]`, uint8): bfloat16 weights, second bytes first.
+        address (`int`): Address of bfloat16 weights.
+        num_blocks (`int`): Number of their blocks.
         codes (`np.ndarray` of shape `[256]`, uint8): The code of each first byte.
-        outputs (`np.ndarray` of shape `[num, BLOCK_BYTES]`, uint8): Where packed blocks are written.
+        outputs (`int`): Address of `[num_blocks, BLOCK_BYTES]` bytes, where packed blocks are written.
     """
-    half, found = BLOCK // 2, np.zeros(BLOCK, np.uint8)
-    for number in range(len(weights)):
-        block, own = weights[number], outputs[number]
-        for index in range(BLOCK):
-            place = PLACES[index]
-            own[place], found[place] = block[index, 0], codes[block[index, 1]]
-        for place in range(half):
-            own[CODES + place] = found[place] & 15 | found[place + half] << 4
-        for place in range(0, BLOCK, 8):
-            bits = 0
-            for index in range(8):
-                bits |= (found[place + index] >> 4) << index
-            own[FIFTHS + place // 8] = bits
+    for number in range(num_blocks):
+        _pack_block(address + 2 * BLOCK * number, codes.ctypes.data, outputs + BLOCK_BYTES * number)
+
+
+@written(types.void, *[types.int64] * 3)
+def _pack_block(builder, weights, codes, outputs):
+    if not can_unpack():
+        return
+    numbers, halves = ir.VectorType(I8, BLOCK), ir.VectorType(I8, BLOCK // 2)
+    parts = [_load(builder, weights, at, numbers) for at in (0, BLOCK)]
+    seconds, firsts = (
+        builder.shuffle_vector(
+            *parts, ir.Constant(ir.VectorType(I32, BLOCK), [2 * number + byte for number in _NUMBERS])
+        )
+        for byte in (0, 1)
+    )
+    name = "llvm.x86.avx512.vpermi2var.qi.512"  # looks up 128 bytes, by seven bits
+    plus, minus = (
+        call(
+            builder,
+            name,
+            numbers,
+            _load(builder, codes, at, numbers),
+            firsts,
+            _load(builder, codes, at + BLOCK, numbers),
+        )
+        for at in (0, 2 * BLOCK)
+    )
+    found = builder.select(builder.icmp_signed("<", firsts, ir.Constant(numbers, [0] * BLOCK)), minus, plus)
+    low, high = (
+        builder.shuffle_vector(found, found, ir.Constant(ir.VectorType(I32, BLOCK // 2), [*range(at, at + BLOCK // 2)]))
+        for at in (0, BLOCK // 2)
+    )
+    low = builder.and_(low, ir.Constant(halves, [15] * halves.count))
+    fours = builder.or_(low, builder.shl(high, ir.Constant(halves, [4] * halves.count)))
+    fifths = builder.and_(found, ir.Constant(numbers, [16] * BLOCK))
+    fifths = builder.bitcast(builder.icmp_unsigned("!=", fifths, ir.Constant(numbers, [0] * BLOCK)), I64)
+    for at, part in ((0, seconds), (CODES, fours), (FIFTHS, fifths)):
+        builder.store(part, builder.inttoptr(builder.add(outputs, I64(at)), part.type.as_pointer()), align=1)
+
+
+def _load(builder: ir.IRBuilder, address: ir.Value, offset: int, kind: ir.Type) -> ir.Value:
+    return builder.load(builder.inttoptr(builder.add(address, I64(offset)), kind.as_pointer()), align=1)
 
 
 class Packed:

@@ -36,7 +36,7 @@ _LEAST, _MOST = 16, 256  # tokens for which programs have room: their memory is 
 _MOST_COMPACT = {torch.float32: 32, torch.bfloat16: MOST_TOKENS}
 _NUM_UNREAD = {torch.float32: 0, torch.bfloat16: 8}  # `KeptCopy`: packed weights save three bits of sixteen
 _MOST_MEMORY = 0.5  # of the free memory that these copies take
-_PACKING = 256  # forwards that save about as much time with packed weights as packing takes
+_PACKING = 128  # forwards that save at least as much time with packed weights as packing takes
 
 
 class CompiledDecoder:
@@ -163,8 +163,8 @@ def _is_screen_of(plan: DecoderPlan, screen: Screen, thoroughly: bool) -> bool:
 
 def _compact_of(plan: DecoderPlan) -> Iterator[CompactWeights | None]:
     """
-    Copy all weights of products: those in bfloat16, which takes longer than it saves in a hundred forwards, after more
-    than these, and one at a time. Raise `MemoryError` where memory is scarce.
+    Copy all weights of products: those in bfloat16, which takes as long as it saves in some hundred forwards, after as
+    many, and one at a time. Raise `MemoryError` where memory is scarce.
     """
     norm: Any = plan.final_norm
     is_packed = norm.weight().dtype is torch.bfloat16

@@ -69,8 +69,6 @@ class ForwardProgram:
         self.program = Program(self.dtype, self.operators)
         self._index()
 
-    # --- Writing the program
-
     def _write(self, reads_states: bool, screen: Screen | None) -> None:
         self.x, self.normed, self.out = (self._new(self.size) for _ in range(3))
         self.embedded = self.given = self.x  # what tokens are copied to, and features
@@ -284,8 +282,6 @@ class ForwardProgram:
         )
         self.multiply(mlp.output, self.gated, outputs)
 
-    # --- Running it
-
     def _index(self) -> None:
         """Note where the fields are that are set before every forward."""
         rows = self.program.rows
@@ -303,8 +299,8 @@ class ForwardProgram:
         types = [layer.layer_type for layer in layers if layer.rotation is not None]
         numbers = [number for number, layer in zip(self.rotated, layers) if layer.rotation is not None]
         self.rotations = _places_by(types, codes.ROTATE, numbers, _ROTATE)  # elsewhere, these fields stay 0
-        sizes = [(layer.window, layer.num_heads, layer.kv_heads, layer.head_dim) for layer in layers]
-        kinds = [(number in self.gathers, *own) for number, own in zip(self.attending, sizes)]
+        own = [(layer.window, layer.num_heads, layer.kv_heads, layer.head_dim) for layer in layers]
+        kinds = [(number in self.gathers, *kind) for number, kind in zip(self.attending, own)]
         self.attentions = _places_by(kinds, codes.ATTEND, self.attending, _ATTEND)
 
     def __call__(self, given: DecoderInput, keep: Callable[[int, torch.Tensor], None] | None) -> torch.Tensor | Picks:
