@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from .arguments import UsageError
@@ -13,8 +14,14 @@ _MODEL_FREE = ("suffix", "suffix_decoding", "prompt_lookup", "pld", "sssd", "tok
 
 
 def parts_of(name: str) -> list[str]:
-    """Return the drafters of a list joined by plus signs; the name of a folder, which may contain one, is not split."""
-    return [name] if Path(name).is_dir() else name.split(JOINT)
+    """
+    Return the drafters of a list joined by plus signs; the name of a folder, which may contain one, is not split. Raise
+    `UsageError` for an empty one.
+    """
+    parts = [name] if Path(name).is_dir() else name.split(JOINT)
+    if not all(parts):
+        raise UsageError(f"the name of a drafter is empty in {name!r}")
+    return parts
 
 
 def is_model(item: str) -> bool:
@@ -43,8 +50,9 @@ def check_distinct(names: Sequence[str], option: str) -> None:
 
 def source_name(text: str) -> str:
     """Return the name of a source from the command line: one of `SOURCES`, or learned drafters by folder or hub id."""
-    if text in SOURCES or has_models(text):
-        return text
+    with suppress(UsageError):  # of an empty name
+        if text in SOURCES or has_models(text):
+            return text
     raise argparse.ArgumentTypeError(
         f"must be one of {', '.join(SOURCES)}, or the folder of a learned drafter, also as suffix{JOINT}FOLDER, got "
         f"{text!r}"

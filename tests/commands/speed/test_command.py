@@ -202,7 +202,7 @@ def test_other_tokens_fail_the_command(folder, monkeypatch, capsys):
         (["--model", "{folder}/target", "--assistant", "{folder}/nothing"], "no such model folder"),
         (["--model", "{folder}/target", "--max-new-tokens", "300"], "--max-new-tokens: 300 leave no room"),
         (["--model", "{folder}/target", "--assistant", "suffix+sufix"], "--assistant: Unknown `assistant` preset"),
-        (["--model", "{folder}/target", "--assistant", "suffix+"], "--assistant: The name of an `assistant` is empty"),
+        (["--model", "{folder}/target", "--assistant", "suffix+"], "the name of a drafter is empty in 'suffix+'"),
         (["--model", "{folder}/target", "--remember", "3"], "has 3 requests, of which 3 leave none to ask"),
         (["--batch-size", "0"], "must be at least 1"),
         (["--json", "{folder}"], "cannot write"),
