@@ -5,9 +5,7 @@ loaded in float32. Those of a matrix in bfloat16 have exponents close to one ano
 """
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from itertools import pairwise
 from weakref import ref
 
 import numpy as np
@@ -15,13 +13,15 @@ import torch
 
 from ..log import get_logger
 from .few_tokens import few_token_linear, has_kernels
-from .kernels.packed import BLOCK, BLOCK_BYTES, MOST_CODES, MOST_TOKENS, can_unpack, first_bytes, pack
+from .kernels.packed import BLOCK, BLOCK_BYTES, MOST_CODES, MOST_TOKENS, PACK_FIELDS, can_unpack, note_first_bytes, pack
 from .tensor_checks import sums_of_bits, version_of
+from .threads import run
 
 logger = get_logger(__name__)
 
 _ROWS = 1024  # rows of a weight that are compared at a time
 _FIRST = 8  # rows that are compared first: most weights that hold other numbers have some there
+_SHARE = 256  # blocks that a thread packs at a time
 _BITS = {torch.float32: 16, torch.bfloat16: 13}  # of a number's copy
 
 
@@ -87,26 +87,20 @@ def narrowed(weight: torch.Tensor) -> torch.Tensor | None:
 def packed(weight: torch.Tensor) -> torch.Tensor | None:
     """
     Return a bfloat16 weight as bytes: a table of its numbers' first bytes, `MOST_CODES` at most, and its packed blocks
-    (`pack`); None where there are more of them, or where rows are not whole blocks.
+    (`pack`); None where there are more of them, where rows are not whole blocks, or where the CPU cannot unpack them.
     """
-    if weight.shape[1] % BLOCK or not weight.numel():
+    if not can_unpack() or weight.shape[1] % BLOCK or not weight.numel():
         return None
-    numbers, num_blocks = weight.view(torch.uint8).numpy().reshape(-1, 2), weight.numel() // BLOCK
-    spans = [*pairwise(np.linspace(0, num_blocks, torch.get_num_threads() + 1, dtype=int).tolist())]
-    with ThreadPoolExecutor(len(spans)) as pool:
-        found = pool.map(lambda span: first_bytes(numbers[span[0] * BLOCK : span[1] * BLOCK]), spans)
-        table = np.flatnonzero(np.any([*found], axis=0))
-        if len(table) > MOST_CODES:
-            return None
-        codes, copy = np.zeros(256, np.uint8), np.zeros(MOST_CODES + num_blocks * BLOCK_BYTES, np.uint8)
-        codes[table], copy[: len(table)] = np.arange(len(table)), table
-        rows, outputs = weight.data_ptr(), copy.ctypes.data + MOST_CODES
-
-        def packing(span: tuple[int, int]) -> None:
-            begin, end = span
-            pack(rows + 2 * BLOCK * begin, end - begin, codes, outputs + BLOCK_BYTES * begin)
-
-        list(pool.map(packing, spans))
+    num_blocks, codes = weight.numel() // BLOCK, np.zeros(256, np.uint8)
+    fields = np.array([0, num_blocks, _SHARE, weight.data_ptr(), codes.ctypes.data, 0])
+    run(note_first_bytes.address, fields.ctypes.data, torch.get_num_threads())
+    table = np.flatnonzero(codes)
+    if len(table) > MOST_CODES:
+        return None
+    copy = np.empty(MOST_CODES + num_blocks * BLOCK_BYTES, np.uint8)
+    codes[table], copy[:MOST_CODES] = np.arange(len(table)), np.pad(table, (0, MOST_CODES - len(table)))
+    fields[[PACK_FIELDS.index("next"), PACK_FIELDS.index("outputs")]] = 0, copy.ctypes.data + MOST_CODES
+    run(pack.address, fields.ctypes.data, torch.get_num_threads())
     return torch.from_numpy(copy)
 
 

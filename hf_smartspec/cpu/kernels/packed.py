@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 
-import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.core import cgutils
 
-from ...jit import compiled, inner
+from ...jit import callback, inner
+from ...jit.pointers import ahead, int64_at, take, uint8_at
 from ...jit.writing import I8, I16, I32, I64, LINE, call, cpu_features, prefetch, written
 from .vectors import Pairs, has_pairs
 
@@ -33,28 +33,34 @@ def packed_bytes(num_weights):
     return num_weights // BLOCK * BLOCK_BYTES
 
 
-@compiled
-def first_bytes(weights):
-    """Return which first bytes there are, `[256]` bool, of bfloat16 weights `[num, 2]` uint8, second bytes first."""
-    found = np.zeros(256, np.bool_)
-    for number in range(len(weights)):
-        found[weights[number, 1]] = True
-    return found
+# Compiled code below is called with the address of these numbers, int64 each.
+# next: incremented by the thread that takes the next share; num_blocks, share: blocks of weights, and those of a share.
+# weights: address of the bfloat16 weights. codes: address of 256 bytes: which first bytes there are, or their codes.
+# outputs: address of `[num_blocks, BLOCK_BYTES]` bytes, where packed blocks are written.
+PACK_FIELDS = tuple("next num_blocks share weights codes outputs".split())
+_NEXT, _NUM_BLOCKS, _SHARE, _WEIGHTS, _CODES, _OUTPUTS = range(6)
 
 
-@compiled
-def pack(address, num_blocks, codes, outputs):
-    """
-    Pack blocks of weights.
+@callback
+def note_first_bytes(address):
+    """Set the entries of `codes` to 1 for all first bytes that there are."""
+    a = int64_at(address)
+    numbers, found = uint8_at(a[_WEIGHTS]), uint8_at(a[_CODES])
+    begin = a[_SHARE] * take(ahead(a, _NEXT))
+    while begin < a[_NUM_BLOCKS]:
+        for number in range(begin * BLOCK, min(begin + a[_SHARE], a[_NUM_BLOCKS]) * BLOCK):
+            found[numbers[2 * number + 1]] = 1
+        begin = a[_SHARE] * take(ahead(a, _NEXT))
 
-    Args:
-        address (`int`): Address of bfloat16 weights.
-        num_blocks (`int`): Number of their blocks.
-        codes (`np.ndarray` of shape `[256]`, uint8): The code of each first byte.
-        outputs (`int`): Address of `[num_blocks, BLOCK_BYTES]` bytes, where packed blocks are written.
-    """
-    for number in range(num_blocks):
-        _pack_block(address + 2 * BLOCK * number, codes.ctypes.data, outputs + BLOCK_BYTES * number)
+
+@callback
+def pack(address):
+    a = int64_at(address)
+    begin = a[_SHARE] * take(ahead(a, _NEXT))
+    while begin < a[_NUM_BLOCKS]:
+        for block in range(begin, min(begin + a[_SHARE], a[_NUM_BLOCKS])):
+            _pack_block(a[_WEIGHTS] + 2 * BLOCK * block, a[_CODES], a[_OUTPUTS] + BLOCK_BYTES * block)
+        begin = a[_SHARE] * take(ahead(a, _NEXT))
 
 
 @written(types.void, *[types.int64] * 3)

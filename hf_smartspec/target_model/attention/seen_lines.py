@@ -8,8 +8,6 @@ import torch
 from ...cpu.attention import NO_TREE, SeenLines, most_width, runs_of
 from ..layout.step_layout import PaddedPart, StepLayout
 
-_KEPT = -1, -1  # in place of the tokens' first and last one
-
 
 def has_few_tokens(part: PaddedPart, window: int | None, dtype: torch.dtype) -> bool:
     """
@@ -54,12 +52,12 @@ def lines_of(layout: StepLayout, parts: Sequence[PaddedPart], window: int | None
     return layout.seen[key]
 
 
-def kept_lines_of(layout: StepLayout, parts: Sequence[PaddedPart], window: int | None) -> SeenLines:
+def kept_lines_of(layout: StepLayout, window: int | None) -> SeenLines:
     """Return `lines_of` the tokens that are kept, for layers that compute no more."""
-    seen, kept = lines_of(layout, parts, window), layout.kept
+    seen, kept = lines_of(layout, layout.parts, window), layout.kept
     if kept is None:
         return seen
-    key = *_KEPT, window
+    key = -1, -1, window  # as of no parts
     if key not in layout.seen:
         places = kept.numpy()
         more = [None if item is None else item.take(places, axis=1) for item in (seen.nodes, seen.prefixes)]

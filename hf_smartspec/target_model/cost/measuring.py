@@ -141,8 +141,8 @@ def measure(
 def warm_up(model: PreTrainedModel) -> None:
     """
     Run forwards that make what later ones use (the trial of a compiled program, a copy of the head, memory), so that no
-    step of a model that need not be measured takes much longer than its profile says. Weights that are packed, one in
-    each of many forwards, are left to steps.
+    step of a model that need not be measured takes much longer than its profile says. Weights that are packed one
+    by one in many forwards are left to steps.
     """
     longest = num_positions(model.config.get_text_config(decoder=True)) or float("inf")
     if _WARM_UP.context + _WARM_UP.width > longest:

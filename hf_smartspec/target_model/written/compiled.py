@@ -36,7 +36,8 @@ _LEAST, _MOST = 16, 256  # tokens for which programs have room: their memory is 
 _MOST_COMPACT = {torch.float32: 32, torch.bfloat16: MOST_TOKENS}
 _NUM_UNREAD = {torch.float32: 0, torch.bfloat16: 8}  # `KeptCopy`: packed weights save three bits of sixteen
 _MOST_MEMORY = 0.5  # of the free memory that these copies take
-_PACKING = 128  # forwards that save at least as much time with packed weights as packing takes
+_PACKING = 128  # forwards that save about as much time with packed weights as packing takes
+_APART = 4  # forwards from one packed weight to the next, so that none of them takes much longer
 
 
 class CompiledDecoder:
@@ -164,7 +165,7 @@ def _is_screen_of(plan: DecoderPlan, screen: Screen, thoroughly: bool) -> bool:
 def _compact_of(plan: DecoderPlan) -> Iterator[CompactWeights | None]:
     """
     Copy all weights of products: those in bfloat16, which takes as long as it saves in some hundred forwards, after as
-    many, and one at a time. Raise `MemoryError` where memory is scarce.
+    many, and one weight every few forwards. Raise `MemoryError` where memory is scarce.
     """
     norm: Any = plan.final_norm
     is_packed = norm.weight().dtype is torch.bfloat16
@@ -179,7 +180,7 @@ def _compact_of(plan: DecoderPlan) -> Iterator[CompactWeights | None]:
         compact.add(item.whole().weight)  # which is not kept here, so that memory of weights that are replaced is freed
         if not compact.is_unchanged():
             break
-        if is_packed:
+        for _ in range(_APART if is_packed else 0):
             yield None
     yield compact
 

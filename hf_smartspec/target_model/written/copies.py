@@ -41,7 +41,10 @@ class KeptCopy(Generic[T]):
         self.kept: T | None = None
 
     def current(self) -> T | None:
-        """Return the copy; None until it is made, for a while after a change, or where there is no memory for it."""
+        """
+        Return the copy; None until it is made, for a while after a change, in the first uses after a check, or where
+        there is no memory for it.
+        """
         with self._lock:
             if self.kept is not None and not self._is_current(self.kept, False):
                 self._drop()
@@ -62,26 +65,30 @@ class KeptCopy(Generic[T]):
 
     def _go_on(self) -> None:
         """Make the copy, or more of it."""
+        was_begun = self._making is not None
         making, self._making = self._making or self._make(), None  # one that is interrupted cannot go on
-        self.kept = next(making)
-        if self.kept is None:
+        found = next(making)
+        if found is None:
             self._making = making
         else:
-            self._compare()  # with weights that may have changed meanwhile
+            self._is_doubtful, self.kept = was_begun, found  # weights may have changed meanwhile
+            if was_begun:
+                self._compare()
 
     def check(self) -> None:
         """Drop the copy if weights have changed in a way that torch does not count."""
         with self._lock:
             if self.kept is None:
                 return
-            if self._num_unread:
-                self._is_doubtful, self._num_left = True, self._num_unread
-            else:
+            self._is_doubtful, self._num_left = True, self._num_unread
+            if not self._num_unread:
                 self._compare()
 
     def _compare(self) -> None:
-        self._is_doubtful = False
-        if self.kept is not None and not self._is_current(self.kept, True):
+        assert self.kept is not None
+        if self._is_current(self.kept, True):
+            self._is_doubtful = False  # and not before, since comparing may be interrupted
+        else:
             self._drop()
 
     def _drop(self) -> None:

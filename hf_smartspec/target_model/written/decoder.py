@@ -78,7 +78,7 @@ class WrittenDecoder:
             layout (`StepLayout`): Layout of N tokens, of which M are kept.
             cache (`SlotCache`): Where their keys and values are stored.
             keep (`Callable`, *optional*): Called with the hidden states `[N, hidden_size]` before every layer, after
-                the last, and, as layer -1, after the final norm; the latter two of heads only where tokens are kept.
+                the last, and, as layer -1, after the final norm; the last two of heads may be 0 for tokens not kept.
             layers (collection of `int`, *optional*): The layers that `keep` is called with, at least; all if not given.
             features (`Features`, *optional*): The features of all tokens, for heads.
 

@@ -35,8 +35,8 @@ class ForwardProgram:
     """
     A program for up to `room` tokens, with its own memory; one thread at a time runs it. That of heads begins with the
     target's hidden states if `reads_states`, or else with features. With a `screen` of the head, it ends with the best
-    tokens in place of logits. Of tokens that are not kept, the last layer computes keys and values only. Weights are
-    read from their `compact` copies, where there are any.
+    tokens in place of logits. Of tokens that are not kept, the last layer computes queries, keys and values only.
+    Weights are read from their `compact` copies, where there are any.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class ForwardProgram:
 
     @property
     def _keeps_early(self) -> bool:
-        """Return whether nobody asks for what the last layer computes of tokens that are not kept."""
+        """Return whether nobody asks for the last layer's results of tokens that are not kept; of heads nobody does."""
         is_asked = self.plan.features is None and not self.layers.isdisjoint({-1, len(self.plan.layers)})
         return self.plan.layers[-1].delta is None and not is_asked
 
@@ -328,7 +328,7 @@ class ForwardProgram:
         for layer, states in zip(self.kept, kept):
             assert keep is not None, "`layers` come with `keep`"
             if lines is not None and len(states) < num:
-                states = x.new_empty(num, self.size).index_copy_(0, lines, states)
+                states = x.new_zeros(num, self.size).index_copy_(0, lines, states)
             keep(layer, states)
         if self.screening is None:
             return logits
@@ -351,7 +351,7 @@ class ForwardProgram:
             held += cos, sin
 
         for (is_of_kept, window, heads, kv_heads, head_dim), where in self.attentions.items():
-            seen = (kept_lines_of if is_of_kept else lines_of)(layout, layout.parts, window)
+            seen = kept_lines_of(layout, window) if is_of_kept else lines_of(layout, layout.parts, window)
             parts, size = division(seen, heads, kv_heads, head_dim, self.num_threads)
             held.append(x.new_empty(self.num_threads * size, dtype=torch.float32))
             rows[where] = held[-1].data_ptr(), len(seen.runs) - 1, parts, size, *seen.addresses

@@ -33,6 +33,7 @@ def noted(monkeypatch):
     """Note of each forward how many products read copies, and how many do not; renew copies at once."""
     monkeypatch.setattr(copies, "_LEAST_WAIT", 0)
     monkeypatch.setattr(compiled, "_PACKING", 0)
+    monkeypatch.setattr(compiled, "_APART", 1)
     monkeypatch.setitem(compiled._MOST_COMPACT, torch.bfloat16, 32)  # as forwards of these tests have more than few
     monkeypatch.setattr(compiled, "_NUM_UNREAD", dict.fromkeys(compiled._NUM_UNREAD, 0))
     found, run = [], ForwardProgram.__call__

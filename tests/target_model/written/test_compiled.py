@@ -166,12 +166,14 @@ def test_rows_that_share_a_prefix(dtype, programs):
     model = model_of("llama", dtype)
     forward, text = tried(model), np.arange(3, 43)
     base, alone = forward.add(), forward.add()
-    forward.forward([RowInput(base, text), RowInput(alone, np.append(text, [9, 11]))])
+    logits, (_, expected) = forward.forward([RowInput(base, text), RowInput(alone, np.append(text, [9, 11]))])
+    expected = logits[expected]
     sharers = [forward.add() for _ in range(2)]
     for row in sharers:
         row.prefix_row, row.prefix_len, row.length = base, len(text), len(text)
     programs.clear()
-    forward.forward([RowInput(row, np.array([9, 11])) for row in sharers])
+    logits, offsets = forward.forward([RowInput(row, np.array([9, 11])) for row in sharers])
+    assert len(logits) == 2 and all(torch.equal(logits[start], expected) for start in offsets)
     items = [RowInput(row, np.array([13]), TREE) for row in (*sharers, alone)]
     logits, offsets = forward.forward(items)
     assert programs == [4, 15]

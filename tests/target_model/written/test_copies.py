@@ -31,6 +31,10 @@ class Weights:
         return [self.copy.current() for _ in range(num)]
 
 
+def interrupt():
+    raise KeyboardInterrupt
+
+
 @pytest.fixture(autouse=True)
 def _wait(monkeypatch):
     monkeypatch.setattr(copies, "_LEAST_WAIT", 2)
@@ -78,6 +82,17 @@ def test_a_check_compares_the_copy_once_it_is_used_enough(num_unread):
     weights.value = 1
     weights.copy.check()
     assert weights.uses(num_unread + bool(num_unread) + 5)[-2:] == [None, [1]]
+
+
+def test_a_comparison_that_is_interrupted_is_made_again(monkeypatch):
+    weights = Weights()
+    weights.uses(3)
+    weights.value, compare = 1, weights.copy._is_current
+    monkeypatch.setattr(weights.copy, "_is_current", lambda copy, thoroughly: not thoroughly or interrupt())
+    with pytest.raises(KeyboardInterrupt):
+        weights.copy.check()
+    monkeypatch.setattr(weights.copy, "_is_current", compare)
+    assert weights.copy.current() is None, "the old one"
 
 
 def test_short_runs_after_a_check_compare_nothing():
