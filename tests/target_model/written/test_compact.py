@@ -48,6 +48,14 @@ def noted(monkeypatch):
     return found
 
 
+@pytest.fixture
+def uncollected():
+    """Free what nothing refers to, and not what refers to itself."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
 def stored_in_bfloat16(name="llama", dtype=torch.float32, **options):
     return model_of(name, torch.bfloat16, **options, hidden_size=64, intermediate_size=128).to(dtype)
 
@@ -127,31 +135,23 @@ def test_what_can_be_unpacked_is_packed():
 
 
 @in_both
-def test_memory_of_weights_that_are_replaced_is_freed_while_they_are_packed(dtype):
+def test_memory_of_weights_that_are_replaced_is_freed_while_they_are_packed(dtype, uncollected):
     model = stored_in_bfloat16(dtype=dtype)
     forward = tried(model)
     logits_of(forward)
     weight = ref(model.model.layers[1].mlp.down_proj.weight)
-    gc.disable()
-    try:
-        model.model.layers[1].mlp.down_proj.weight = torch.nn.Parameter(torch.zeros(64, 128, dtype=dtype))
-        assert weight() is None
-    finally:
-        gc.enable()
+    model.model.layers[1].mlp.down_proj.weight = torch.nn.Parameter(torch.zeros(64, 128, dtype=dtype))
+    assert weight() is None
 
 
 @in_both
-def test_copies_are_freed_with_the_decoder(dtype, noted):
+def test_copies_are_freed_with_the_decoder(dtype, noted, uncollected):
     model = stored_in_bfloat16(dtype=dtype)
     forward = copied(model)
     copies = ref(written_decoder(model)._compiled.compact.kept)
-    gc.disable()
-    try:
-        hf_smartspec.disable(model)
-        del forward
-        assert copies() is None
-    finally:
-        gc.enable()
+    hf_smartspec.disable(model)
+    del forward
+    assert copies() is None
 
 
 @in_both
