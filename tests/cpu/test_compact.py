@@ -117,7 +117,7 @@ def test_a_model_is_read_as_it_is_where_nothing_can_be_packed(monkeypatch):
         can_pack.cache_clear()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_packing)], ids=str)
 @pytest.mark.parametrize("is_counted", [True, False])
 @pytest.mark.parametrize("part", [..., 1733, (slice(None), 77), (1733, 77)], ids=str)
 def test_changes_are_noticed(part, is_counted, dtype):

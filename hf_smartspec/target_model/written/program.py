@@ -56,7 +56,6 @@ class ForwardProgram:
         self.on_all: list[int] = []  # operators on all tokens
         self.on_kept: list[int] = []  # operators on the tokens that are kept, which come last
         self.gathers: dict[int, str] = {}  # operators that read these among all, and which field says where
-        self.is_keeping = False  # whether operators that are added are on these
         self.memory: list[torch.Tensor] = []
         self.deltas = DeltaOperators(self)
         self.rotated: list[int] = []  # operators of each kind
@@ -95,7 +94,7 @@ class ForwardProgram:
         if -1 in self.layers:
             self._settle()
             self.kept[-1] = self._norm(self.plan.final_norm, self.x, self.x)
-        if not self.is_keeping:
+        if not self.gathers:
             self._keep_tokens()
         self._norm(self.plan.final_norm, self.x, self.normed)
         head: Any = self.plan.head
@@ -120,7 +119,7 @@ class ForwardProgram:
         number = len(self.operators)
         self.operators.append((code, fields))
         if code in ON_TOKENS:
-            (self.on_kept if self.is_keeping else self.on_all).append(number)
+            (self.on_kept if self.gathers else self.on_all).append(number)
         return number
 
     def _settle(self) -> None:
@@ -137,10 +136,10 @@ class ForwardProgram:
 
     def _keep_tokens(self) -> None:
         """Go on with the tokens that are kept, as a new `x`."""
-        self.is_keeping = True
-        number, kept = self._sum(), self._new(self.size)
+        number, kept = len(self.operators), self._new(self.size)
+        self.gathers[number] = "lines"  # first, as from this operator on all are on these tokens
+        self._sum()
         self.operators[number][1]["outputs"] = kept.data_ptr()
-        self.gathers[number] = "lines"
         self.x = kept
 
     def _norm(self, norm: Any, x: torch.Tensor, outputs: torch.Tensor) -> int:

@@ -103,6 +103,7 @@ def test_weights_that_change(is_counted, part, dtype, noted):
     model.generate(ids, **arguments, assistant="none")
     kept = written_decoder(model)._compiled.compact
     before = kept.kept
+    assert before is not None
     with torch.no_grad():
         for layer in model.model.layers:
             weight = layer.mlp.down_proj.weight
@@ -113,6 +114,8 @@ def test_weights_that_change(is_counted, part, dtype, noted):
     other = copy.deepcopy(model)
     by_layers(other)
     assert torch.equal(found, other.generate(ids, **arguments, assistant="none"))
+    if dtype is torch.float32:  # as transformers' own rounds otherwise in bfloat16
+        assert torch.equal(found, model.generate(ids, **arguments))
 
 
 def test_the_first_layers_share_the_copies_and_the_checks_of_all(noted, monkeypatch):
