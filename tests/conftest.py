@@ -130,6 +130,18 @@ def every_trial(monkeypatch):
     monkeypatch.setattr(registry, "check", trial.check)
 
 
+@pytest.fixture
+def any_number_of_tokens(monkeypatch):
+    """Compile forwards of any number of tokens, also on CPUs where torch's own products of many are faster."""
+    from hf_smartspec.cpu import few_tokens
+
+    monkeypatch.setattr(few_tokens, "_most_tokens", lambda dtype: few_tokens.ANY)
+    few_tokens.most_tokens.cache_clear()
+    yield
+    monkeypatch.undo()
+    few_tokens.most_tokens.cache_clear()
+
+
 @pytest.fixture(scope="session")
 def real_folder():
     """Folder of a real model, SmolLM2-135M-Instruct in float32, and its tokenizer. Skips where it was not fetched."""

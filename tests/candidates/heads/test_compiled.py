@@ -25,7 +25,10 @@ from ...serving.helpers import TIMEOUT
 from .eagle_forwards import check, run, texts
 from .published_eagle import LAYOUTS, random_heads
 
-pytestmark = pytest.mark.skipif(not has_kernels(torch.float32), reason="there is no compiled code for this CPU")
+pytestmark = [
+    pytest.mark.skipif(not has_kernels(torch.float32), reason="there is no compiled code for this CPU"),
+    pytest.mark.usefixtures("any_number_of_tokens"),
+]
 
 KINDS = {
     "own output": {"own_vocab": 60},
