@@ -59,7 +59,6 @@ class Drafting:
         # and of all steps.
         self._seconds_learning = self._seconds_observed = 0.0
         self._has_learnt = False  # whether the latest step had drafts and no prompts
-        self._seconds_selecting = 0.0  # in all steps, for drafts
         self._seconds_meanwhile = 0.0  # spent on learning while a device computed
         self._first_price: LevelPrice | None = None  # of the first stage when the policy was called last
         # Accepted lengths by source, for sources after the first one: a running mean that begins with one token.
@@ -158,10 +157,9 @@ class Drafting:
 
     def _count_as_drafting(self, stage: Stage, selecting: float, learning: float = 0.0) -> None:
         """
-        Count seconds of selecting and learning as the stage's time, and those of selecting no longer as the forward's.
-        Where every level is a call, the stage's time is that of levels, so that both are counted beside it.
+        Count seconds of selecting and learning as the stage's time. Where every level is a call, the stage's time is
+        that of levels, so that both are counted beside it.
         """
-        self._seconds_selecting += selecting
         if stage.cost.is_autoregressive:
             stage.overhead += selecting + learning
         else:
@@ -293,10 +291,9 @@ class Drafting:
 
     def seconds(self) -> StepSeconds:
         """Return the seconds spent in all steps; of forwards, until the host does nothing but wait for them."""
-        counts, selecting = self.statistics, self._seconds_selecting
+        counts = self.statistics
         forward = counts.seconds_forward + self._seconds_meanwhile
-        other = counts.seconds_select - selecting + counts.seconds_verify
-        return StepSeconds(counts.seconds_draft + selecting, forward, other)
+        return StepSeconds(counts.seconds_draft + counts.seconds_select, forward, counts.seconds_verify)
 
     def _within_limits(self, request: Request, tree: DraftTree) -> DraftTree:
         if not request.call.forward.trees:

@@ -32,8 +32,8 @@ _BASELINE_INTERVAL = 200  # steps with speculation in a row before one without: 
 _TRIAL_STEPS = 8  # drafts before the first judgement on whether drafting pays
 # Steps in a row that the auction is not called for, whose own time counts in the steps of a small model: after one in
 # which no source was asked (with seven, wrong prices were mended too late), and where a source is asked that finds
-# nothing.
-_MOST_RESTS, _MOST_EMPTY = 5, 7
+# nothing; more in both cases once the price of steps without drafts has been learnt from so many of about as many rows.
+_MOST_RESTS, _MOST_EMPTY, _MOST_SETTLED, _ENOUGH_PLAIN = 5, 7, 15, 16
 _UNPROMISING = 0.3  # tokens: another source is tried beside drafts that promise less
 
 
@@ -108,19 +108,23 @@ class GoodputAuction(LengthPolicy):
         self._resting: Sequence[Hashable] | None = None
         self._paying: Sequence[Hashable] | None = None
         self._num_rests = 0  # steps since that one
+        self._num_plain: defaultdict[int, int] = defaultdict(int)  # steps without drafts that were measured, by class
         self._size = 1  # tokens of the latest step, drafts included
 
     # 1. Before each stage drafts
 
     def rests(self, request_ids: Sequence[Hashable]) -> bool:
-        if self._num_rests == _MOST_RESTS or self._resting != request_ids:
+        if self._num_rests >= self._most_rests(request_ids, _MOST_RESTS) or self._resting != request_ids:
             return False
         return all([record.rests(request_ids) for record in self._records_by_level()])
 
     def asks_first(self, request_ids: Sequence[Hashable]) -> bool:
-        if self._num_rests == _MOST_EMPTY or self._paying != request_ids:
+        if self._num_rests >= self._most_rests(request_ids, _MOST_EMPTY) or self._paying != request_ids:
             return False
         return all([record.rests(request_ids) for record in self._records_by_level()])
+
+    def _most_rests(self, request_ids: Sequence[Hashable], at_first: int) -> int:
+        return _MOST_SETTLED if self._num_plain[size_class(len(request_ids))] >= _ENOUGH_PLAIN else at_first
 
     def rested(self, num_rows: int, seconds: StepSeconds) -> None:
         self._num_rests += 1
@@ -298,6 +302,7 @@ class GoodputAuction(LengthPolicy):
         plan = self._earlier_plan if self._earlier_plan.rows is rows else self._plan
         if len(rows):
             self._save_time(plan)
+            self._num_plain[size_class(len(rows))] += batched == len(rows)
         if plan.break_even is not None:
             spent = seconds.forward + seconds.other - plan.prefill_seconds
             self._size_trials.charge(plan, max(spent - plan.break_even, 0.0))

@@ -59,7 +59,7 @@ class StepSeconds(NamedTuple):
 
     draft: float  # and selecting
     forward: float
-    other: float = 0.0  # selecting where no source is asked, verification, commit
+    other: float = 0.0  # verification, commit
 
 
 @dataclass

@@ -25,9 +25,8 @@ class SpeculationReport:
     Results of speculation over many steps.
 
     Args:
-        seconds (`dict`): Seconds of all steps by kind of work: "draft" (and selecting drafts), "prefill" (the prompts'
-            share of forwards), "verify" (the rest of forwards) and "other" (commit, and selecting where no source is
-            asked).
+        seconds (`dict`): Seconds of all steps by kind of work: "draft" (and selecting), "prefill" (the prompts' share
+            of forwards), "verify" (the rest of forwards) and "other" (commit).
         drafted, accepted (`int`): Verified draft nodes, and accepted ones.
         nodes_per_row (`dict`): Number of rows by their number of verified nodes.
         acceptance (`dict`): By source, for every depth: number of tried levels, and the share of accepted ones.

@@ -29,7 +29,9 @@ _SETTLED = 0.05  # is in no more doubt: first drafts may fail or succeed by chan
 _MOST_LEFT_OUT = 8  # measurements in a row that are skipped since they include prompts
 # Tokens of a row since its latest draft that are read in a draft's own time: those of the deepest draft, and one.
 _MOST_BEHIND = 33
-_MOST_AHEAD = 256  # tokens of a row's answer over which the time of reading its text is spread, at most
+# Tokens of a row's answer over which the time of reading its text is spread, at most; and at most a half of those that
+# it may still generate, as answers end earlier and drafts are given up.
+_MOST_AHEAD = 256
 _READING = 0.25  # least weight of the newest reading's time
 
 
@@ -95,10 +97,10 @@ class StageRecord:
     def reading(self, rows: StepRows) -> np.ndarray:
         """
         Return the seconds in which the drafter would read the text of each row that it has not drafted for lately, for
-        each of the tokens that the row still generates, `[rows]` float64.
+        each of the tokens by which the row is to earn them, `[rows]` float64.
         """
-        left = np.full(len(rows), _MOST_AHEAD) if rows.num_left is None else np.minimum(rows.num_left, _MOST_AHEAD)
-        return self._newcomers.per_token.mean * self._newcomers.unread(rows) / np.maximum(left, 1)
+        ahead = np.full(len(rows), _MOST_AHEAD) if rows.num_left is None else np.minimum(rows.num_left / 2, _MOST_AHEAD)
+        return self._newcomers.per_token.mean * self._newcomers.unread(rows) / np.maximum(ahead, 1)
 
     def gains(
         self, request_ids: Sequence[Hashable], promises: np.ndarray, num_levels: int, in_doubt: bool = False

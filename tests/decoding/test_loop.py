@@ -49,7 +49,7 @@ class Slow(FixedLength):
     [
         (3, False, [(1.0, 1.0, 0.0, 0.0), (11.0, 1.0, 0.0, 0.0), (11.0, 1.0, 0.0, 0.0)]),
         (3, True, [(0.0, 1.0, 0.0, 1.0), (0.0, 1.0, 0.0, 11.0), (0.0, 1.0, 0.0, 11.0)]),
-        (0, False, [(0.0, 0.0, 1.0, 0.0)] * 3),
+        (0, False, [(0.0, 1.0, 0.0, 0.0)] * 3),  # not the forward's: most steps without drafts are not decided about
     ],
 )
 def test_drafts_of_one_call_take_all_that_the_host_does_for_them_and_their_nodes_no_more(

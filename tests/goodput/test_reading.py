@@ -34,7 +34,7 @@ def test_the_time_of_reading_is_learnt_by_token_whatever_the_first_one_took(firs
 def test_reading_is_spread_over_the_tokens_that_are_left():
     record = StageRecord()
     record._newcomers.per_token.add(1e-3)
-    assert record.reading(rows(100, left=50)) == pytest.approx([2e-3])
+    assert record.reading(rows(100, left=100)) == pytest.approx([2e-3]), "half of them: answers end earlier"
     assert record.reading(rows(512)) == pytest.approx([2e-3]), "256, where no bound is known"
     record._newcomers.known[0] = 90
     assert record.reading(rows(100, left=50)) == [0.0], "what was drafted for lately is read in a draft's own time"

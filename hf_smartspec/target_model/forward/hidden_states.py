@@ -111,14 +111,14 @@ def _selected(
     ends = np.cumsum([len(fed.pieces) for fed, _, _ in rows]).tolist()
     pairs = zip([0, *ends], ends)
     own = [lines[start] if end == start + 1 else np.concatenate(lines[start:end]) for start, end in pairs]
-    index, sent = torch.from_numpy(np.concatenate(own)), {}
+    index, sizes, sent = torch.from_numpy(np.concatenate(own)), list(map(len, own)), {}
     chosen: dict[int, Sequence[torch.Tensor]] = {}
     for layer in layers:
         parts = [states[layer] for _, states in calls.values()]
         states, device = torch.cat(parts) if len(parts) > 1 else parts[0], parts[0].device
         if device not in sent:  # usually one
             (sent[device],) = send_together([index], device)
-        chosen[layer] = states[sent[device]].split([len(item) for item in own])
+        chosen[layer] = states.index_select(0, sent[device]).split_with_sizes(sizes)  # faster than `[]` and `split`
     return [{layer: items[number] for layer, items in chosen.items()} for number in range(len(rows))]
 
 

@@ -29,9 +29,12 @@ from .delta import can_compile_delta
 from .inputs import DecoderInput
 from .parts import MLP, Fused, Halves, RMSNorm, gate_of
 from .plan import DecoderPlan, FeaturePlan, LayerPlan
-from .program import ForwardProgram, products_of
+from .program import ForwardProgram
+from .sizes import numbers_per_token, products_of
 
-_LEAST, _MOST = 16, 256  # tokens for which programs have room: their memory is kept
+# Tokens for which programs have room, whose memory is kept: up to the second number, or as many as take so many bytes.
+_LEAST, MOST_USUAL = 16, 256
+_SMALL_MEMORY = 2**26
 # Tokens for which compact weights are read: more take longer than reading, and each few make numbers of the copy anew.
 _MOST_COMPACT = {torch.float32: 32, torch.bfloat16: MOST_TOKENS}
 _NUM_UNREAD = {torch.float32: 0, torch.bfloat16: 8}  # `KeptCopy`: packed weights save three bits of sixteen
@@ -53,6 +56,8 @@ class CompiledDecoder:
         self.plan = plan
         norm: Any = plan.final_norm
         self.dtype = norm.weight().dtype
+        fitting = _SMALL_MEMORY // (numbers_per_token(plan) * self.dtype.itemsize)
+        self._most = min(max(MOST_USUAL, 1 << max(fitting, 1).bit_length() - 1), most_tokens(self.dtype))
         self._most_weights = max(item.shape[0] * item.shape[1] for item in products_of(plan))
         self._free: defaultdict[tuple, list[ForwardProgram]] = defaultdict(list)  # by what they are built for
         self._lock = Lock()  # held while programs are dropped or put back
@@ -70,7 +75,7 @@ class CompiledDecoder:
         return (
             not (isinstance(cache, StateCache) and (cache.step.short is None or cache.step.has_rounds))
             and is_plain(layout.tokens)
-            and layout.tokens.shape[1] <= min(_MOST, most_tokens(self.dtype))
+            and layout.tokens.shape[1] <= self._most
             and layout.encoded is None
             and not layout.is_padded  # as on GPUs
             and all(has_few_tokens(part, window, self.dtype) for window in self._windows for part in layout.parts)

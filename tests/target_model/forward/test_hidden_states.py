@@ -106,7 +106,7 @@ class Selections(TorchFunctionMode):
     num = 0
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.num += func is torch.Tensor.__getitem__
+        self.num += func in (torch.Tensor.__getitem__, torch.Tensor.index_select)
         return func(*args, **(kwargs or {}))
 
 

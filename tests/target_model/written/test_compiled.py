@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from transformers.utils.logging import warning_once
 
 import hf_smartspec
 from hf_smartspec.cpu.few_tokens import has_kernels, most_tokens
@@ -15,6 +16,7 @@ from hf_smartspec.target_model.layout.rows import RowInput
 from hf_smartspec.target_model.written import compiled as compiled_module
 from hf_smartspec.target_model.written import packed_forward, written_decoder
 from hf_smartspec.target_model.written.plan import make_plan
+from hf_smartspec.target_model.written.sizes import numbers_per_token
 
 from ...covering import exhaustive
 from ...models import RECURRENT, new_model
@@ -240,12 +242,39 @@ def test_a_smaller_head_at_the_same_address_is_seen():
     assert forward.forward([RowInput(forward.add(), np.arange(3, 5))])[0].shape == (1, 50)
 
 
-def test_long_prompts_take_no_memory_for_good(programs):
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_long_prompts_run_as_programs(name, programs, any_number_of_tokens):
+    model = model_of(name)
+    forward, other = tried(model), by_layers(copy.deepcopy(model))
+    programs.clear()
+    with forward.taps.taking({1}):
+        inputs = [[RowInput(item.add(), np.arange(num) % 90 + 3) for num in (300, 7)] for item in (forward, other)]
+        found, expected = (item.forward(rows)[0] for item, rows in zip((forward, other), inputs))
+    assert programs == [307] and torch.equal(found, expected)
+    compiled = written_decoder(model)._compiled
+    (program,) = [item for (item,) in compiled._free.values() if item.room == 512]
+    num_bytes = sum(item.nbytes for item in program.memory)
+    assert num_bytes == pytest.approx(512 * 4 * numbers_per_token(compiled.plan), rel=0.1), "as it is bounded by"
+
+
+def test_long_prompts_take_little_memory_for_good(programs, monkeypatch):
+    monkeypatch.setattr(compiled_module, "_SMALL_MEMORY", 2**16)
     forward = tried(model_of("llama"))
     programs.clear()
     for num in (4, 300):
         forward.forward([RowInput(forward.add(), np.arange(num) % 90 + 3)])
     assert programs == [4]
+
+
+def test_a_long_first_prompt_is_not_run_twice(programs, any_number_of_tokens):
+    """As it would be, to compare the program with the layers."""
+    model = model_of("llama")
+    forward = packed_forward(model)
+    row = forward.add()
+    forward.forward([RowInput(row, np.arange(300) % 90 + 3)])
+    assert not programs
+    forward.forward([RowInput(row, np.array([5]))])
+    assert programs == [1] and written_decoder(model)._is_tried
 
 
 def grown(cache):
@@ -342,6 +371,7 @@ def test_a_program_with_other_results_is_not_used(monkeypatch, caplog):
         return logits * 1.0001
 
     monkeypatch.setattr(compiled_module.CompiledDecoder, "run", other)
+    warning_once.cache_clear()  # other tests may have caused the same warning
     forward = packed_forward(model)
     assert torch.equal(logits_of(forward), expected) and written_decoder(model)._compiled is None
     assert "layer by layer" in caplog.text
