@@ -7,7 +7,7 @@ loaded in float32. Those of a matrix in bfloat16 have exponents close to one ano
 from collections.abc import Sequence
 from functools import cache
 from operator import attrgetter
-from weakref import proxy
+from weakref import proxy, ref
 
 import numpy as np
 import torch
@@ -39,8 +39,9 @@ class CompactWeights:
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]):
-        # Those whose changes torch counts; one that is replaced is freed.
-        self._parameters = [proxy(parameter) for parameter in parameters if not parameter.is_inference()]
+        # Weakly, so that those that are replaced are freed; torch counts no changes of inference tensors.
+        self._counted = [proxy(parameter) for parameter in parameters if not parameter.is_inference()]
+        self._uncounted = [ref(parameter) for parameter in parameters if parameter.is_inference()]
         self._versions = self._current_versions()  # first, since another thread may change weights meanwhile
         self.copies: dict[int, torch.Tensor] = {}
         self._sums: dict[int, torch.Tensor] = {}
@@ -52,11 +53,13 @@ class CompactWeights:
         if copy is not None:
             self.copies[weight.data_ptr()], self._sums[weight.data_ptr()] = copy, sums
 
-    def _current_versions(self) -> list[int]:
+    def _current_versions(self) -> list[int] | None:
+        """Return torch's counts of changes in place; None if a parameter was replaced."""
         try:
-            return list(map(_version, self._parameters))
+            versions = list(map(_version, self._counted))
         except ReferenceError:
-            return []  # as no others are: there is one that was replaced
+            return None
+        return versions if all([item() is not None for item in self._uncounted]) else None
 
     def is_unchanged(self) -> bool:
         """Return whether the parameters are as they were copied, by torch's count of changes in place."""

@@ -59,6 +59,8 @@ class Drafting:
         # and of all steps.
         self._seconds_learning = self._seconds_observed = 0.0
         self._has_learnt = False  # whether the latest step had drafts and no prompts
+        # Of selecting: in the steps before this one, and in this one, as far as it counts as some stage's time.
+        self._seconds_selected = self._seconds_counted = 0.0
         self._seconds_meanwhile = 0.0  # spent on learning while a device computed
         self._first_price: LevelPrice | None = None  # of the first stage when the policy was called last
         # Accepted lengths by source, for sources after the first one: a running mean that begins with one token.
@@ -85,6 +87,7 @@ class Drafting:
         if self._has_learnt:
             self._seconds_learning = observed - self._seconds_observed
         self._seconds_observed = observed
+        self._seconds_selected, self._seconds_counted = self.statistics.seconds_select, 0.0
         with self._timed("seconds_select"):
             step = policy_rows(rows, feeds, num_waiting, self.policy, self._lengths)
         first = self._ask_first(step.stages[0], rows) if asks_first else None
@@ -131,7 +134,6 @@ class Drafting:
         for stage in step.stages:
             trees = self._with_stage(step, stage, rows, trees, first if stage is step.stages[0] else None)
         with self._timed("seconds_select"):
-            before = self.clock()
             self._count(step, rows, trees)
             proposed = [
                 self._within_limits(request, tree) if len(tree.tokens) else tree for request, tree in zip(rows, trees)
@@ -139,8 +141,6 @@ class Drafting:
             selected = self.policy.select(step, proposed)
             _check_number(self.policy, "selected", len(selected), "trees", len(rows))
             asked = [stage for stage in step.stages if stage.asked.any()]
-            if asked:  # without drafts, there is hardly anything to select and to learn
-                self._count_as_drafting(asked[0], self.clock() - before, self._seconds_learning)
             self.has_asked = bool(asked)
             self._asked_with_needs = {
                 request
@@ -149,6 +149,9 @@ class Drafting:
                 if number and request.chain.sources[stage.position].needs
             }
             self._has_learnt = self.has_asked and not step.num_prefill_tokens
+        if asked:  # the first stage takes all that most steps without drafts go without
+            left = self.statistics.seconds_select - self._seconds_selected - self._seconds_counted
+            self._count_as_drafting(asked[0], left, self._seconds_learning)
         return proposed, selected
 
     def has_asked_with_needs(self, request: Request) -> bool:
@@ -160,6 +163,7 @@ class Drafting:
         Count seconds of selecting and learning as the stage's time. Where every level is a call, the stage's time is
         that of levels, so that both are counted beside it.
         """
+        self._seconds_counted += selecting
         if stage.cost.is_autoregressive:
             stage.overhead += selecting + learning
         else:

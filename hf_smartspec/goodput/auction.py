@@ -1,5 +1,6 @@
 """The default length policy: all rows' draft nodes bid for places in the forward."""
 
+import math
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from functools import partial
@@ -32,8 +33,10 @@ _BASELINE_INTERVAL = 200  # steps with speculation in a row before one without: 
 _TRIAL_STEPS = 8  # drafts before the first judgement on whether drafting pays
 # Steps in a row that the auction is not called for, whose own time counts in the steps of a small model: after one in
 # which no source was asked (with seven, wrong prices were mended too late), and where a source is asked that finds
-# nothing; more in both cases once the price of steps without drafts has been learnt from so many of about as many rows.
-_MOST_RESTS, _MOST_EMPTY, _MOST_SETTLED, _ENOUGH_PLAIN = 5, 7, 15, 16
+# nothing.
+_MOST_RESTS, _MOST_EMPTY = 5, 7
+# The same in both cases, once the price of steps without drafts has been learnt from so many of about as many rows.
+_MOST_SETTLED, _ENOUGH_PLAIN = 15, 16
 _UNPROMISING = 0.3  # tokens: another source is tried beside drafts that promise less
 
 
@@ -114,17 +117,21 @@ class GoodputAuction(LengthPolicy):
     # 1. Before each stage drafts
 
     def rests(self, request_ids: Sequence[Hashable]) -> bool:
-        if self._num_rests >= self._most_rests(request_ids, _MOST_RESTS) or self._resting != request_ids:
-            return False
-        return all([record.rests(request_ids) for record in self._records_by_level()])
+        return self._resting == request_ids and self._may_skip(request_ids, _MOST_RESTS)
 
     def asks_first(self, request_ids: Sequence[Hashable]) -> bool:
-        if self._num_rests >= self._most_rests(request_ids, _MOST_EMPTY) or self._paying != request_ids:
+        return self._paying == request_ids and self._may_skip(request_ids, _MOST_EMPTY) and self._pays(len(request_ids))
+
+    def _may_skip(self, request_ids: Sequence[Hashable], at_first: int) -> bool:
+        """Return whether the auction need not be called for a step of the latest decision's rows."""
+        is_settled = self._num_plain[size_class(len(request_ids))] >= _ENOUGH_PLAIN
+        if self._num_rests >= (_MOST_SETTLED if is_settled else at_first) or self._probes.time.is_due:
             return False
         return all([record.rests(request_ids) for record in self._records_by_level()])
 
-    def _most_rests(self, request_ids: Sequence[Hashable], at_first: int) -> int:
-        return _MOST_SETTLED if self._num_plain[size_class(len(request_ids))] >= _ENOUGH_PLAIN else at_first
+    def _pays(self, num_rows: int) -> bool:
+        """Return whether calls of the latest step's first source pay, those included that have found nothing since."""
+        return self.records[self._plan.rows.stages[0].cost].profits[size_class(num_rows)].mean > 0
 
     def rested(self, num_rows: int, seconds: StepSeconds) -> None:
         self._num_rests += 1
@@ -165,7 +172,7 @@ class GoodputAuction(LengthPolicy):
         self.speedup = max(self._speedups[size_class(len(rows))].rate, 1.0)
         price = self.speedup * len(rows) / plain if len(rows) else 0.0
         self._earlier_plan, self._plan = self._plan, Plan(rows, plain, prefill, price)
-        self._num_rests = 0
+        self._num_rests, self._probes.time.due = 0, math.inf
         self._plan.is_baseline = self._needs_baseline(rows)
 
     def _needs_baseline(self, rows: StepRows) -> bool:
@@ -266,7 +273,8 @@ class GoodputAuction(LengthPolicy):
         self._num_since_baseline = self._num_since_baseline + 1 if won.num_nodes else 0
         self._size = rows.num_batched + won.num_nodes
         is_idle = not (won.num_nodes or asked or plan.is_baseline or rows.num_prefill_tokens)
-        self._resting = rows.request_ids if is_idle and len(rows) and rows.caps.all() else None
+        may_all_draft = rows.caps.all() and all([stage.caps.any() for stage in rows.stages])
+        self._resting = rows.request_ids if is_idle and len(rows) and may_all_draft else None
         others_may_rest = all([stage.is_by_level for stage in rows.stages[1:]])
         self._paying = rows.request_ids if plan.pays and others_may_rest else None
         return forest.keep(mask)
@@ -302,7 +310,8 @@ class GoodputAuction(LengthPolicy):
         plan = self._earlier_plan if self._earlier_plan.rows is rows else self._plan
         if len(rows):
             self._save_time(plan)
-            self._num_plain[size_class(len(rows))] += batched == len(rows)
+            if batched == len(rows):
+                self._num_plain[size_class(len(rows))] += 1
         if plan.break_even is not None:
             spent = seconds.forward + seconds.other - plan.prefill_seconds
             self._size_trials.charge(plan, max(spent - plan.break_even, 0.0))

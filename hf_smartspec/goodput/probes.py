@@ -37,21 +37,15 @@ class Probes:
             may (`np.ndarray` of shape `[rows]`, bool): Rows that may get one.
         """
         rows, record = plan.rows, self.records[stage.cost]
-        per_call = record.timer.seconds(stage.cost)[0]
-        least = 0.0 if levels.any() else per_call
-        if self.time.seconds < least:  # mostly, there is not even time for one call
-            return levels
         idle = (levels == 0) & may
         if not idle.any():
             return levels
-        size, price = size_class(len(rows)), self._relative_price(plan, per_call)
-        factor = record.trials.next_factor(size, price)
-        if self.time.seconds < factor * least:
-            return levels
+        size, price = size_class(len(rows)), self._relative_price(plan, record.timer.seconds(stage.cost)[0])
         if stage.cost.is_autoregressive:
             idle = record.for_trial(rows, idle)
         probed = np.where(idle, 1, levels)
-        if not self.time.spend(factor * (record.seconds(stage.cost, probed) - record.seconds(stage.cost, levels))):
+        seconds = record.seconds(stage.cost, probed) - record.seconds(stage.cost, levels)
+        if not self.time.spend(record.trials.next_factor(size, price) * seconds):
             return levels
         record.trials.begin(size, price)
         plan.probing = None if levels.any() else stage  # drafts that pay read prompts at their own cost
@@ -61,7 +55,8 @@ class Probes:
         """Return whether to call a source that drafts all levels in one call, though its calls do not pay."""
         record = self.records[stage.cost]
         seconds = record.seconds(stage.cost, caps > 0)
-        if self.time.seconds < seconds:
+        if self.time.seconds < seconds:  # mostly: its price need not be known
+            self.time.wait_for(record.trials.factor * seconds)
             return False
         if seconds < TRIAL_SHARE * plan.plain_seconds:  # it costs next to nothing to go on learning
             return self.time.spend(seconds)

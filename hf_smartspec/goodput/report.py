@@ -26,7 +26,7 @@ class SpeculationReport:
 
     Args:
         seconds (`dict`): Seconds of all steps by kind of work: "draft" (and selecting), "prefill" (the prompts' share
-            of forwards), "verify" (the rest of forwards) and "other" (commit).
+            of forwards), "verify" (the rest of forwards) and "other" (verification, commit).
         drafted, accepted (`int`): Verified draft nodes, and accepted ones.
         nodes_per_row (`dict`): Number of rows by their number of verified nodes.
         acceptance (`dict`): By source, for every depth: number of tried levels, and the share of accepted ones.

@@ -29,8 +29,8 @@ _SETTLED = 0.05  # is in no more doubt: first drafts may fail or succeed by chan
 _MOST_LEFT_OUT = 8  # measurements in a row that are skipped since they include prompts
 # Tokens of a row since its latest draft that are read in a draft's own time: those of the deepest draft, and one.
 _MOST_BEHIND = 33
-# Tokens of a row's answer over which the time of reading its text is spread, at most; and at most a half of those that
-# it may still generate, as answers end earlier and drafts are given up.
+# The time of reading a row's text is spread over half of the tokens that the row may still generate, since answers end
+# earlier and drafts are given up, and over no more than these.
 _MOST_AHEAD = 256
 _READING = 0.25  # least weight of the newest reading's time
 

@@ -1,5 +1,7 @@
 """Trials of what is not expected to pay: the time for them, and how often they come."""
 
+import math
+
 from .plan import Plan
 
 TRIAL_SHARE = 0.01  # share of the time for what is not expected to pay
@@ -16,21 +18,32 @@ class TrialTime:
 
     Attributes:
         seconds (`float`): Time saved; negative after a trial that took longer than expected.
+        due (`float`): Time that the least expensive of the trials that were refused in the latest step takes.
     """
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self.seconds, self.due = 0.0, math.inf
+
+    @property
+    def is_due(self) -> bool:
+        """Return whether a trial that was refused can be afforded now."""
+        return self.seconds >= self.due
 
     def save(self, plan: Plan) -> None:
         """Save a share of a step's time."""
         self.seconds += TRIAL_SHARE * plan.plain_seconds
 
     def spend(self, seconds: float) -> bool:
-        """Spend all saved time if it has reached so many seconds, and return whether it has."""
+        """Spend all saved time if it has reached so many seconds, and return whether it has; else, wait for them."""
         if self.seconds < seconds:
+            self.wait_for(seconds)
             return False
         self.seconds = 0.0
         return True
+
+    def wait_for(self, seconds: float) -> None:
+        """Note that a trial takes so many seconds, which are not there yet."""
+        self.due = min(self.due, seconds)
 
     def charge(self, plan: Plan, seconds: float) -> None:
         """Count seconds that a trial took beyond those expected, bounded so that the next one need not wait long."""

@@ -47,6 +47,16 @@ def test_products_have_the_bits_of_the_float32_weight(num_outputs, sixteens, num
     assert torch.equal(outputs, few_token_linear(x, weight, bias))
 
 
+@pytest.mark.parametrize("counts_changes", [True, False])
+def test_replaced_weights_are_noticed(counts_changes):
+    with torch.inference_mode(not counts_changes):
+        weights = [numbers(8, 32).bfloat16().float() for _ in range(2)]
+    copies = copies_of(weights)
+    assert copies.is_unchanged() and weights[0].is_inference() != counts_changes
+    weights.pop()
+    assert not copies.is_unchanged()
+
+
 def test_a_weight_with_any_other_number_is_not_copied():
     weight = numbers(3000, 32).bfloat16().float()
     assert torch.equal(narrowed(weight).float(), weight)

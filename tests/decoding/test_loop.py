@@ -9,7 +9,7 @@ from benchmarks.step.overhead import host
 from benchmarks.step.overhead.host import make_setting
 from hf_smartspec import DraftTree, SmartSpecConfig, SuffixTreeCandidates
 from hf_smartspec.candidates import StagedCandidates
-from hf_smartspec.decoding import source_guard
+from hf_smartspec.decoding import drafting, source_guard
 from hf_smartspec.decoding.loop import DecodingLoop
 from hf_smartspec.goodput import CostModel, DraftCost, FixedLength, PrefillGate
 from hf_smartspec.simulator import LoadRequest, SimulatedEngine, TableCandidates
@@ -63,6 +63,23 @@ def test_drafts_of_one_call_take_all_that_the_host_does_for_them_and_their_nodes
     for _ in range(3):
         setting.loop.step()
     assert np.allclose(policy.seconds, expected)
+
+
+class Noting(FixedLength):
+    def observe(self, outcome):
+        self.seconds += [stage.seconds for stage in outcome.rows.stages]
+
+
+def test_all_that_is_decided_for_a_step_is_a_part_of_drafting(monkeypatch):
+    """Most steps without drafts go without it."""
+    policy, policy_rows = Noting(3), drafting.policy_rows
+    monkeypatch.setattr(host, "_policy", lambda *_: policy)
+    setting = make_setting("suffix", 2, num_steps=2)
+    clock, policy.seconds = setting.loop.clock, []
+    monkeypatch.setattr(drafting, "policy_rows", lambda *given: (clock.advance(1.0), policy_rows(*given))[1])
+    for _ in range(2):
+        setting.loop.step()
+    assert np.allclose(policy.seconds, [1.0, 1.0])
 
 
 class Forgetting(FixedLength):

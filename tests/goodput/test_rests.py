@@ -9,6 +9,7 @@ from hf_smartspec.drafts.merge import join
 from hf_smartspec.goodput import DraftCost, FixedLength, GoodputAuction, NoSpeculation, StepOutcome, StepSeconds
 from hf_smartspec.goodput.policy import Stage, StepRows
 from hf_smartspec.goodput.report import LoggedPolicy
+from hf_smartspec.goodput.stage_record import size_class
 from hf_smartspec.simulator import LoadRequest, SimulatedEngine
 
 from ..generate.helpers import Oracle as Knowing
@@ -43,25 +44,46 @@ def resting(cost, num=4):
 
 
 @pytest.mark.parametrize("cost", [LEVELS, CALL])
-def test_fifteen_of_sixteen_steps_rest_where_a_source_is_always_wrong(cost):
+def test_most_steps_rest_where_a_source_is_always_wrong(cost):
     policy, drafters = resting(cost)
     simulated = simulate(policy, drafters, line(), steps=2000, noise=0)
     assert 0.85 < simulated.rested / simulated.steps <= 15 / 16
     assert simulated.drafted, "it is still tried now and then"
 
 
+def let_rest(policy, num_rows=4):
+    """Let all steps pass that the policy is not called for, and return their number."""
+    num = 0
+    while policy.rests(range(num_rows)):
+        assert policy.rests(range(num_rows)), "asking changes nothing"
+        policy.rested(num_rows, StepSeconds(0.0, 0.02, 0.0))
+        num += 1
+    return num
+
+
 def test_the_auction_is_called_again_after_fifteen_steps_and_for_other_rows():
     policy, _ = resting(CALL)
     assert not policy.rests([0, 1, 2]), "a row has ended"
     assert not policy.rests([0, 1, 2, 4]), "another one has begun"
-    probes = policy._probes
-    saved = probes.time.seconds
-    for _ in range(15):
-        assert policy.rests(range(4)) and policy.rests(range(4)), "asking changes nothing"
-        policy.rested(4, StepSeconds(0.0, 0.02, 0.0))
-    assert not policy.rests(range(4))
-    plain = policy._plan.plain_seconds
-    assert probes.time.seconds == pytest.approx(saved + 15 * 0.01 * plain), "time for trials is saved meanwhile, too"
+    time = policy._probes.time
+    time.due = 1.0  # no trial is due before
+    saved, plain = time.seconds, policy._plan.plain_seconds
+    assert let_rest(policy) == 15
+    assert time.seconds == pytest.approx(saved + 15 * 0.01 * plain), "time for trials is saved meanwhile, too"
+
+
+@pytest.mark.parametrize("cost", [LEVELS, CALL])
+def test_the_auction_is_called_as_soon_as_a_trial_can_be_afforded(cost):
+    policy, drafters = resting(cost)
+    trials, steps = [], 0
+    while len(trials) < 10:
+        if step(policy, drafters).stages[0].asked.any():
+            trials.append(steps)
+            steps = 0
+        steps += 1 + let_rest(policy)
+    seconds = policy.records[cost].seconds(cost, np.ones(4, np.int64))
+    expected = 2 * seconds / (0.01 * policy._plan.plain_seconds)  # half of the time for trials is left
+    assert trials[5:] == pytest.approx([expected] * 5, abs=3)
 
 
 def test_the_auction_is_called_more_often_until_the_price_of_steps_without_drafts_is_known():
@@ -69,12 +91,8 @@ def test_the_auction_is_called_more_often_until_the_price_of_steps_without_draft
     policy, drafters, rests = GoodputAuction(line()), [Drafter(0.0, claimed=0.95, cost=CALL, length=5)] * 4, []
     for _ in range(60):
         step(policy, drafters)
-        num = 0
-        while policy.rests(range(4)):
-            policy.rested(4, StepSeconds(0.0, 0.02, 0.0))
-            num += 1
-        rests += [num] if num else []
-    assert rests[:6] == [5] * 6 and rests[-8:] == [15] * 8
+        rests += [num] if (num := let_rest(policy)) else []
+    assert max(rests[:6]) == 5 and max(rests) == 15
 
 
 def test_no_step_rests_after_one_with_drafts_or_while_drafts_pay():
@@ -185,15 +203,39 @@ def test_only_a_step_whose_source_pays_lets_the_next_ones_begin_with_it():
     assert not policy.asks_first(range(2)), "the first calls are trials"
     simulate(policy, drafters, line(), steps=8, noise=0)
     assert not policy.asks_first(range(3)), "another row has begun"
-    for _ in range(7):
-        assert policy.asks_first(range(2)) and not policy.rests(range(2))
-        policy.rested(2, StepSeconds(0.0, 0.02, 0.0))
-    assert not policy.asks_first(range(2)), "the auction sees a step without drafts now and then"
+    for most in (7, 15):
+        for _ in range(most):
+            assert policy.asks_first(range(2)) and not policy.rests(range(2))
+            policy.rested(2, StepSeconds(0.0, 0.02, 0.0))
+        assert not policy.asks_first(range(2)), "the auction sees a step without drafts now and then"
+        step(policy, drafters)
+        policy._num_plain[size_class(2)] = 16  # their price is known
     policy, wrong = resting(CALL)
     assert not policy.asks_first(range(4))
     while not step(policy, wrong).stages[0].asked.any():
         pass
     assert not policy.asks_first(range(4)), "that was a trial"
+
+
+def test_steps_do_not_begin_with_a_source_for_longer_than_its_calls_pay():
+    policy, drafters = GoodputAuction(line()), [Drafter(0.9, cost=CALL)] * 2
+    simulate(policy, drafters, line(), steps=16, noise=0)
+    policy._num_plain[size_class(2)] = 16
+    policy.records[CALL].profits[size_class(2)].mean = 1e-4
+    num = 0
+    while policy.asks_first(range(2)):
+        policy.rested(2, StepSeconds(6e-3, 0.02, 0.0))
+        num += 1
+    assert 1 <= num < 15 and policy.records[CALL].profits[size_class(2)].mean <= 0
+
+
+def test_steps_do_not_rest_while_a_source_may_not_be_asked_yet():
+    """Such as one that needs hidden states of a prompt of one token."""
+    policy, stage = GoodputAuction(line()), Stage(CALL, np.array([0]))
+    rows = StepRows([0], np.array([0]), np.array([5]), stages=[stage])
+    assert not policy.max_nodes(rows, stage, [DraftTree.empty()]).any()
+    policy.select(rows, [DraftTree.empty()])
+    assert not policy.rests([0])
 
 
 def of_two_sources(policy, finds, accuracy, rng):

@@ -39,10 +39,10 @@ def print_explanations(title: str, explanations: dict[str, Explanation], console
 
 
 LEGEND = (
-    "draft (with selecting), other (commit), prefill, verify: seconds of all steps. wait: in the queue, mean "
-    "seconds. nodes: verified per row and step; in vain: of them. pays: probability from which a node has paid. best: "
-    "fixed number of nodes in hindsight, and its goodput by the one reached, by the cost model. accepted: % of levels, "
-    "from the first on."
+    "draft (with selecting), other (verification, commit), prefill, verify (the rest of forwards): seconds of all "
+    "steps. wait: in the queue, mean seconds. nodes: verified per row and step; in vain: of them. pays: probability "
+    "from which a node has paid. best: fixed number of nodes in hindsight, and its goodput by the one reached, by the "
+    "cost model. accepted: % of levels, from the first on."
 )
 
 

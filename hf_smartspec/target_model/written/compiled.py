@@ -29,12 +29,12 @@ from .delta import can_compile_delta
 from .inputs import DecoderInput
 from .parts import MLP, Fused, Halves, RMSNorm, gate_of
 from .plan import DecoderPlan, FeaturePlan, LayerPlan
-from .program import ForwardProgram
-from .sizes import numbers_per_token, products_of
+from .program import ForwardProgram, products_of
 
-# Tokens for which programs have room, whose memory is kept: up to the second number, or as many as take so many bytes.
-_LEAST, MOST_USUAL = 16, 256
-_SMALL_MEMORY = 2**26
+# Tokens that programs have room for: at least, usually at most, and at most in the one that has more, where so many
+# bytes are enough. This memory is kept.
+_LEAST, _USUAL, _MOST = 16, 256, 4096
+_MOST_BYTES = 2**26
 # Tokens for which compact weights are read: more take longer than reading, and each few make numbers of the copy anew.
 _MOST_COMPACT = {torch.float32: 32, torch.bfloat16: MOST_TOKENS}
 _NUM_UNREAD = {torch.float32: 0, torch.bfloat16: 8}  # `KeptCopy`: packed weights save three bits of sixteen
@@ -56,8 +56,7 @@ class CompiledDecoder:
         self.plan = plan
         norm: Any = plan.final_norm
         self.dtype = norm.weight().dtype
-        fitting = _SMALL_MEMORY // (numbers_per_token(plan) * self.dtype.itemsize)
-        self._most = min(max(MOST_USUAL, 1 << max(fitting, 1).bit_length() - 1), most_tokens(self.dtype))
+        self._most = _USUAL  # tokens of a forward, until a program shows what more would take
         self._most_weights = max(item.shape[0] * item.shape[1] for item in products_of(plan))
         self._free: defaultdict[tuple, list[ForwardProgram]] = defaultdict(list)  # by what they are built for
         self._lock = Lock()  # held while programs are dropped or put back
@@ -71,11 +70,14 @@ class CompiledDecoder:
         self._copies: tuple[Screen | None, CompactWeights | None] = None, None  # when programs were last dropped
 
     def serves(self, layout: StepLayout, cache: SlotCache) -> bool:
-        """Return whether compiled code computes this forward: few tokens, which columns say what to attend to."""
+        """
+        Return whether compiled code computes this forward: of no more tokens than a program has room for, of which
+        columns say what to attend to.
+        """
         return (
             not (isinstance(cache, StateCache) and (cache.step.short is None or cache.step.has_rounds))
             and is_plain(layout.tokens)
-            and layout.tokens.shape[1] <= self._most
+            and layout.tokens.shape[1] <= min(self._most, most_tokens(self.dtype))
             and layout.encoded is None
             and not layout.is_padded  # as on GPUs
             and all(has_few_tokens(part, window, self.dtype) for window in self._windows for part in layout.parts)
@@ -102,7 +104,7 @@ class CompiledDecoder:
         Returns:
             `torch.Tensor` of shape `[M, vocab_size]`; or `Picks`, where these are enough and found faster.
         """
-        room = max(_LEAST, 1 << (len(given.x) - 1).bit_length())
+        room = max(_LEAST, 1 << (len(given.x) - 1).bit_length()) if len(given.x) <= _USUAL else self._most
         # Threads that take part in an operator wait for one another, which takes longer than small ones do.
         num_threads = torch.get_num_threads() if room * self._most_weights > SMALL else 1
         screen = self._current_screen() if best_only else None
@@ -112,11 +114,15 @@ class CompiledDecoder:
             forward = self._free.get(key, []).pop()
         except IndexError:
             forward = ForwardProgram(self.plan, given.x, *key)
+            if self._most == _USUAL:  # not known before
+                self._most = min(max(_MOST_BYTES // forward.bytes_per_token, _USUAL), _MOST)
         try:
             return forward(given, keep)
         finally:
             with self._lock:
                 self._drop_outdated()
+                if room > _USUAL:  # of these, the latest alone is kept
+                    self._drop([other for other in self._free if other[0] > _USUAL])
                 if self._are_kept(screen, compact):
                     self._free[key].append(forward)
 
@@ -127,9 +133,12 @@ class CompiledDecoder:
         """Drop programs that read copies which are kept no longer; the lock is held."""
         copies = self.screen.kept, self.compact.kept
         if copies != self._copies:
-            for key in [key for key in list(self._free) if not self._are_kept(*key[-2:])]:
-                self._free.pop(key, None)
+            self._drop([key for key in list(self._free) if not self._are_kept(*key[-2:])])
             self._copies = copies
+
+    def _drop(self, keys: list[tuple]) -> None:
+        for key in keys:
+            self._free.pop(key, None)
 
     def check_copies(self) -> None:
         """Drop copies of weights that have changed in a way that torch does not count."""

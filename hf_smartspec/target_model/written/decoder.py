@@ -17,7 +17,7 @@ from ..cache.slot_layer import SlotLayer
 from ..layout.step_layout import StepLayout
 from ..logits import LogitScaling
 from ..recurrent.cache import StateCache
-from .compiled import MOST_USUAL, CompiledDecoder, can_compile
+from .compiled import CompiledDecoder, can_compile
 from .delta import run_delta
 from .inputs import DecoderInput, Features, Tables
 from .parts import Halves, is_bare, module_of
@@ -92,8 +92,6 @@ class WrittenDecoder:
             given = DecoderInput(x, layout, cache, self.tables(x, layout.positions), features)
             compiled = self._compiled
             if compiled is None or (keep is not None and layers is None) or not compiled.serves(layout, cache):
-                return self._run(given, keep)
-            if not self._is_tried and len(x) > MOST_USUAL:  # a long prompt takes long enough once
                 return self._run(given, keep)
             if self._is_tried:
                 found = compiled.run(given, frozenset(layers or ()), keep, layout.best_only and not self._scales)

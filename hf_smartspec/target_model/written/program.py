@@ -23,7 +23,6 @@ from .delta_program import DeltaOperators
 from .inputs import DecoderInput
 from .parts import gate_of
 from .plan import DecoderPlan, LayerPlan
-from .sizes import products_of, widths_of
 
 Places = tuple[np.ndarray, list[int]]  # indices of fields of some operators in `Program.rows`
 # Fields that are set before every forward.
@@ -68,6 +67,7 @@ class ForwardProgram:
         self._write(reads_states, screen)
         self.program = Program(self.dtype, self.operators)
         self._index()
+        self.bytes_per_token = sum(item.nbytes for item in self.memory) // room  # but for int8 products and screens
 
     def _write(self, reads_states: bool, screen: Screen | None) -> None:
         self.x, self.normed, self.out = (self._new(self.size) for _ in range(3))
@@ -76,7 +76,14 @@ class ForwardProgram:
         groups += [] if screen is None else [num_groups(self.size)]
         self.rounded = Rounded(self.room, max(groups, default=0))  # for products in int8
         layers = self.plan.layers
-        self.queries, self.attended, self.states, self.hidden, self.gated = map(self._new, widths_of(self.plan))
+        self.queries = self._new(max(layer.num_heads * layer.head_dim for layer in layers))
+        sizes = [layer.delta.sizes[1] if layer.delta else layer.num_heads * layer.head_dim for layer in layers]
+        self.attended = self._new(max(sizes))
+        maps: list[Any] = [layer.query_key_value for layer in layers if layer.delta is None]
+        self.states = self._new(max([item.shape[0] for item in maps], default=0))
+        mlps: list[Any] = [layer.mlp for layer in layers]
+        self.hidden = self._new(max(mlp.inputs.shape[0] for mlp in mlps))
+        self.gated = self._new(self.hidden.shape[1] // 2)
         self.pending: tuple[torch.Tensor, float] | None = None  # what is to be added to `x`
         normed = None if self.plan.features is None else self._first_input(self.plan.features, reads_states)
         for index, layer in enumerate(layers):
@@ -380,3 +387,11 @@ def _places_by(kinds: list[Any], code: int, operators: list[int], names: list[st
     for kind, number in zip(kinds, operators):
         by_kind[kind].append(number)
     return {kind: _places(code, own, names) for kind, own in by_kind.items()}
+
+
+def products_of(plan: DecoderPlan) -> list[Any]:
+    """Return all products of a forward."""
+    mlps: list[Any] = [layer.mlp for layer in plan.layers]
+    others: list[Any] = [item for layer in plan.layers for item in (layer.query_key_value, layer.attention_output)]
+    others += [] if plan.features is None else [plan.features.states_map]
+    return [plan.head, *others, *[item for mlp in mlps for item in (mlp.inputs, mlp.output)]]

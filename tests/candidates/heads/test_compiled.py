@@ -43,7 +43,7 @@ KINDS = {
 }
 
 
-def heads_of(kind: str, folder, dtype=torch.float32) -> tuple[EagleHeads, list]:
+def heads_of(kind: str, folder, dtype=torch.float32, lengths=(9, 2, 23)) -> tuple[EagleHeads, list]:
     """Heads, and texts with hidden states for them."""
     target = new_model("llama").to(dtype).requires_grad_(False)
     hidden, vocab = target.config.hidden_size, target.config.vocab_size
@@ -52,7 +52,7 @@ def heads_of(kind: str, folder, dtype=torch.float32) -> tuple[EagleHeads, list]:
     if kind == "output in int8":
         hf_smartspec.quantize(target)
     heads = EagleHeads.from_pretrained(folder, target)
-    return heads, [(tokens, states.to(dtype)) for tokens, states in texts(published, target, (9, 2, 23))]
+    return heads, [(tokens, states.to(dtype)) for tokens, states in texts(published, target, lengths)]
 
 
 @pytest.fixture
@@ -195,6 +195,16 @@ def test_every_bit_is_that_of_the_layers(kind, dtype, tmp_path, programs, monkey
     programs.clear()
     assert torch.equal(logits_of(heads, items), expected)
     assert programs == [8 + 1 + 22, 2 * 3, 3 * 3, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_long_texts_are_read_by_programs(dtype, tmp_path, programs, monkeypatch):
+    heads, items = heads_of("norms of heads", tmp_path, dtype, (300, 9))
+    expected = logits_by_layers(heads, items, monkeypatch)
+    logits_of(heads, items)  # the program's trial
+    programs.clear()
+    assert torch.equal(logits_of(heads, items), expected)
+    assert programs[0] == 299 + 8
 
 
 def test_weights_that_move_are_found(tmp_path, programs, monkeypatch):

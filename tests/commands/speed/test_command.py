@@ -148,7 +148,7 @@ def test_command_fuses_lists_and_remembers(folder, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("larger", [[], ["--parameters", "300000"]])
-def test_command_takes_learned_drafters(folder, tmp_path, larger, monkeypatch):
+def test_command_takes_learned_drafters(folder, tmp_path, larger, monkeypatch, deprecated_by_itself):
     heads, out = helpers.save_fitted_heads(folder, ["0 and 0 and"]), tmp_path / "results.json"
     loaded, original = [], MedusaHeads.from_pretrained
     monkeypatch.setattr(MedusaHeads, "from_pretrained", lambda *given: loaded.append(given) or original(*given))
