@@ -59,8 +59,7 @@ class Drafting:
         # and of all steps.
         self._seconds_learning = self._seconds_observed = 0.0
         self._has_learnt = False  # whether the latest step had drafts and no prompts
-        # Of selecting: in the steps before this one, and in this one, as far as it counts as some stage's time.
-        self._seconds_selected = self._seconds_counted = 0.0
+        self._seconds_assigned = 0.0  # of selecting, in earlier steps and, as some stage's time, in this one
         self._seconds_meanwhile = 0.0  # spent on learning while a device computed
         self._first_price: LevelPrice | None = None  # of the first stage when the policy was called last
         # Accepted lengths by source, for sources after the first one: a running mean that begins with one token.
@@ -87,7 +86,7 @@ class Drafting:
         if self._has_learnt:
             self._seconds_learning = observed - self._seconds_observed
         self._seconds_observed = observed
-        self._seconds_selected, self._seconds_counted = self.statistics.seconds_select, 0.0
+        self._seconds_assigned = self.statistics.seconds_select
         with self._timed("seconds_select"):
             step = policy_rows(rows, feeds, num_waiting, self.policy, self._lengths)
         first = self._ask_first(step.stages[0], rows) if asks_first else None
@@ -150,7 +149,7 @@ class Drafting:
             }
             self._has_learnt = self.has_asked and not step.num_prefill_tokens
         if asked:  # the first stage takes all that most steps without drafts go without
-            left = self.statistics.seconds_select - self._seconds_selected - self._seconds_counted
+            left = self.statistics.seconds_select - self._seconds_assigned
             self._count_as_drafting(asked[0], left, self._seconds_learning)
         return proposed, selected
 
@@ -163,7 +162,7 @@ class Drafting:
         Count seconds of selecting and learning as the stage's time. Where every level is a call, the stage's time is
         that of levels, so that both are counted beside it.
         """
-        self._seconds_counted += selecting
+        self._seconds_assigned += selecting
         if stage.cost.is_autoregressive:
             stage.overhead += selecting + learning
         else:

@@ -122,15 +122,17 @@ class GoodputAuction(LengthPolicy):
     def asks_first(self, request_ids: Sequence[Hashable]) -> bool:
         return self._paying == request_ids and self._may_skip(request_ids, _MOST_EMPTY) and self._pays(len(request_ids))
 
-    def _may_skip(self, request_ids: Sequence[Hashable], at_first: int) -> bool:
+    def _may_skip(self, request_ids: Sequence[Hashable], most_at_first: int) -> bool:
         """Return whether the auction need not be called for a step of the latest decision's rows."""
         is_settled = self._num_plain[size_class(len(request_ids))] >= _ENOUGH_PLAIN
-        if self._num_rests >= (_MOST_SETTLED if is_settled else at_first) or self._probes.time.is_due:
+        if self._num_rests >= (_MOST_SETTLED if is_settled else most_at_first):
+            return False
+        if any([self.records[stage.cost].trial_time.is_due for stage in self._plan.rows.stages]):
             return False
         return all([record.rests(request_ids) for record in self._records_by_level()])
 
     def _pays(self, num_rows: int) -> bool:
-        """Return whether calls of the latest step's first source pay, those included that have found nothing since."""
+        """Return whether calls of the latest decision's first source pay, with those that found nothing since."""
         return self.records[self._plan.rows.stages[0].cost].profits[size_class(num_rows)].mean > 0
 
     def rested(self, num_rows: int, seconds: StepSeconds) -> None:
@@ -150,7 +152,8 @@ class GoodputAuction(LengthPolicy):
         return [self.records[stage.cost] for stage in self._plan.rows.stages if stage.is_by_level]
 
     def _save_time(self, plan: Plan) -> None:
-        self._probes.time.save(plan)
+        for stage in plan.rows.stages:  # each has its own, as a source with cheap trials would take all
+            self.records[stage.cost].trial_time.save(plan, 1 / len(plan.rows.stages))
         self._size_trials.save(plan)
 
     def max_nodes(self, rows: StepRows, stage: Stage, trees: Sequence[DraftTree]) -> np.ndarray:
@@ -172,7 +175,9 @@ class GoodputAuction(LengthPolicy):
         self.speedup = max(self._speedups[size_class(len(rows))].rate, 1.0)
         price = self.speedup * len(rows) / plain if len(rows) else 0.0
         self._earlier_plan, self._plan = self._plan, Plan(rows, plain, prefill, price)
-        self._num_rests, self._probes.time.due = 0, math.inf
+        self._num_rests = 0
+        for stage in rows.stages:
+            self.records[stage.cost].trial_time.due = math.inf
         self._plan.is_baseline = self._needs_baseline(rows)
 
     def _needs_baseline(self, rows: StepRows) -> bool:
@@ -333,7 +338,7 @@ class GoodputAuction(LengthPolicy):
                 record = self.records[stage.cost]
                 reading = record.learn_time(stage, rows)
                 if stage is plan.probing:  # beyond the time of its draft
-                    self._probes.time.charge(plan, record.trials.factor * reading)
+                    record.trial_time.charge(plan, record.trials.factor * reading)
         if tokens is None:
             tokens = [known_continuation(tree, num) for tree, num in zip(outcome.verified, outcome.accepted)]
             self._learn_outcomes(plan, rows, rows.stages[0], Forest(outcome.verified), tokens)

@@ -9,7 +9,7 @@ from .draft_cost import DraftCost
 from .plan import Plan
 from .stage import Stage
 from .stage_record import StageRecord, size_class
-from .trials import TRIAL_SHARE, TrialTime
+from .trials import TRIAL_SHARE
 
 
 class Probes:
@@ -19,14 +19,10 @@ class Probes:
     Args:
         cost (`CostModel`): Cost of the target's forward.
         records (`defaultdict` of `DraftCost` to `StageRecord`): Estimates for each source, the auction's own.
-
-    Attributes:
-        time (`TrialTime`): Time for probes.
     """
 
     def __init__(self, cost: CostModel, records: defaultdict[DraftCost, StageRecord]):
         self.cost, self.records = cost, records
-        self.time = TrialTime()
 
     def add_levels(self, plan: Plan, stage: Stage, levels: np.ndarray, may: np.ndarray) -> np.ndarray:
         """
@@ -40,14 +36,12 @@ class Probes:
         idle = (levels == 0) & may
         if not idle.any():
             return levels
-        size, price = size_class(len(rows)), self._relative_price(plan, record.timer.seconds(stage.cost)[0])
         if stage.cost.is_autoregressive:
             idle = record.for_trial(rows, idle)
         probed = np.where(idle, 1, levels)
         seconds = record.seconds(stage.cost, probed) - record.seconds(stage.cost, levels)
-        if not self.time.spend(record.trials.next_factor(size, price) * seconds):
+        if not self._can_afford(plan, record, seconds, record.timer.seconds(stage.cost)[0]):
             return levels
-        record.trials.begin(size, price)
         plan.probing = None if levels.any() else stage  # drafts that pay read prompts at their own cost
         return probed
 
@@ -55,13 +49,20 @@ class Probes:
         """Return whether to call a source that drafts all levels in one call, though its calls do not pay."""
         record = self.records[stage.cost]
         seconds = record.seconds(stage.cost, caps > 0)
-        if self.time.seconds < seconds:  # mostly: its price need not be known
-            self.time.wait_for(record.trials.factor * seconds)
-            return False
         if seconds < TRIAL_SHARE * plan.plain_seconds:  # it costs next to nothing to go on learning
-            return self.time.spend(seconds)
-        size, price = size_class(len(plan.rows)), self._relative_price(plan, seconds)
-        if not self.time.spend(record.trials.next_factor(size, price) * seconds):
+            return record.trial_time.spend(seconds)
+        return self._can_afford(plan, record, seconds, seconds)
+
+    def _can_afford(self, plan: Plan, record: StageRecord, seconds: float, drafting: float) -> bool:
+        """
+        Return whether enough time has been saved for a trial that takes so many seconds, and begin it if so. Of a usual
+        draft, `drafting` seconds are those of the source.
+        """
+        if record.trial_time.seconds < seconds:  # mostly: the price of a trial is not needed
+            record.trial_time.note_refused(record.trials.factor * seconds)
+            return False
+        size, price = size_class(len(plan.rows)), self._relative_price(plan, drafting)
+        if not record.trial_time.spend(record.trials.next_factor(size, price) * seconds):
             return False
         record.trials.begin(size, price)
         return True

@@ -13,7 +13,7 @@ from .estimates.decayed import DecayedMean, DecayedRate, shrunk
 from .plan import Held
 from .policy import StepRows
 from .stage import Stage
-from .trials import Trials
+from .trials import Trials, TrialTime
 
 _EDGES = np.array([0.0, 0.05, 0.15, 0.3, 0.5, 0.75, 1.0, 1.5, 2.2, 3.2, 5.0])  # bins of earlier drafts' promise, tokens
 _PRIOR = np.append(1.0, np.exp(-1.5 * _EDGES))  # prior of the novelty share, which falls with the promise
@@ -59,7 +59,7 @@ class StageRecord:
         self._overheads: dict[int, DecayedMean] = {}
         self._latest_overhead = 0.0
         self._continuations = Continuations()
-        self.trials = Trials()
+        self.trials, self.trial_time = Trials(), TrialTime()
         self.pays = False  # whether levels paid in the latest step, for sources that are asked by level
         self._held: Held | None = None
         self._newcomers = Newcomers()

@@ -18,7 +18,8 @@ class TrialTime:
 
     Attributes:
         seconds (`float`): Time saved; negative after a trial that took longer than expected.
-        due (`float`): Time that the least expensive of the trials that were refused in the latest step takes.
+        due (`float`): Seconds of the least expensive trial that was refused in the latest decided step; infinite where
+            none was.
     """
 
     def __init__(self) -> None:
@@ -29,20 +30,20 @@ class TrialTime:
         """Return whether a trial that was refused can be afforded now."""
         return self.seconds >= self.due
 
-    def save(self, plan: Plan) -> None:
-        """Save a share of a step's time."""
-        self.seconds += TRIAL_SHARE * plan.plain_seconds
+    def save(self, plan: Plan, part: float = 1.0) -> None:
+        """Save a share of a step's time, or a part of it where several kinds share it."""
+        self.seconds += part * TRIAL_SHARE * plan.plain_seconds
 
     def spend(self, seconds: float) -> bool:
-        """Spend all saved time if it has reached so many seconds, and return whether it has; else, wait for them."""
+        """Spend all saved time if it has reached so many seconds, and return whether it has."""
         if self.seconds < seconds:
-            self.wait_for(seconds)
+            self.note_refused(seconds)
             return False
         self.seconds = 0.0
         return True
 
-    def wait_for(self, seconds: float) -> None:
-        """Note that a trial takes so many seconds, which are not there yet."""
+    def note_refused(self, seconds: float) -> None:
+        """Note that a trial of so many seconds was refused."""
         self.due = min(self.due, seconds)
 
     def charge(self, plan: Plan, seconds: float) -> None:

@@ -71,7 +71,7 @@ class Noting(FixedLength):
 
 
 def test_all_that_is_decided_for_a_step_is_a_part_of_drafting(monkeypatch):
-    """Most steps without drafts go without it."""
+    """And none of the forward's: most steps without drafts rest, and are not decided about."""
     policy, policy_rows = Noting(3), drafting.policy_rows
     monkeypatch.setattr(host, "_policy", lambda *_: policy)
     setting = make_setting("suffix", 2, num_steps=2)

@@ -139,7 +139,7 @@ def test_levels_that_did_not_pay_are_weighed_again_for_other_rows_and_after_a_dr
     for names, num in (((0, 1), 1), ((0, 1), 1), ((0, 2), 2), ((0, 2), 2), ((0,), 3)):
         assert not step_of_nothing(policy, alone(cost, names)).any()
         assert len(weighings) == num
-    policy._probes.time.seconds = 1.0
+    policy.records[cost].trial_time.seconds = 1.0
     assert step_of_nothing(policy, alone(cost, (0,))).any() and len(weighings) == 3, "a trial"
     step_of_nothing(policy, alone(cost, (0,)))
     assert len(weighings) == 4, "it has shown something"
@@ -147,30 +147,30 @@ def test_levels_that_did_not_pay_are_weighed_again_for_other_rows_and_after_a_dr
 
 def test_a_trial_reads_at_most_one_prompt_and_later_trials_wait_until_that_is_paid_for():
     policy, cost, names = GoodputAuction(line()), model_cost(0.5), tuple(range(16))
-    policy._probes.time.seconds = 2.0
+    policy.records[cost].trial_time.seconds = 2.0
     assert np.flatnonzero(step_of_nothing(policy, alone(cost, names))).tolist() == [0]
-    assert policy._probes.time.seconds < 0.01, "it took as long as expected"
-    policy._probes.time.seconds = 2.0
+    assert policy.records[cost].trial_time.seconds < 0.01, "it took as long as expected"
+    policy.records[cost].trial_time.seconds = 2.0
     assert np.flatnonzero(step_of_nothing(policy, alone(cost, names))).tolist() == [0], "the row that was read"
-    policy._probes.time.seconds = 2.0
+    policy.records[cost].trial_time.seconds = 2.0
     assert np.flatnonzero(step_of_nothing(policy, alone(cost, names))).tolist() == [1], "every other time, a new one"
-    policy._probes.time.seconds = 2.0
+    policy.records[cost].trial_time.seconds = 2.0
     assert np.flatnonzero(step_of_nothing(policy, alone(cost, names))).tolist() == [0, 1]
     # A level takes half a second. Further trials that fail are paid for more than once.
     for seconds, debt in ((0.7, 2 * 0.2), (99.0, 50 * 0.02)):
         names = [name + 16 for name in names]  # of others, whose prompts have to be read
-        policy._probes.time.seconds, rows = 2.0, alone(cost, names)
+        policy.records[cost].trial_time.seconds, rows = 2.0, alone(cost, names)
         rows.stages[0].asked = np.asarray(policy.max_nodes(rows, rows.stages[0], [DraftTree.empty()] * 16))
         rows.stages[0].seconds = seconds
         kept = policy.select(rows, [DraftTree.empty()] * 16)
         policy.observe(StepOutcome(rows, kept, kept, [0] * 16, StepSeconds(seconds, 0.02), [np.array([1])] * 16))
-        assert policy._probes.time.seconds == pytest.approx(-debt, abs=0.1)
+        assert policy.records[cost].trial_time.seconds == pytest.approx(-debt, abs=0.1)
     assert not any(step_of_nothing(policy, alone(cost, names)).any() for _ in range(500)), "500 x 1 % of 25 ms"
 
 
 def test_levels_are_weighed_anew_when_a_row_has_ended_its_prefill():
     policy, cost = GoodputAuction(line()), model_cost(0.5)
-    policy._probes.time.seconds = -1.0  # no trials
+    policy.records[cost].trial_time.seconds = -1.0  # no trials
     weighed = []
     auction = policy._level_auction
     auction.best = lambda plan, stage, caps, *rest, **options: weighed.append(caps) or np.zeros(2, np.int64)

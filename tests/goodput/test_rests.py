@@ -65,7 +65,7 @@ def test_the_auction_is_called_again_after_fifteen_steps_and_for_other_rows():
     policy, _ = resting(CALL)
     assert not policy.rests([0, 1, 2]), "a row has ended"
     assert not policy.rests([0, 1, 2, 4]), "another one has begun"
-    time = policy._probes.time
+    time = policy.records[CALL].trial_time
     time.due = 1.0  # no trial is due before
     saved, plain = time.seconds, policy._plan.plain_seconds
     assert let_rest(policy) == 15
@@ -264,6 +264,17 @@ def test_steps_begin_with_the_first_source_only_while_a_later_one_rests(accuracy
         of_two_sources(policy, number % 3 == 0, accuracy, rng)
     assert (sum(allowed[200:]) > 100) == (accuracy == 0.0)
     assert accuracy == 0.0 or not any(allowed[200:])
+
+
+@pytest.mark.parametrize("per_call", [1e-4, 5e-4, 1e-3])
+def test_a_source_comes_back_beside_another_whose_trials_are_cheap_and_fail(per_call, monkeypatch):
+    monkeypatch.setattr("tests.goodput.test_rests.TEXT", DraftCost(per_call, source="text"))
+    policy, rng = GoodputAuction(line()), np.random.default_rng(0)
+    for number in range(1600):
+        of_two_sources(policy, False, 0.0 if number < 600 else 0.9, rng)
+        if number > 600 and policy.records[LEVELS].pays:
+            break
+    assert number < 1400, "a trial of it is paid for in some ten steps"
 
 
 class Eager(FixedLength):

@@ -31,8 +31,8 @@ from .parts import MLP, Fused, Halves, RMSNorm, gate_of
 from .plan import DecoderPlan, FeaturePlan, LayerPlan
 from .program import ForwardProgram, products_of
 
-# Tokens that programs have room for: at least, usually at most, and at most in the one that has more, where so many
-# bytes are enough. This memory is kept.
+# Programs have room for powers of two from `_LEAST` to `_USUAL` tokens. One more, for longer forwards, has room for as
+# many as take `_MOST_BYTES`, and `_MOST` at most. Their memory is kept.
 _LEAST, _USUAL, _MOST = 16, 256, 4096
 _MOST_BYTES = 2**26
 # Tokens for which compact weights are read: more take longer than reading, and each few make numbers of the copy anew.
@@ -71,8 +71,8 @@ class CompiledDecoder:
 
     def serves(self, layout: StepLayout, cache: SlotCache) -> bool:
         """
-        Return whether compiled code computes this forward: of no more tokens than a program has room for, of which
-        columns say what to attend to.
+        Return whether compiled code computes this forward: it has no more tokens than programs have room for, and
+        columns say what they attend to.
         """
         return (
             not (isinstance(cache, StateCache) and (cache.step.short is None or cache.step.has_rounds))
@@ -114,8 +114,9 @@ class CompiledDecoder:
             forward = self._free.get(key, []).pop()
         except IndexError:
             forward = ForwardProgram(self.plan, given.x, *key)
-            if self._most == _USUAL:  # not known before
-                self._most = min(max(_MOST_BYTES // forward.bytes_per_token, _USUAL), _MOST)
+            with self._lock:
+                if self._most == _USUAL:  # else it stays as it is, since forwards that it serves may be about to run
+                    self._most = min(max(_MOST_BYTES // forward.bytes_per_token, _USUAL), _MOST)
         try:
             return forward(given, keep)
         finally:

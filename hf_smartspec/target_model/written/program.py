@@ -67,7 +67,7 @@ class ForwardProgram:
         self._write(reads_states, screen)
         self.program = Program(self.dtype, self.operators)
         self._index()
-        self.bytes_per_token = sum(item.nbytes for item in self.memory) // room  # but for int8 products and screens
+        self.bytes_per_token = sum(item.nbytes for item in self.memory) // room  # without int8 and screens
 
     def _write(self, reads_states: bool, screen: Screen | None) -> None:
         self.x, self.normed, self.out = (self._new(self.size) for _ in range(3))

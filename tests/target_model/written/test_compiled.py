@@ -44,18 +44,6 @@ def by_layers(model):
     return forward
 
 
-@pytest.fixture
-def programs(monkeypatch):
-    """Sizes of forwards that ran as programs."""
-    sizes, run = [], compiled_module.CompiledDecoder.run
-    monkeypatch.setattr(
-        compiled_module.CompiledDecoder,
-        "run",
-        lambda self, given, *rest: (sizes.append(len(given.x)), run(self, given, *rest))[1],
-    )
-    return sizes
-
-
 def tried(model):
     """A forward of the model whose program has been compared with the layers."""
     forward = packed_forward(model)
@@ -239,51 +227,6 @@ def test_a_smaller_head_at_the_same_address_is_seen():
         model.lm_head.weight.data = model.lm_head.weight.data[:50]
     forward = packed_forward(model)
     assert forward.forward([RowInput(forward.add(), np.arange(3, 5))])[0].shape == (1, 50)
-
-
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", *[name for name in NAMES if name in RECURRENT]])
-def test_long_prompts_run_as_programs(name, kind, programs):
-    """Several rows, with hidden states, for best tokens, and pieces of a prompt whose logits are not asked for."""
-    if name in RECURRENT and kind != "float32":
-        pytest.skip("it is written out in float32 only")
-    model = model_of(name, torch.bfloat16 if kind == "bfloat16" else torch.float32)
-    model = hf_smartspec.quantize(model) if kind == "int8" else model
-    forward, other = tried(model), by_layers(copy.deepcopy(model))
-    programs.clear()
-    found = []
-    for item in (forward, other):
-        rows = [item.add(), item.add()]
-        with item.taps.taking({1}) as fed:
-            logits, _ = item.forward([RowInput(row, np.arange(num) % 90 + 3) for row, num in zip(rows, (300, 7))])
-        best = item.forward([RowInput(rows[1], np.arange(290) % 80 + 3, best_only=True)])[0]
-        item.prefill_chunk = 320
-        pieces = item.forward([RowInput(rows[0], np.arange(700) % 70 + 3)])[0]
-        found.append((logits, fed[rows[0]].pieces[0].states[1], torch.tensor(item.argmax(best)), pieces))
-    assert all(map(torch.equal, *found))
-    assert programs == ([60] if name in RECURRENT else [307, 290, 320, 320, 60]), "long recurrences are scanned"
-    compiled = written_decoder(model)._compiled
-    assert len([key for key in compiled._free if key[0] > 256]) <= 1, "memory of long prompts is kept once"
-
-
-def test_long_prompts_take_little_memory_for_good(programs, monkeypatch):
-    monkeypatch.setattr(compiled_module, "_MOST_BYTES", 2**16)
-    forward = tried(model_of("llama"))
-    programs.clear()
-    for num in (4, 300):
-        forward.forward([RowInput(forward.add(), np.arange(num) % 90 + 3)])
-    assert programs == [4]
-
-
-def test_a_long_first_prompt_is_not_run_twice(programs):
-    """As it would be, to compare the program with the layers."""
-    model = model_of("llama")
-    forward = packed_forward(model)
-    row = forward.add()
-    forward.forward([RowInput(row, np.arange(300) % 90 + 3)])
-    assert not programs
-    forward.forward([RowInput(row, np.array([5]))])
-    assert programs == [1] and written_decoder(model)._is_tried
 
 
 def grown(cache):
