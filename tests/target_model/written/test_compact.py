@@ -81,7 +81,8 @@ def test_every_bit_is_that_of_the_layers(name, dtype, noted):
     model = stored_in_bfloat16(name, dtype)
     other = copy.deepcopy(model)
     assert torch.equal(logits_of(copied(model)), logits_of(by_layers(other)))
-    assert is_used(noted)
+    # Trees in windows shorter than they may be deep run layer by layer, which reads no packed weights.
+    assert is_used(noted) != (dtype is torch.bfloat16 and name in ("mistral", "gemma3_text"))
 
 
 def test_weights_that_hold_other_numbers_are_read_as_they_are(noted):
