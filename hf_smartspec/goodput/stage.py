@@ -28,8 +28,8 @@ class Stage:
         proposed (list of `DraftTree`): The source's draft for each row, with its own probabilities.
         seconds (`float`): Time of drafting; of sources that draft in one call, also that of the host's other work for
             drafts.
-        overhead (`float`): Of autoregressive sources, the host's other work for drafts: seconds to select them, and to
-            pass on the outcome of the latest step with drafts.
+        overhead (`float`): Of autoregressive sources, the host's other work for drafts: seconds to decide about the
+            step, to select them, and to pass on the outcome of the latest step with drafts.
     """
 
     def __init__(

@@ -274,7 +274,7 @@ def test_a_source_comes_back_beside_another_whose_trials_are_cheap_and_fail(per_
         of_two_sources(policy, False, 0.0 if number < 600 else 0.9, rng)
         if number > 600 and policy.records[LEVELS].pays:
             break
-    assert number < 1400, "a trial of it is paid for in some ten steps"
+    assert number < 800, "its own part of the time pays for a trial of it before"
 
 
 class Eager(FixedLength):

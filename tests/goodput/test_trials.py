@@ -65,10 +65,8 @@ def test_a_source_that_is_always_wrong_takes_half_a_percent(cost):
     share = (trials.num - before) * policy.records[cost].seconds(cost, levels) / (6000 * policy._plan.plain_seconds)
     assert 0.003 < share < 0.0055
     for num, is_asked in ((8, False), (1, True)):
-        rows, policy.records[cost].trial_time.seconds = (
-            rows_of(wrong[:num]),
-            1.1 * policy.records[cost].seconds(cost, levels),
-        )
+        rows, record = rows_of(wrong[:num]), policy.records[cost]
+        record.trial_time.seconds = 1.1 * record.seconds(cost, levels)
         asked = policy.max_nodes(rows, rows.stages[0], [DraftTree.empty()] * num)
         assert asked.any() == is_asked, "one row is another matter"
 

@@ -83,7 +83,7 @@ def test_long_prompts_take_little_memory_for_good(programs, monkeypatch):
 
 
 def test_a_long_first_prompt_is_not_run_twice(programs):
-    """As it would be, to compare the program with the layers."""
+    """Leave the comparison of the program with the layers to a shorter forward."""
     model = model_of("llama")
     forward = packed_forward(model)
     row = forward.add()
