@@ -62,14 +62,16 @@ def run(forward: FeatureForward, rows, items, cuts=()) -> list[torch.Tensor]:
 
 
 def check(found, published: Published, target, items) -> None:
-    """Compare logits with those of the published arithmetic in float64, whose rounding does not show here."""
+    """Compare logits with the published arithmetic in float64: in float32, that is about as far from it."""
     doubled = {name: item.double() if item.is_floating_point() else item for name, item in published.tensors.items()}
-    published, target = replace(published, tensors=doubled), copy.deepcopy(target).double()
+    precise, precise_target = replace(published, tensors=doubled), copy.deepcopy(target).double()
     for logits, (text, states) in zip(found, items):
+        own = text_logits(published, target, text, states, TREE)[len(text) - 2 :]
         torch.set_default_dtype(torch.float64)
         try:
-            expected = text_logits(published, target, text, states.double(), TREE)[len(text) - 2 :]
+            expected = text_logits(precise, precise_target, text, states.double(), TREE)[len(text) - 2 :]
         finally:
             torch.set_default_dtype(torch.float32)
-        torch.testing.assert_close(logits, expected.float(), rtol=0, atol=1e-5)
+        rounding = (own - expected).abs().max().item()
+        torch.testing.assert_close(logits, expected.float(), rtol=0, atol=max(1e-5, 2 * rounding))
         assert logits.std() > 0.5, "of a size at which differences are seen"

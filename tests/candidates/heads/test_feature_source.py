@@ -10,7 +10,6 @@ import hf_smartspec
 from hf_smartspec import Engine, FixedLength, SmartSpecConfig
 from hf_smartspec.candidates.heads.eagle.heads import EagleHeads
 from hf_smartspec.candidates.heads.feature_source import FeatureCandidates
-from hf_smartspec.goodput import CostModel, TreeGoodput
 
 from ...covering import exhaustive
 from ...generate.helpers import prompts, tiny_llama
@@ -18,7 +17,7 @@ from ...models import new_model
 from ...serving.helpers import TIMEOUT
 from .by_heart import texts_of, trained_eagle
 from .published_eagle import LAYOUTS, random_heads
-from .test_medusa_source import GREEDY, LENGTHS, NUM_TOKENS, SAMPLED
+from .test_medusa_source import GREEDY, LENGTHS, NUM_TOKENS, SAMPLED, tree_goodput
 
 WAYS = {"greedy": GREEDY, "sampled": SAMPLED, "chunks": GREEDY | {"prefill_chunk_size": 4}}
 
@@ -73,7 +72,7 @@ ASSISTANTS = {
     "tree": lambda folder, heads: SmartSpecConfig(folder, num_nodes=12, width=3),
     "sure": lambda folder, heads: SmartSpecConfig(FeatureCandidates(heads, confidence_threshold=0.3), num_nodes=5),
     "with suffix trees": lambda folder, heads: ["suffix", folder],
-    "full trees": lambda folder, heads: SmartSpecConfig(folder, policy=TreeGoodput(CostModel(0.0, 1e-5, 1e-2))),
+    "full trees": lambda folder, heads: SmartSpecConfig(folder, policy=tree_goodput()),
 }
 
 
