@@ -145,7 +145,7 @@ class CostModel:
         low, share = self._bin(batched)
         self._is_corrected = True
         self._mean_error += _MEMORY * (min(abs(math.log(seconds / predicted)), 1.0) - self._mean_error)
-        sizes = self.profiled(context, _BINS, width)
+        sizes = np.maximum((self.alpha + self.beta * width) * context + self._seconds_of_bins, self.host)
         doubt = np.empty_like(self._doubt)  # a new one: calls in other threads may observe at the same time
         correct(
             low, share, predicted, seconds, sizes, _LIMITS, 1 - _FADING, _DRIFT, self._doubt, self._log_factors, doubt
@@ -219,6 +219,10 @@ class CostModel:
         doubts = np.empty_like(sizes)
         write_doubts(sizes, other, self._doubt, doubts)
         return doubts if np.ndim(batched) else doubts[0]
+
+    @cached_property
+    def _seconds_of_bins(self) -> np.ndarray:
+        return np.asarray(self._tokens_seconds(_BINS))
 
     @cached_property
     def _curve(self) -> tuple[np.ndarray, np.ndarray]:

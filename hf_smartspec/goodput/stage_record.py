@@ -10,6 +10,7 @@ from ..drafts.forest import Forest
 from .draft_cost import DraftCost, DraftTimer
 from .estimates.acceptance import CERTAIN, AcceptanceEstimator
 from .estimates.decayed import DecayedMean, DecayedRate, shrunk
+from .kernels.levels import count_continuations
 from .plan import Held
 from .policy import StepRows
 from .stage import Stage
@@ -259,10 +260,8 @@ class Continuations:
             right (`np.ndarray` of shape `[m]`, int): Indices of the nodes that were right.
             may_grow (`np.ndarray` of shape `[rows]`, bool): Drafts of fewer nodes than they may have.
         """
-        goes_on = np.isin(right, forest.parents)
-        is_known = goes_on | may_grow[forest.row[right]]
-        at = np.minimum(forest.depths[right], _NUM_DEPTHS) - 1
-        tries, hits = (np.bincount(at[chosen], minlength=_NUM_DEPTHS) for chosen in (is_known, goes_on))
+        tries, hits = np.zeros((2, _NUM_DEPTHS), np.int64)
+        count_continuations(right, forest.row, forest.parents, forest.depths, may_grow, tries, hits)
         for counts in (self._all, self._by_size[size_class(num_rows)]):
             counts.add(tries, hits, 0.5 ** (tries / _HALF_LIFE))
 

@@ -4,6 +4,7 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
+from ..kernels.levels import count_levels
 from .decayed import DecayedRate, shrunk
 
 CERTAIN = 0.995  # upper bound on estimated rates: a perfect record proves little
@@ -54,19 +55,15 @@ class AcceptanceEstimator:
             tried, succeeded (`np.ndarray` of shape `[rows, depths]`, bool): Levels of each row's draft that could be
                 judged, and those that were accepted.
         """
-        numbers = tried.sum(axis=1)
-        judged = np.flatnonzero(numbers)
-        if not len(judged):
+        is_judged = tried.any(axis=1)
+        if not is_judged.any():
             return
-        lines = np.array([self._line(request_ids[row]) for row in judged.tolist()])
-        decay = 0.5 ** (numbers[judged] / self.request_half_life)
-        by_depth = _folded(tried[judged])
-        self._request_tried[lines] = self._request_tried[lines] * decay[:, None] + by_depth
-        self._request_succeeded[lines] = self._request_succeeded[lines] * decay + succeeded[judged].sum(axis=1)
         levels, num_depths = self._levels, max(tried.shape[1], len(self._levels.tries))
         levels.tries, levels.hits = longer(levels.tries, num_depths), longer(levels.hits, num_depths)
-        by_level = longer(tried.sum(axis=0), num_depths), longer(succeeded.sum(axis=0), num_depths)
-        levels.add(*by_level, 0.5 ** (numbers.sum() / self.half_life))
+        names = zip(request_ids, is_judged.tolist())
+        lines = np.array([self._line(name) if judged else 0 for name, judged in names], np.int64)
+        own = self.request_half_life, self._request_tried, self._request_succeeded
+        count_levels(tried, succeeded, lines, *own, self.half_life, levels.tries, levels.hits)
 
     def _line(self, request_id: Hashable) -> int:
         """Return the line of a request's counts; a new request gets a line of zeros."""
@@ -146,12 +143,3 @@ def _bounded(succeeded: float, tried: float, general: float, strength: float) ->
 def longer(counts: np.ndarray, num: int) -> np.ndarray:
     """Return counts `[num]`, of which those that are appended are 0."""
     return counts if len(counts) == num else np.append(counts, np.zeros(num - len(counts)))
-
-
-def _folded(tried: np.ndarray) -> np.ndarray:
-    """Return counts by depth `[rows, depths]` as `[rows, _NUM_DEPTHS]`: deeper levels are added to the last."""
-    result = np.zeros((len(tried), _NUM_DEPTHS))
-    num = min(tried.shape[1], _NUM_DEPTHS)
-    result[:, :num] = tried[:, :num]
-    result[:, -1] += tried[:, _NUM_DEPTHS:].sum(axis=1)
-    return result
