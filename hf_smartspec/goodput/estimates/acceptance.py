@@ -55,7 +55,7 @@ class AcceptanceEstimator:
             tried, succeeded (`np.ndarray` of shape `[rows, depths]`, bool): Levels of each row's draft that could be
                 judged, and those that were accepted.
         """
-        is_judged = tried.any(axis=1)
+        is_judged = np.asarray(tried.any(axis=1))
         if not is_judged.any():
             return
         levels, num_depths = self._levels, max(tried.shape[1], len(self._levels.tries))
