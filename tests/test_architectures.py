@@ -17,7 +17,7 @@ from .serving.helpers import Asked, check_all, suffix
 LENGTHS = 12, 5, 1, 14
 # transformers' RecurrentGemma takes any forward of one token for a step of decoding: plain `generate`, the reference,
 # begins a prompt of one token with the states that earlier texts have left in its modules.
-FEWEST = {"recurrent_gemma": 2}
+FEWEST_TOKENS = {"recurrent_gemma": 2}
 PAGE = Path(__file__).parents[1] / "docs" / "supported-models.md"
 
 
@@ -37,7 +37,7 @@ def test_engines_serve_every_causal_language_model(name):
     """More requests than run at once, prompts in pieces: packed, row by row, or without speculation."""
     model, rng, requests = small_model(name), np.random.default_rng(0), []
     for number, length in enumerate(LENGTHS):
-        length = max(length, FEWEST.get(name, 1))
+        length = max(length, FEWEST_TOKENS.get(name, 1))
         settings = {"max_new_tokens": 14, "eos_token_id": None}
         samples = {"do_sample": True, "temperature": 0.8} if number % 2 else {}
         requests.append(Asked(rng.integers(3, 40, length).tolist(), settings | samples, number if samples else None))

@@ -145,7 +145,7 @@ class CostModel:
         low, share = self._bin(batched)
         self._is_corrected = True
         self._mean_error += _MEMORY * (min(abs(math.log(seconds / predicted)), 1.0) - self._mean_error)
-        sizes = np.maximum((self.alpha + self.beta * width) * context + self._seconds_of_bins, self.host)
+        sizes = self._with_context(context, self._seconds_of_bins, width)
         doubt = np.empty_like(self._doubt)  # a new one: calls in other threads may observe at the same time
         correct(
             low, share, predicted, seconds, sizes, _LIMITS, 1 - _FADING, _DRIFT, self._doubt, self._log_factors, doubt
@@ -184,7 +184,10 @@ class CostModel:
 
     def profiled(self, context: Any, batched: Any, width: Any = 1) -> Any:
         """Return `seconds` without the correction, which never falls with the size of a forward."""
-        device = (self.alpha + self.beta * width) * context + self._tokens_seconds(batched)
+        return self._with_context(context, self._tokens_seconds(batched), width)
+
+    def _with_context(self, context: Any, tokens_seconds: Any, width: Any) -> Any:
+        device = (self.alpha + self.beta * width) * context + tokens_seconds
         if not self.host:
             return device
         return max(device, self.host) if isinstance(device, float) else np.maximum(device, self.host)

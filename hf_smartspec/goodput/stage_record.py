@@ -10,7 +10,7 @@ from ..drafts.forest import Forest
 from .draft_cost import DraftCost, DraftTimer
 from .estimates.acceptance import CERTAIN, AcceptanceEstimator
 from .estimates.decayed import DecayedMean, DecayedRate, shrunk
-from .kernels.levels import count_continuations
+from .kernels.level_counts import count_continuations
 from .plan import Held
 from .policy import StepRows
 from .stage import Stage

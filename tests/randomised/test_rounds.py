@@ -26,7 +26,7 @@ def total():
     # Some more, until all that makes it hard has happened; of all, until every kind has drafted something that was
     # accepted.
     while (num := found.counts["requests"]) < NUM_REQUESTS or (num < 4 * NUM_REQUESTS and _is_easy(found)):
-        # At last those alone that have not been right yet.
+        # After enough requests, only kinds that have not been right yet.
         kinds = found.idle(KINDS) if IS_EXHAUSTIVE and num >= NUM_REQUESTS else []
         found += play(found.seed, kinds or tuple(KINDS), ARCHITECTURES if IS_EXHAUSTIVE else FEW)
         found.seed += 1

@@ -4,7 +4,7 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from ..kernels.levels import count_levels
+from ..kernels.level_counts import count_levels
 from .decayed import DecayedRate, shrunk
 
 CERTAIN = 0.995  # upper bound on estimated rates: a perfect record proves little
@@ -39,7 +39,7 @@ class AcceptanceEstimator:
                 raise ValueError(f"`{name}` must be a positive number, got {value!r}.")
         if not 0 <= prior <= 1:
             raise ValueError(f"`prior` must lie in [0, 1], got {prior!r}.")
-        self.half_life, self.request_half_life, self.prior = half_life, request_half_life, prior
+        self.half_life, self.request_half_life, self.prior = float(half_life), float(request_half_life), prior
         self._levels = DecayedRate(tries=np.zeros(1), hits=np.zeros(1))  # per depth
         self._requests: dict[Hashable, int] = {}  # lines of requests in the two arrays below
         self._free: list[int] = []  # lines of requests that have ended
@@ -52,18 +52,17 @@ class AcceptanceEstimator:
 
         Args:
             request_ids (sequence of `Hashable`): The rows' requests.
-            tried, succeeded (`np.ndarray` of shape `[rows, depths]`, bool): Levels of each row's draft that could be
-                judged, and those that were accepted.
+            tried, succeeded (`np.ndarray` of shape `[rows, depths]`, bool or int64): Levels of each row's draft that
+                could be judged, and those that were accepted.
         """
-        is_judged = np.asarray(tried.any(axis=1))
-        if not is_judged.any():
+        assert tried.shape == succeeded.shape and len(tried) == len(request_ids), "a line of levels for each row"
+        if not tried.any():
             return
         levels, num_depths = self._levels, max(tried.shape[1], len(self._levels.tries))
-        levels.tries, levels.hits = longer(levels.tries, num_depths), longer(levels.hits, num_depths)
-        names = zip(request_ids, is_judged.tolist())
-        lines = np.array([self._line(name) if judged else 0 for name, judged in names], np.int64)
+        levels.tries, levels.hits = tries, hits = longer(levels.tries, num_depths), longer(levels.hits, num_depths)
+        lines = np.array([self._line(name) for name in request_ids], np.int64)
         own = self.request_half_life, self._request_tried, self._request_succeeded
-        count_levels(tried, succeeded, lines, *own, self.half_life, levels.tries, levels.hits)
+        count_levels(tried, succeeded, lines, *own, self.half_life, tries, hits)
 
     def _line(self, request_id: Hashable) -> int:
         """Return the line of a request's counts; a new request gets a line of zeros."""

@@ -62,7 +62,7 @@ def run(forward: FeatureForward, rows, items, cuts=()) -> list[torch.Tensor]:
 
 
 def check(found, published: Published, target, items) -> None:
-    """Compare logits with the published arithmetic in float64: in float32, that is about as far from it."""
+    """Compare logits with the published arithmetic in float64, up to twice as far from it as float32 is."""
     doubled = {name: item.double() if item.is_floating_point() else item for name, item in published.tensors.items()}
     precise, precise_target = replace(published, tensors=doubled), copy.deepcopy(target).double()
     for logits, (text, states) in zip(found, items):
@@ -73,5 +73,5 @@ def check(found, published: Published, target, items) -> None:
         finally:
             torch.set_default_dtype(torch.float32)
         rounding = (own - expected).abs().max().item()
-        torch.testing.assert_close(logits, expected.float(), rtol=0, atol=max(1e-5, 2 * rounding))
+        torch.testing.assert_close(logits, expected.float(), rtol=0, atol=min(max(1e-5, 2 * rounding), 2e-5))
         assert logits.std() > 0.5, "of a size at which differences are seen"

@@ -164,3 +164,25 @@ def test_what_was_observed_may_be_doubted():
     for _ in range(10):
         estimator.update(["a"], np.ones((1, 4), bool), np.ones((1, 4), bool))
     assert estimator.rate > 0.7 and estimator.rates(["a"])[0] > 0.7
+
+
+def test_counts_decay_and_grow_when_a_draft_is_deeper_than_any_before():
+    rng, estimator, names = np.random.default_rng(5), AcceptanceEstimator(), [f"request {n}" for n in range(20)]
+    levels, own = np.zeros((2, 12)), {name: np.zeros((2, 8)) for name in names}
+    for step in range(100):
+        chosen = rng.choice(names, 4, replace=False).tolist()
+        tried = rng.random((4, rng.integers(1, 2 + step // 10))) < 0.6
+        succeeded = tried & (rng.random(tried.shape) < 0.5)
+        estimator.update(chosen, tried, succeeded)
+        levels *= 0.5 ** (tried.sum() / estimator.half_life)
+        levels[:, : tried.shape[1]] += tried.sum(axis=0), succeeded.sum(axis=0)
+        for name, *lines in zip(chosen, tried, succeeded):
+            own[name] *= 0.5 ** (lines[0].sum() / estimator.request_half_life)
+            for counts, line in zip(own[name], lines):
+                np.add.at(counts, np.minimum(np.flatnonzero(line), 7), 1)
+    num_depths = len(estimator._levels.tries)
+    assert num_depths > 8 and estimator._levels.tries == pytest.approx(levels[0, :num_depths])
+    assert estimator._levels.hits == pytest.approx(levels[1, :num_depths])
+    for name, line in estimator._requests.items():
+        assert estimator._request_tried[line] == pytest.approx(own[name][0])
+        assert estimator._request_succeeded[line] == pytest.approx(own[name][1].sum())

@@ -6,7 +6,6 @@ import random
 import numpy as np
 import pytest
 
-from hf_smartspec.goodput.estimates.acceptance import longer
 from hf_smartspec.goodput.estimates.decayed import DecayedMean, DecayedRate, shrunk
 
 
@@ -88,23 +87,3 @@ def test_rates_of_cells_that_decay_apart():
         true, new = true * decay + tries, new * decay + hits
         rate.add(tries, hits, decay)
         assert np.array_equal(shrunk(rate.hits, rate.tries, prior, 4.0), (new + 4.0 * prior) / (true + 4.0))
-
-
-def test_rates_by_depth_of_which_more_come_to_be_known():
-    """Levels of drafts, whose counts decay in place and grow when a draft is deeper than any before."""
-    rng = np.random.default_rng(5)
-    rate, tried, succeeded = DecayedRate(tries=np.zeros(1), hits=np.zeros(1)), np.zeros(1), np.zeros(1)
-    for _ in range(300):
-        judged = rng.random((4, rng.integers(1, 9))) < 0.6
-        hits = judged & (rng.random(judged.shape) < 0.5)
-        num = max(judged.shape[1], len(tried))
-        tried, succeeded, rate.tries, rate.hits = (
-            longer(counts, num) for counts in (tried, succeeded, rate.tries, rate.hits)
-        )
-        decay = 0.5 ** (judged.sum() / 300.0)
-        tried *= decay
-        succeeded *= decay
-        tried[: judged.shape[1]] += judged.sum(axis=0)
-        succeeded[: judged.shape[1]] += hits.sum(axis=0)
-        rate.add(longer(judged.sum(axis=0), num), longer(hits.sum(axis=0), num), decay)
-        assert np.array_equal(rate.tries, tried) and np.array_equal(rate.hits, succeeded)

@@ -5,16 +5,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_smartspec.goodput.kernels.levels import count_continuations, count_levels
+from hf_smartspec.goodput.kernels.level_counts import count_continuations, count_levels
 
 NUM_DEPTHS, HALF_LIFE, OWN_HALF_LIFE = 8, 300.0, 30.0
 
 
-@given(st.integers(0, 2**32 - 1), st.integers(1, 9), st.integers(1, 12))
-def test_levels_are_counted_after_earlier_ones_have_decayed(seed, num_rows, num_depths):
+@given(st.integers(0, 2**32 - 1), st.integers(1, 9), st.integers(1, 12), st.sampled_from([1, 3]))
+def test_levels_are_counted_after_earlier_ones_have_decayed(seed, num_rows, num_depths, most):
     rng = np.random.default_rng(seed)
-    tried = rng.random((num_rows, num_depths)) < 0.6
-    succeeded = tried & (rng.random(tried.shape) < 0.5)
+    tried = rng.integers(0, most + 1, (num_rows, num_depths))
+    succeeded = rng.integers(0, tried + 1)
+    if most == 1:
+        tried, succeeded = tried > 0, succeeded > 0
     lines = rng.permutation(num_rows + 3)[:num_rows]
     own_tried, own_succeeded = rng.random((num_rows + 3, NUM_DEPTHS)), rng.random(num_rows + 3)
     tries, hits = rng.random((2, num_depths + 1))
