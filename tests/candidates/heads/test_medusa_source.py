@@ -58,7 +58,7 @@ def folder(target, tmp_path_factory):
 
 
 def tree_goodput() -> TreeGoodput:
-    """The policy with forwards of 10 ms: on a model as small as the tests', drafts cost more than they bring."""
+    """Return the policy for forwards of 10 ms: on models as small as the tests', drafts cost more than they bring."""
     cost = CostModel(0.0, 1e-5, 1e-2)
     cost.observe = lambda *measured: None  # which would correct that
     return TreeGoodput(cost)

@@ -149,8 +149,9 @@ def test_tokens_are_those_of_plain_decoding(target, heads, name, way):
 
 def test_heads_draft_what_they_were_fitted_to(target, heads):
     with hf_smartspec.enabled(target):
-        options = {"assistant": ASSISTANTS["tree"](heads), "return_dict_in_generate": True}
-        counts = target.generate(**prompts(LENGTHS[:1]), **GREEDY, **options).statistics
+        config = SmartSpecConfig(ParallelCandidates(heads, calibrator=Calibrator()), policy=FixedLength(16))
+        inputs, options = prompts(LENGTHS[:1]), {"assistant": config, "return_dict_in_generate": True}
+        counts = target.generate(**inputs, **GREEDY, **options).statistics
     assert counts.accepted_tokens > NUM_TOKENS / 2
 
 

@@ -40,7 +40,7 @@ def test_levels_are_counted_after_earlier_ones_have_decayed(seed, num_rows, num_
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 40))
 def test_nodes_with_children_go_on(seed, num_nodes):
-    """Of nodes without any, it is known where the draft might have grown."""
+    """Count those without any, too, where the draft might have grown: there it is known that it did not go on."""
     rng = np.random.default_rng(seed)
     row = np.sort(rng.integers(0, 3, num_nodes))
     parents, depths = np.full(num_nodes, num_nodes), np.ones(num_nodes, np.int64)
