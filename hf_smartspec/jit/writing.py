@@ -79,11 +79,13 @@ def call(builder: ir.IRBuilder, name: str, result: ir.Type, *arguments: ir.Value
 
 def prefetch(builder: ir.IRBuilder, pointer: ir.Value) -> None:
     """
-    Prefetch the cache line of this address for reading, into the level 2 cache. A core can wait for many more lines of
-    it at a time than of level 1, so that memory is read faster. Any address is allowed.
+    Prefetch the cache line of this address, which will be read once. Any address is allowed. On AMD's CPUs it is marked
+    as not used again, so that it does not displace what every step uses, such as the host's own code; on others it goes
+    to level 2, of which a core can wait for many more lines at a time than of level 1.
     """
     byte = builder.bitcast(pointer, I8.as_pointer())
-    call(builder, "llvm.prefetch.p0", ir.VoidType(), byte, I32(0), I32(2), I32(1))
+    locality = I32(0 if cpu_name().startswith("znver") else 2)
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), byte, I32(0), locality, I32(1))
 
 
 def hold_order(builder: ir.IRBuilder) -> None:
