@@ -55,6 +55,7 @@ class WrittenHeads:
 
     def is_unchanged(self, thoroughly: bool = False, may_wait: bool = False) -> bool:
         """See `Watch.is_unchanged`."""
+        self._decoder.look_at_copies(thoroughly)
         if not self.watch.is_unchanged(thoroughly, may_wait) or self._look() != self._versions:
             return False
         return not thoroughly or all(map(torch.equal, self._look_closely(), self._bits))

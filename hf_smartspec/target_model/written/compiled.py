@@ -141,10 +141,13 @@ class CompiledDecoder:
         for key in keys:
             self._free.pop(key, None)
 
-    def check_copies(self) -> None:
-        """Drop copies of weights that have changed in a way that torch does not count."""
-        self.screen.check()
-        self.compact.check()
+    def look_at_copies(self, thoroughly: bool = False) -> None:
+        """Drop copies of weights that have changed by torch's count, or thoroughly those of all that have changed."""
+        for copy in (self.screen, self.compact):
+            if thoroughly:
+                copy.check()
+            else:
+                copy.look()
         with self._lock:
             self._drop_outdated()
 

@@ -42,12 +42,10 @@ class KeptCopy(Generic[T]):
 
     def current(self) -> T | None:
         """
-        Return the copy; None until it is made, for a while after a change, in the first uses after a check, or where
-        there is no memory for it.
+        Return the copy, as it was when last looked at; None until it is made, for a while after a change, in the first
+        uses after a check, or where there is no memory for it.
         """
         with self._lock:
-            if self.kept is not None and not self._is_current(self.kept, False):
-                self._drop()
             if self._num_left:
                 self._num_left -= 1
                 return None
@@ -75,8 +73,15 @@ class KeptCopy(Generic[T]):
             if was_begun:
                 self._compare()
 
+    def look(self) -> None:
+        """Drop the copy if weights have changed, by torch's count, which takes a look at each of them."""
+        with self._lock:
+            if self.kept is not None and not self._is_current(self.kept, False):
+                self._drop()
+
     def check(self) -> None:
-        """Drop the copy if weights have changed in a way that torch does not count."""
+        """Drop the copy if weights have changed, also in a way that torch does not count."""
+        self.look()
         with self._lock:
             if self.kept is None:
                 return

@@ -173,11 +173,14 @@ class WrittenDecoder:
         """Return whether logits are scaled, which may round different ones to the same."""
         return self.plan.logit_scaling != LogitScaling()
 
-    def check_weights(self) -> None:
-        """Forget copies of weights that have changed, as far as `Watch` does not see it; once per use of the model."""
+    def look_at_copies(self, thoroughly: bool = False) -> None:
+        """
+        Forget copies of weights that have changed in place, by torch's count, or thoroughly in any other way. Forwards
+        do not look at them, since for the processor every weight is far away.
+        """
         if (compiled := self.__dict__.get("_compiled")) is not None:
-            compiled.check_copies()
-        if self._known is not None:
+            compiled.look_at_copies(thoroughly)
+        if thoroughly and self._known is not None:
             self._known.check(module_of(self.plan.rotary))
 
 

@@ -55,9 +55,13 @@ class _Entry:
 
     def holds(self, model: PreTrainedModel, thoroughly: bool, may_wait: bool) -> bool:
         """Return whether the model is unchanged since the entry was made."""
-        if self.watch is not None:
-            return self.watch.is_unchanged(thoroughly, may_wait)
-        return not thoroughly or self.setting == _setting(model)
+        if self.watch is None:
+            return not thoroughly or self.setting == _setting(model)
+        if may_wait and self.watch.has_just_looked():
+            return True
+        if self.decoder is not None:
+            self.decoder.look_at_copies(thoroughly)
+        return self.watch.is_unchanged(thoroughly)
 
 
 @contextmanager
@@ -99,8 +103,8 @@ def written_decoder(
 
     Args:
         thoroughly (`bool`): Whether to look for rare changes, too.
-        may_wait (`bool`): Whether replaced modules and moved weights need not be noticed for 50 ms, as between steps of
-            the same rows.
+        may_wait (`bool`): Whether replaced modules and weights that have moved or changed need not be noticed for 50 ms,
+            as between steps of the same rows.
     """
     if not _is_switched_on() or is_sharded(model):  # transformers' own layers multiply split weights
         return None
@@ -114,8 +118,6 @@ def written_decoder(
     if entry.watch is None:
         return None
     if entry.is_tried:
-        if thoroughly and entry.decoder is not None:
-            entry.decoder.check_weights()
         return entry.decoder if entry.watch.is_bypassable(thoroughly, may_wait) else None
     if model.training and is_checkpointing(model):
         return None  # the model's own forward would not use the cache

@@ -124,16 +124,20 @@ class Watch:
             return True
         return attributes.get("_compiled_call_impl") is not None
 
+    def has_just_looked(self) -> bool:
+        """Return whether modules and weights were found unchanged so lately that the next look may wait."""
+        return not self._is_over and _is_recent(self._seen, (perf_counter(), Watch.num_thorough))
+
     def is_unchanged(self, thoroughly: bool = False, may_wait: bool = False) -> bool:
         """
         Return whether all modules and weights are where they were. Changes to weights in place need no check here:
-        weights are read anew, and copies are compared with them. If it `may_wait`, this is looked at twenty times a
-        second.
+        weights are read anew, and copies are looked at by those who read them. If it `may_wait`, this is looked at
+        twenty times a second.
         """
         Watch.num_thorough += thoroughly
-        now = perf_counter(), Watch.num_thorough
-        if may_wait and not self._is_over and _is_recent(self._seen, now):
+        if may_wait and self.has_just_looked():
             return True
+        now = perf_counter(), Watch.num_thorough
         is_same = not self._is_over and self._look() == self._quick
         is_same = is_same and (not thoroughly or self._look_closely() == self._thorough)
         self._seen = now if is_same else (-_PAUSE, -1)
