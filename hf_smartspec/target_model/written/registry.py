@@ -103,8 +103,8 @@ def written_decoder(
 
     Args:
         thoroughly (`bool`): Whether to look for rare changes, too.
-        may_wait (`bool`): Whether replaced modules and weights that have moved or changed need not be noticed for 50 ms,
-            as between steps of the same rows.
+        may_wait (`bool`): Whether replaced modules, and weights that have moved or changed, need not be noticed for
+            50 ms, as between steps of the same rows.
     """
     if not _is_switched_on() or is_sharded(model):  # transformers' own layers multiply split weights
         return None

@@ -14,7 +14,7 @@ from hf_smartspec.cpu.few_tokens import has_kernels
 from hf_smartspec.cpu.kernels.packed import can_unpack
 from hf_smartspec.cpu.kernels.program import MULTIPLY, NARROW
 from hf_smartspec.target_model.layout.rows import RowInput
-from hf_smartspec.target_model.written import compiled, copies, written_decoder
+from hf_smartspec.target_model.written import compiled, copies, watch, written_decoder
 from hf_smartspec.target_model.written.program import ForwardProgram
 
 from ...models import RECURRENT
@@ -117,6 +117,33 @@ def test_weights_that_change(is_counted, part, dtype, noted):
     assert torch.equal(found, other.generate(ids, **arguments, assistant="none"))
     if dtype is torch.float32:  # as transformers' own rounds otherwise in bfloat16
         assert torch.equal(found, model.generate(ids, **arguments))
+
+
+@torch.no_grad()
+@in_both
+def test_while_the_same_rows_run_changed_weights_are_noticed_a_moment_later(dtype, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(watch, "perf_counter", lambda: now[0])
+    model = stored_in_bfloat16(dtype=dtype)
+    forward = copied(model)
+    row, weight = forward.add(), model.model.layers[1].mlp.down_proj.weight
+    kept = written_decoder(model)._compiled.compact
+
+    def run():
+        before = kept.kept
+        forward.forward([RowInput(row, np.arange(5))])
+        return kept.kept is before is not None
+
+    run()
+    weight *= -2
+    assert run()
+    now[0] += 1
+    assert not run()
+    copied(model)
+    assert run()
+    weight *= -2
+    row = forward.add()
+    assert not run(), "before new rows are run"
 
 
 def test_the_first_layers_share_the_copies_and_the_checks_of_all(noted, monkeypatch):
