@@ -79,9 +79,9 @@ def call(builder: ir.IRBuilder, name: str, result: ir.Type, *arguments: ir.Value
 
 def prefetch(builder: ir.IRBuilder, pointer: ir.Value) -> None:
     """
-    Prefetch the cache line of this address, which will be read once. Any address is allowed. On AMD's CPUs it is marked
-    as not used again, so that it does not displace what every step uses, such as the host's own code; on others it goes
-    to level 2, of which a core can wait for many more lines at a time than of level 1.
+    Prefetch the cache line of this address, which will be read soon, and then not for long. Any address is allowed. On
+    AMD's CPUs it is marked as not used again, so that it does not displace what every step uses, such as the host's own
+    code; on others it goes to level 2, of which a core can wait for many more lines at a time than of level 1.
     """
     byte = builder.bitcast(pointer, I8.as_pointer())
     locality = I32(0 if cpu_name().startswith("znver") else 2)

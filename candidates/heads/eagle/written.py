@@ -54,10 +54,10 @@ class WrittenHeads:
         return [_bits_of(item) for item in self._copied]
 
     def is_unchanged(self, thoroughly: bool = False, may_wait: bool = False) -> bool:
-        """See `Watch.is_unchanged`."""
-        self._decoder.look_at_copies(thoroughly)
+        """See `Watch.is_unchanged`; changes in place, by torch's count, are noticed at once."""
         if not self.watch.is_unchanged(thoroughly, may_wait) or self._look() != self._versions:
             return False
+        self._decoder.look_at_copies(thoroughly)
         return not thoroughly or all(map(torch.equal, self._look_closely(), self._bits))
 
     def __call__(self, features: Features, step: FeatureStep) -> tuple[torch.Tensor, torch.Tensor]:

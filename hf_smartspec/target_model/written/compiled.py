@@ -142,12 +142,9 @@ class CompiledDecoder:
             self._free.pop(key, None)
 
     def look_at_copies(self, thoroughly: bool = False) -> None:
-        """Drop copies of weights that have changed by torch's count, or thoroughly those of all that have changed."""
-        for copy in (self.screen, self.compact):
-            if thoroughly:
-                copy.check()
-            else:
-                copy.look()
+        """Drop copies of weights that have changed; see `KeptCopy.look`."""
+        self.screen.look(thoroughly)
+        self.compact.look(thoroughly)
         with self._lock:
             self._drop_outdated()
 

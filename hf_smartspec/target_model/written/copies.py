@@ -24,7 +24,7 @@ class KeptCopy(Generic[T]):
             without it.
         is_current (`Callable`): Returns whether a copy is of the weights as they are; if its second argument is true,
             also of those that have changed in a way that torch does not count.
-        num_unread (`int`): Uses without the copy after every `check`, before it is compared with the weights: fewer
+        num_unread (`int`): Uses without the copy after every thorough look, before it is compared with the weights: fewer
             may save less time than that takes.
 
     Attributes:
@@ -73,21 +73,15 @@ class KeptCopy(Generic[T]):
             if was_begun:
                 self._compare()
 
-    def look(self) -> None:
-        """Drop the copy if weights have changed, by torch's count, which takes a look at each of them."""
+    def look(self, thoroughly: bool = False) -> None:
+        """Drop the copy if weights have changed by torch's count, or thoroughly if they have changed in any way."""
         with self._lock:
             if self.kept is not None and not self._is_current(self.kept, False):
                 self._drop()
-
-    def check(self) -> None:
-        """Drop the copy if weights have changed, also in a way that torch does not count."""
-        self.look()
-        with self._lock:
-            if self.kept is None:
-                return
-            self._is_doubtful, self._num_left = True, self._num_unread
-            if not self._num_unread:
-                self._compare()
+            if self.kept is not None and thoroughly:
+                self._is_doubtful, self._num_left = True, self._num_unread
+                if not self._num_unread:
+                    self._compare()
 
     def _compare(self) -> None:
         assert self.kept is not None

@@ -102,6 +102,7 @@ class WrittenDecoder:
         self, compiled: CompiledDecoder, given: DecoderInput, keep: Callable[[int, torch.Tensor], None] | None
     ) -> torch.Tensor:
         """Run layer by layer, and compare the program with it, which should give every bit of that."""
+        compiled.look_at_copies()  # which another decoder may share
         found, reason = None, "its results differ"
         restore = given.cache.remember() if isinstance(given.cache, StateCache) else None
         try:
@@ -175,8 +176,8 @@ class WrittenDecoder:
 
     def look_at_copies(self, thoroughly: bool = False) -> None:
         """
-        Forget copies of weights that have changed in place, by torch's count, or thoroughly in any other way. Forwards
-        do not look at them, since for the processor every weight is far away.
+        Forget copies of weights that have changed in place, by torch's count, or thoroughly in any way, and then rotary
+        tables, too. Forwards do not look at weights, none of which is in the processor's cache.
         """
         if (compiled := self.__dict__.get("_compiled")) is not None:
             compiled.look_at_copies(thoroughly)

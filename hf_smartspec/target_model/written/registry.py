@@ -57,11 +57,13 @@ class _Entry:
         """Return whether the model is unchanged since the entry was made."""
         if self.watch is None:
             return not thoroughly or self.setting == _setting(model)
-        if may_wait and self.watch.has_just_looked():
+        if may_wait and not thoroughly and self.watch.has_just_looked():
             return True
+        if not self.watch.is_unchanged(thoroughly):
+            return False
         if self.decoder is not None:
-            self.decoder.look_at_copies(thoroughly)
-        return self.watch.is_unchanged(thoroughly)
+            self.decoder.look_at_copies(thoroughly)  # last: copies are of weights that are where they were
+        return True
 
 
 @contextmanager

@@ -156,6 +156,21 @@ def test_what_is_learnt_is_found_while_the_same_rows_run(tmp_path, rounds_small_
     assert (changed - rounded).norm() > 0.2 * rounded.norm()
 
 
+def test_copies_of_heads_that_are_not_rounded_follow_changes_at_once(tmp_path):
+    heads, items = heads_of("own output", tmp_path)
+    heads.to(torch.bfloat16).to(torch.float32)  # so that their weights fit copies in bfloat16
+    forward = FeatureForward(heads)
+    torch.cat(run(forward, [forward.add() for _ in items], items))
+    copies = heads._write_out()._decoder._compiled.compact
+    assert heads._write_out()._rounded is None and copies.kept.copies
+    forward.cache.has_new_rows = False
+    _change_in_place(heads)
+    assert heads._write_out(may_wait=True)._decoder._compiled.compact.kept is None
+    changed = torch.cat(run(forward, [forward.add() for _ in items], items))
+    assert torch.equal(changed, logits_of(heads, items))
+    logits_of(heads.to(torch.bfloat16), [(text, states.bfloat16()) for text, states in items])
+
+
 def test_heads_in_another_dtype_are_rounded_anew(tmp_path, rounds_small_heads):
     heads, items = heads_of("own output", tmp_path)
     rounded = logits_of(heads, items)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import hf_smartspec
+from hf_smartspec.cpu import screening
 from hf_smartspec.cpu.compact import CompactWeights, can_pack, compact_bytes
 from hf_smartspec.cpu.few_tokens import has_kernels
 from hf_smartspec.cpu.kernels.packed import can_unpack
@@ -121,7 +122,7 @@ def test_weights_that_change(is_counted, part, dtype, noted):
 
 @torch.no_grad()
 @in_both
-def test_while_the_same_rows_run_changed_weights_are_noticed_a_moment_later(dtype, monkeypatch):
+def test_while_the_same_rows_run_changed_weights_are_noticed_a_moment_later(dtype, monkeypatch, noted):
     now = [0.0]
     monkeypatch.setattr(watch, "perf_counter", lambda: now[0])
     model = stored_in_bfloat16(dtype=dtype)
@@ -130,20 +131,62 @@ def test_while_the_same_rows_run_changed_weights_are_noticed_a_moment_later(dtyp
     kept = written_decoder(model)._compiled.compact
 
     def run():
+        """Return the logits of some tokens, and whether the copy was still there."""
         before = kept.kept
-        forward.forward([RowInput(row, np.arange(5))])
-        return kept.kept is before is not None
+        forward.cut(row, 0)
+        logits = forward.forward([RowInput(row, np.arange(5))])[0].clone()
+        return logits, kept.kept is before is not None
+
+    def by_weights():
+        other = by_layers(copy.deepcopy(model))
+        return other.forward([RowInput(other.add(), np.arange(5))])[0]
 
     run()
+    noted.clear()
     weight *= -2
-    assert run()
+    logits, is_kept = run()
+    assert is_kept and is_used(noted) and not torch.equal(logits, by_weights())
     now[0] += 1
-    assert not run()
+    logits, is_kept = run()
+    assert not is_kept and torch.equal(logits, by_weights())
     copied(model)
-    assert run()
+    assert run()[1]
     weight *= -2
     row = forward.add()
-    assert not run(), "before new rows are run"
+    logits, is_kept = run()
+    assert not is_kept and torch.equal(logits, by_weights()), "before new rows are run"
+
+
+def _to_bfloat16(model):
+    model.to(torch.bfloat16)
+
+
+def _replace_head(model):
+    model.lm_head = copy.deepcopy(model.lm_head)
+    with torch.no_grad():
+        model.lm_head.weight *= -2
+
+
+def _replace_rotary(model):
+    model.model.rotary_emb = copy.deepcopy(model.model.rotary_emb)
+    model.model.rotary_emb.inv_freq *= 2
+
+
+@pytest.mark.parametrize("change", [_to_bfloat16, _replace_head, _replace_rotary])
+def test_what_was_copied_may_be_moved_or_replaced(change, monkeypatch):
+    monkeypatch.setattr(screening, "_LEAST", 0)
+    model = stored_in_bfloat16()
+    hf_smartspec.enable(model)
+    ids, arguments = torch.arange(3, 12)[None], {"max_new_tokens": 24, "do_sample": False}
+    model.generate(ids, **arguments, assistant="none")
+    known = written_decoder(model)._compiled
+    assert known.compact.kept is not None and known.screen.kept is not None
+    change(model)
+    gc.collect()
+    found = model.generate(ids, **arguments, assistant="none")
+    other = copy.deepcopy(model)
+    by_layers(other)
+    assert torch.equal(found, other.generate(ids, **arguments, assistant="none"))
 
 
 def test_the_first_layers_share_the_copies_and_the_checks_of_all(noted, monkeypatch):

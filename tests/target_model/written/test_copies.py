@@ -50,7 +50,7 @@ def test_changes_while_it_is_made_are_noticed():
     weights = Weights()
     weights.uses(1)
     weights.value = 1
-    weights.copy.check()
+    weights.copy.look(True)
     assert weights.uses(7) == [None] * 6 + [[1]]  # the first is dropped, two wait, and two others go on without one
 
 
@@ -75,12 +75,12 @@ def test_a_check_compares_the_copy_once_it_is_used_enough(num_unread):
     weights = Weights(num_unread)
     weights.uses(3)
     before = weights.num_comparisons
-    weights.copy.check()
+    weights.copy.look(True)
     assert weights.uses(num_unread) == [None] * num_unread
     assert weights.num_comparisons - before == (num_unread == 0)
     assert weights.uses(2) == [[0], [0]] and weights.num_comparisons == before + 1
     weights.value = 1
-    weights.copy.check()
+    weights.copy.look(True)
     assert weights.uses(num_unread + bool(num_unread) + 5)[-2:] == [None, [1]]
 
 
@@ -90,7 +90,7 @@ def test_a_comparison_that_is_interrupted_is_made_again(monkeypatch):
     weights.value, compare = 1, weights.copy._is_current
     monkeypatch.setattr(weights.copy, "_is_current", lambda copy, thoroughly: not thoroughly or interrupt())
     with pytest.raises(KeyboardInterrupt):
-        weights.copy.check()
+        weights.copy.look(True)
     monkeypatch.setattr(weights.copy, "_is_current", compare)
     assert weights.copy.current() is None, "the old one"
 
@@ -100,6 +100,6 @@ def test_short_runs_after_a_check_compare_nothing():
     weights.uses(3)
     before = weights.num_comparisons
     for _ in range(4):
-        weights.copy.check()
+        weights.copy.look(True)
         assert weights.uses(2) == [None, None]
     assert weights.num_comparisons == before
