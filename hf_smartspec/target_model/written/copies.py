@@ -24,8 +24,8 @@ class KeptCopy(Generic[T]):
             without it.
         is_current (`Callable`): Returns whether a copy is of the weights as they are; if its second argument is true,
             also of those that have changed in a way that torch does not count.
-        num_unread (`int`): Uses without the copy after every thorough look, before it is compared with the weights: fewer
-            may save less time than that takes.
+        num_unread (`int`): Uses without the copy after every thorough look, before it is compared with the weights:
+            fewer may save less time than that takes.
 
     Attributes:
         kept (*optional*): The copy; None where there is none at present.
