@@ -2,10 +2,12 @@
 
 import copy
 import json
+from itertools import combinations
 
 import pytest
 from llguidance import LLParserLimits
 
+from hf_smartspec.serving.server.chat_template.rendering import MessageReader
 from hf_smartspec.serving.server.errors import ApiError
 from hf_smartspec.serving.server.request import grammar
 from hf_smartspec.serving.server.request.grammar import Grammars, form_of
@@ -162,8 +164,8 @@ def test_where_a_rule_leaves_nothing_of_a_form_the_form_counts(server, rule, tem
 
 
 @pytest.fixture(scope="module")
-def with_tools(demo):
-    """A server whose tokenizer says what tool calls and reasoning look like."""
+def served_with_tools(demo):
+    """A model whose tokenizer says what tool calls and reasoning look like."""
     tokenizer = copy.deepcopy(demo.tokenizer)
     tokenizer.response_template = {
         "defaults": {"role": "assistant"},
@@ -179,8 +181,30 @@ def with_tools(demo):
     }  # fmt: skip
     served = copy.copy(demo)
     served.tokenizer = tokenizer
-    with running(served) as started:
+    return served
+
+
+@pytest.fixture(scope="module")
+def with_tools(served_with_tools):
+    with running(served_with_tools) as started:
         yield started
+
+
+_CALL = '<tool_call>{"name": "add", "arguments": {"of": 1}}</tool_call>'
+
+
+@pytest.mark.parametrize("before", ["", "ab ", "<think>a b</think>", _CALL, f"{_CALL} and "])
+@pytest.mark.parametrize("call", ["nope", '{"name": "add"}', '{"name": 3, "arguments": {}}'])
+def test_no_text_of_what_is_no_tool_call_is_lost_wherever_its_pieces_end(served_with_tools, before, call):
+    """Pieces may have a beginning of the call, in which the text before it stands once more, such as a space."""
+    text = f"{before}<tool_call>{call}</tool_call> c"
+    for first, second in combinations(range(len(text)), 2):
+        reader, pieces = MessageReader(served_with_tools, [], None), (text[:first], text[first:second], text[second:])
+        items = [item for piece in pieces for item in reader.feed(piece, None)]
+        items += reader.feed("", "stop")
+        said = "".join([item for item in items if type(item) is str])
+        # What stands before it in the same piece is text, too.
+        assert text.endswith(said) and said.endswith(text.removeprefix(before if "<" in before else "")), pieces
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -112,6 +112,8 @@ class MessageReader:
         self._parser = parser_of(served, prompt, tools)
         self._first = [] if self._parser is None else response_events_to_chunks(self._parser.initial_events)
         self._unread = ""  # text since the last item
+        template = get_response_template(served.tokenizer, served.model) or {}
+        self._call_end = template.get("fields", {}).get("tool_calls", {}).get("close")
         self._specials = [] if self._parser is None else served.tokenizer.all_special_tokens
 
     def feed(self, text: str, finish_reason: str | None) -> list[Any]:
@@ -131,7 +133,7 @@ class MessageReader:
             logger.info(f"A message could not be read: {type(error).__name__}")
             self._parser = None
             return [*items, self._plain(self._unread + text)]
-        self._unread = _after_last(self._unread + text, found)
+        self._unread = _after_last(self._unread + text, found, self._call_end)
         items = items + found
         if finish_reason is not None:
             try:
@@ -157,9 +159,17 @@ def read_events(events: list[dict[str, Any]]) -> list[Any]:
     return items
 
 
-def _after_last(text: str, items: Sequence[Any]) -> str:
-    """Return the part of a text after the last item."""
-    if not items:
-        return text
-    last = items[-1]
-    return text.rpartition(last)[2] if isinstance(last, str) and last in text else ""
+def _after_last(text: str, items: Sequence[Any], call_end: Any) -> str:
+    """
+    Return the part of a text after the last of the items that were read in it, one after the other. Where calls do not
+    end with a known text `call_end`, all up to the last place of what was read after them is theirs.
+    """
+    place, is_known = 0, True
+    for item in items:
+        end = item if isinstance(item, str) else call_end
+        if not isinstance(end, str):
+            place, is_known = len(text), False
+            continue
+        found = text.find(end, place) if is_known else text.rfind(end)
+        place = len(text) if found < 0 else found + len(end)
+    return text[place:]
