@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from llvmlite import ir
 from numba import config
 from numba.core import event
 from transformers.utils import logging as transformers_logging
@@ -21,7 +20,6 @@ from transformers.utils import logging as transformers_logging
 import hf_smartspec
 from hf_smartspec import jit
 from hf_smartspec.candidates.text.suffix.kernels.store import find
-from hf_smartspec.jit import writing
 
 _CALLER = """
 from hf_smartspec.jit import compiled
@@ -394,14 +392,3 @@ def test_every_kernel_lies_in_a_folder_whose_sources_it_is_compiled_from():
             for level, module in imports:
                 is_foreign = module.split(".")[0] == "hf_smartspec" if level == 0 else level > 1
                 assert not is_foreign or module in ("jit", "jit.pointers", "jit.writing"), path
-
-
-@pytest.mark.parametrize(("name", "locality"), [("znver5", 0), ("sapphirerapids", 2), ("skylake-avx512", 2)])
-def test_prefetched_lines_displace_nothing_on_the_cpus_where_that_is_faster(monkeypatch, name, locality):
-    monkeypatch.setattr(writing, "cpu_name", lambda: name)
-    module = ir.Module()
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [writing.I8.as_pointer()]), "reads")
-    builder = ir.IRBuilder(function.append_basic_block())
-    writing.prefetch(builder, function.args[0])
-    builder.ret_void()
-    assert f"i32 0, i32 {locality}, i32 1)" in str(function)

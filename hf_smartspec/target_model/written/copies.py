@@ -43,7 +43,7 @@ class KeptCopy(Generic[T]):
     def current(self) -> T | None:
         """
         Return the copy, as it was when last looked at; None until it is made, for a while after a change, in the first
-        uses after a check, or where there is no memory for it.
+        uses after a thorough look, or where there is no memory for it.
         """
         with self._lock:
             if self._num_left:

@@ -131,8 +131,8 @@ class Watch:
     def is_unchanged(self, thoroughly: bool = False, may_wait: bool = False) -> bool:
         """
         Return whether all modules and weights are where they were. Changes to weights in place need no check here:
-        weights are read anew, and the owner of copies looks at these. If it `may_wait`, this is looked at
-        twenty times a second.
+        weights are read anew, and the owner of copies looks at these. If it `may_wait`, this is looked at twenty times
+        a second.
         """
         Watch.num_thorough += thoroughly
         if may_wait and self.has_just_looked():

@@ -161,15 +161,13 @@ def read_events(events: list[dict[str, Any]]) -> list[Any]:
 
 def _after_last(text: str, items: Sequence[Any], call_end: Any) -> str:
     """
-    Return the part of a text after the last of the items that were read in it, one after the other. Where calls do not
-    end with a known text `call_end`, all up to the last place of what was read after them is theirs.
+    Return the part of a text after the last of the items that were read in it, one after the other. Of one after
+    something whose end is not known, such as calls without a known `call_end`, the last place in the text counts.
     """
-    place, is_known = 0, True
+    place: int | None = 0
     for item in items:
-        end = item if isinstance(item, str) else call_end
-        if not isinstance(end, str):
-            place, is_known = len(text), False
-            continue
-        found = text.find(end, place) if is_known else text.rfind(end)
-        place = len(text) if found < 0 else found + len(end)
-    return text[place:]
+        end, found = item if isinstance(item, str) else call_end, -1
+        if isinstance(end, str):
+            found = text.rfind(end) if place is None else text.find(end, place)
+        place = None if found < 0 else found + len(end)
+    return "" if place is None else text[place:]
