@@ -100,6 +100,13 @@ PACKED = {
     "phi3+window": ("Phi3Config", _LLAMA | {"sliding_window": WINDOW}),
     "mixtral+window": ("MixtralConfig", _LLAMA | {"num_local_experts": 4, "sliding_window": WINDOW}),
     "smollm3+window": ("SmolLM3Config", _LLAMA | _WINDOWED | {"no_rope_layers": [1, 0], "use_sliding_window": True}),
+    "gpt_oss": (
+        "GptOssConfig",
+        _LLAMA
+        | _WINDOWED
+        | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    ),
     # Not in the library's list: these are probed on first use.
     "gemma": ("GemmaConfig", _LLAMA | {"head_dim": 8}),
     "gemma4_text": (
@@ -256,13 +263,6 @@ ROWWISE = {
     "llama4_text": (  # attends in chunks, which only the model's own masks know
         "Llama4TextConfig",
         _LLAMA | {"head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 64, "attention_chunk_size": WINDOW},
-    ),
-    "gpt_oss": (
-        "GptOssConfig",
-        _LLAMA
-        | _WINDOWED
-        | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
-        | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     ),
 }
 

@@ -64,14 +64,14 @@ prepare_attention_mask, prepare_position_ids, prepare_token_type_ids = [
 TESTED_MODEL_TYPES = frozenset(
     "llama mistral qwen2 qwen3 qwen3_moe gemma2 gemma3_text gpt2 opt phi phi3 gpt_neox olmo olmo2 olmo3 mixtral "
     "granite granitemoe cohere cohere2 stablelm smollm3 starcoder2 glm glm4 gpt_bigcode helium qwen2_moe olmoe "
-    "nemotron persimmon exaone4 ernie4_5 seed_oss biogpt".split()
+    "nemotron persimmon exaone4 ernie4_5 seed_oss biogpt gpt_oss".split()
 )
 
 # The same for decoders that attend to an encoder's outputs.
 TESTED_ENCODED_TYPES = frozenset("t5 mt5 umt5 t5gemma bart mbart whisper".split())
 
 # The same for models that run row by row. Models of other types are probed (`support.rowwise_obstacle`).
-TESTED_ROWWISE_TYPES = frozenset("bloom falcon mpt gptj codegen gpt_neo xglm gpt_oss llama4_text t5 bart".split())
+TESTED_ROWWISE_TYPES = frozenset("bloom falcon mpt gptj codegen gpt_neo xglm llama4_text t5 bart".split())
 
 # Names that configs have for the reach of local attention.
 WINDOWS = ("sliding_window", "window_size", "attention_chunk_size")

@@ -15,49 +15,38 @@ from .seen_lines import has_few_tokens, lines_of
 _flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
-def shared_attention(
+def attention_by_pieces(
     packed: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     layout: StepLayout,
-    scaling: float | None,
+    window: int | None = None,
+    scaling: float | None = None,
     dropout: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute `packed_attention` of a step with shared prefixes, for layers without window, soft cap or bias."""
-    have_few = all([has_few_tokens(part, None, packed.dtype) for part in layout.parts])
+    """
+    Compute `packed_attention` of a step with shared prefixes, for layers without window, or of one without these; for
+    layers without soft cap or bias.
+
+    Args:
+        sinks (`torch.Tensor` of shape `[heads]`, *optional*): Logits that join the scores of each head in the softmax,
+            and have no value: outputs are multiplied by the share of the scores.
+    """
+    assert window is None or not layout.shared, "layers with windows share no prefixes"
+    have_few = sinks is None and all([has_few_tokens(part, window, packed.dtype) for part in layout.parts])
     if have_few and not dropout and can_attend(packed, key, value, scaling):
-        return few_token_attention(packed, key, value, lines_of(layout, layout.parts, None), scaling)
+        return few_token_attention(packed, key, value, lines_of(layout, layout.parts, window), scaling)
     outputs, lses = [], []
     for part in layout.parts:
         own = packed if len(layout.parts) == 1 else packed[part.tokens]
-        output, lse = _of_part(own, key, value, part, None, scaling, dropout)
+        output, lse = _of_part(own, key, value, part, window, scaling, dropout)
         outputs.append(output)
         lses.append(lse)
     output, lse = (outputs[0], lses[0]) if len(outputs) == 1 else (torch.cat(outputs), torch.cat(lses))
     for shared in layout.shared:
         _merge(output, lse, *_of_shared(packed, key, value, shared, scaling, dropout), shared.tokens)
-    return output
-
-
-def attention_with_sinks(
-    packed: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    layout: StepLayout,
-    window: int | None,
-    sinks: torch.Tensor,
-) -> torch.Tensor:
-    """
-    Compute `packed_attention` of a step without shared prefixes, where each head has a *sink* (`[heads]`): a logit that
-    joins the scores in the softmax, and has no value. So a head's output is multiplied by the share of the scores.
-    """
-    assert not layout.shared, "such layers share no prefixes"
-    outputs = []
-    for part in layout.parts:
-        own = packed if len(layout.parts) == 1 else packed[part.tokens]
-        output, lse = _of_part(own, key, value, part, window, None, 0.0)
-        outputs.append(output * torch.sigmoid(lse - sinks[:, None]).to(output.dtype))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return output if sinks is None else output * torch.sigmoid(lse - sinks[:, None]).to(output.dtype)
 
 
 def _of_part(
@@ -106,12 +95,15 @@ def _of_shared(
 def _merge(
     output: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor, tokens: torch.Tensor
 ) -> None:
-    """Merge the attention of some tokens over another piece into their outputs, in place."""
+    """Merge the attention of some tokens over another piece into their outputs and log-sum-exps, in place."""
     if len(tokens) == len(output):
         output.lerp_(other, torch.sigmoid(other_lse - lse).to(output.dtype))
+        torch.logaddexp(lse, other_lse, out=lse)
         return
-    weight = torch.sigmoid(other_lse - lse.index_select(0, tokens)).to(output.dtype)
+    own_lse = lse.index_select(0, tokens)
+    weight = torch.sigmoid(other_lse - own_lse).to(output.dtype)
     output.index_copy_(0, tokens, torch.lerp(output.index_select(0, tokens), other, weight))
+    lse.index_copy_(0, tokens, torch.logaddexp(own_lse, other_lse))
 
 
 def attention_with_lse(

@@ -19,7 +19,7 @@ from ..compat import modules_of
 from ..layout.step_layout import PaddedPart, StepLayout
 from .folding import fold, unfold, unpad
 from .seen_lines import has_few_tokens, lines_of
-from .shared_attention import shared_attention
+from .shared_attention import attention_by_pieces
 from .varlen import is_trusted, judge, kind_of, varlen_attention
 
 PREFIX = "smartspec_tree_"
@@ -29,7 +29,7 @@ PREFIX = "smartspec_tree_"
 _layout: ContextVar[StepLayout | None] = ContextVar("smartspec_layout", default=None)
 
 # Arguments of attention functions that change the result, and that tree attention does not support.
-_UNSUPPORTED = ("s_aux", "position_bias", "alibi", "head_mask", "sinks", "indices", "topk_indices", "block_bias")
+_UNSUPPORTED = ("position_bias", "alibi", "head_mask", "sinks", "indices", "topk_indices", "block_bias")
 
 
 def tree_attention(
@@ -44,6 +44,7 @@ def tree_attention(
     dropout: float = 0.0,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """
@@ -53,6 +54,7 @@ def tree_attention(
         query (`torch.Tensor` of shape `[1, heads, N, head_dim]`): Queries of all rows, packed.
         key, value (`torch.Tensor` of shape `[1, kv_heads, lines, head_dim]`): Memory, as `SlotLayer.update` returns it.
         replaces (`str`): The implementation to call outside packed steps (in another thread's forward).
+        s_aux (`torch.Tensor` of shape `[heads]`, *optional*): Sinks (`attention_by_pieces`).
 
     Returns:
         The output of shape `[1, N, heads, head_dim]`, and None for the weights.
@@ -64,6 +66,7 @@ def tree_attention(
     if layout is None:
         function = _plain_function(module, replaces)
         kwargs |= {"scaling": scaling, "dropout": dropout, "softcap": softcap, "sliding_window": sliding_window}
+        kwargs |= {} if s_aux is None else {"s_aux": s_aux}
         return function(module, query, key, value, attention_mask, **kwargs)
     encoded = layout.encoded
     position_bias = None if encoded is None else kwargs.pop("position_bias", None)
@@ -74,6 +77,7 @@ def tree_attention(
     options: dict[str, Any] = {
         "window": layer_window(module, sliding_window), "scaling": scaling, "softcap": softcap, "dropout": dropout,
     }  # fmt: skip
+    options |= {} if s_aux is None else {"sinks": s_aux}
     packed = query[0].transpose(0, 1)
     if encoded is not None:
         return encoded.attend(module, packed, key, value, layout, position_bias, **options)[None], None
@@ -94,6 +98,7 @@ def packed_attention(
     softcap: float | None = None,
     dropout: float = 0.0,
     bias: Callable[[PaddedPart], torch.Tensor] | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
     Compute the attention of a packed step.
@@ -104,13 +109,19 @@ def packed_attention(
         window (`int`, *optional*): Length of the sliding window.
         bias (`Callable`, *optional*): Returns the summand of a part's scores, `[R, heads, S, K]`; `[R, 1, S, K]` for
             all heads.
+        sinks (`torch.Tensor` of shape `[heads]`, *optional*): See `attention_by_pieces`.
 
     Returns:
         `torch.Tensor` of shape `[N, heads, head_dim]`.
+
+    Raises:
+        NotImplementedError: for sinks beside a soft cap or bias.
     """
-    if layout.shared:
-        assert window is None and softcap is None and bias is None, "such models share no prefixes (`shares_prefixes`)"
-        return shared_attention(packed, key, value, layout, scaling, dropout)
+    if sinks is not None and not (softcap is None and bias is None):
+        raise NotImplementedError("Tree attention does not support sinks beside a soft cap or bias.")
+    if layout.shared or sinks is not None:
+        assert softcap is None and bias is None, "such models share no prefixes (`shares_prefixes`)"
+        return attention_by_pieces(packed, key, value, layout, window, scaling, dropout, sinks)
     is_plain = softcap is None and bias is None and not dropout
     kind = kind_of(packed, key, value, layout, window) if is_plain else None
     if kind is None:

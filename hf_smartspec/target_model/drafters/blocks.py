@@ -10,7 +10,6 @@ import torch
 from transformers import PreTrainedConfig
 
 from ...drafts.tree import DraftTree
-from ..attention.shared_attention import attention_with_sinks
 from ..attention.tree_attention import packed_attention
 from ..forward.ragged import PlannedForward, RaggedForward
 from ..layout.rows import CacheRow, RowInput
@@ -125,9 +124,7 @@ class BlockForward(RaggedForward):
     ) -> torch.Tensor:
         self.cache.layout = layout
         memory = self.cache.layer(number).write(keys.flatten(0, 1), values.flatten(0, 1))
-        if sinks is None:
-            return packed_attention(queries.flatten(0, 1), *memory, layout, window).view(queries.shape)
-        return attention_with_sinks(queries.flatten(0, 1), *memory, layout, window, sinks).view(queries.shape)
+        return packed_attention(queries.flatten(0, 1), *memory, layout, window, sinks=sinks).view(queries.shape)
 
 
 def _whole(layout: StepLayout) -> StepLayout:

@@ -19,10 +19,13 @@ from ...models import VOCAB_SIZE, new_model, shared_model
 from ...strategies import path_to, trees
 
 TEXT = np.random.default_rng(0).integers(3, VOCAB_SIZE, 60)
-MODELS = {  # a decoder that is written out, its own forward, and one that counts positions by itself
+_SINKS = {"layer_types": ["full_attention"] * 2, "sliding_window": None}
+# A decoder that is written out, its own forward, one that counts positions by itself, and one whose attention has sinks.
+MODELS = {
     "written out": (lambda: shared_model("llama", dtype=torch.float64), packed_forward, 1e-9),
     "llama": (lambda: shared_model("llama", dtype=torch.float64), PackedForward, 1e-9),
     "opt": (lambda: shared_model("opt", dtype=torch.float64), PackedForward, 1e-9),
+    "gpt_oss": (lambda: new_model("gpt_oss", **_SINKS), PackedForward, 1e-5),
     "compiled attention": (lambda: new_model("llama", head_dim=16), packed_forward, 1e-5),  # float32
 }
 

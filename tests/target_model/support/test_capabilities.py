@@ -63,8 +63,8 @@ def test_a_model_is_tried_out_without_autocast_whose_rounding_would_be_held_agai
 
 
 def test_windows_that_only_the_models_own_masks_know_are_found():
-    """Granite's window is no argument of its attention."""
-    model = small_model("granite_swa")
+    """The chunks of Llama 4 are no argument of its attention."""
+    model = small_model("llama4_text")
     assert packing_obstacle(model) and rowwise_obstacle(model) is None
 
 
@@ -205,13 +205,16 @@ def without_twins(monkeypatch):
     )  # the half-precision model itself tells nothing
 
 
-@pytest.mark.parametrize("name", ["apertus", "granite_swa"])
+@pytest.mark.parametrize("name", ["apertus", "llama4_text"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_models_in_half_precision_that_have_no_twin_are_tried_out_in_a_float32_copy(name, dtype, without_twins):
+def test_models_in_half_precision_that_have_no_twin_are_tried_out_in_a_float32_copy(
+    name, dtype, without_twins, monkeypatch
+):
+    monkeypatch.setattr(support, "TESTED_ROWWISE_TYPES", ())
     model = small_model(name).to(dtype)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     assert rowwise_obstacle(model) is None
-    assert (packing_obstacle(model) is None) == (name == "apertus"), "Granite's window is in its own masks only"
+    assert (packing_obstacle(model) is None) == (name == "apertus"), "Llama's chunks are in its own masks only"
     state = model.state_dict()
     assert all(state[key].dtype == value.dtype and torch.equal(state[key], value) for key, value in weights.items())
 
@@ -224,6 +227,6 @@ def test_models_in_half_precision_that_are_too_large_for_a_copy_are_decoded_plai
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_in_half_precision_a_float32_twin_tells_what_is_wrong(dtype, monkeypatch):
-    model = small_model("granite_swa").to(dtype)
+    model = small_model("llama4_text").to(dtype)
     monkeypatch.setattr("hf_smartspec.target_model.support.probe._GROSS", 100.0)
-    assert packing_obstacle(model), "its window is in its own masks only"
+    assert packing_obstacle(model), "its chunks are in its own masks only"
