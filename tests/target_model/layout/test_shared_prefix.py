@@ -20,7 +20,7 @@ from ...strategies import path_to, trees
 
 TEXT = np.random.default_rng(0).integers(3, VOCAB_SIZE, 60)
 _SINKS = {"layer_types": ["full_attention"] * 2, "sliding_window": None}
-# A decoder that is written out, its own forward, one that counts positions by itself, and one whose attention has sinks.
+# A decoder that is written out, its own forward, one that counts positions by itself, one whose attention has sinks.
 MODELS = {
     "written out": (lambda: shared_model("llama", dtype=torch.float64), packed_forward, 1e-9),
     "llama": (lambda: shared_model("llama", dtype=torch.float64), PackedForward, 1e-9),
