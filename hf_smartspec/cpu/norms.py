@@ -5,7 +5,7 @@ from functools import cache
 import torch
 
 from .few_tokens import has_kernels, most_tokens
-from .kernels.program import NORM
+from .kernels.program import GATED_NORM, NORM
 from .program import DTYPES, run_operator
 from .tensor_checks import is_plain, is_vector
 
@@ -37,20 +37,36 @@ def few_token_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, is_shi
     outputs = x.new_empty(x.shape)
     addresses = x.data_ptr(), weight.data_ptr(), outputs.data_ptr()
     num_threads = torch.get_num_threads() if x.numel() > _SMALL else 1
-    fields = x.numel() // size, 1, size, size, size, size, is_shifted, *addresses, 0, 0, 0, eps, 1.0
+    fields = x.numel() // size, 1, size, size, size, size, is_shifted, *addresses, 0, eps, 1.0
     run_operator(x.dtype, NORM, num_threads, *fields)
     return outputs
 
 
+def can_norm_gated(x: torch.Tensor, gates: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Return whether compiled code computes `gated_rms_norm`, and can read the tensors as they lie."""
+    return (
+        is_plain(x)
+        and x.dtype is torch.float32
+        and 0 < x.shape[0] <= most_tokens(gates.dtype)
+        and not x.shape[-1] % 16
+        and is_plain(gates)
+        and gates.stride(1) == 1
+        and gates.dtype is weight.dtype
+        and is_vector(weight, x.shape[-1])
+        and not (torch.is_grad_enabled() and any(item.requires_grad for item in (x, gates, weight)))
+        and has_norms(gates.dtype)
+    )
+
+
 def gated_rms_norm(x: torch.Tensor, gates: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """
-    Return `few_token_rms_norm` of `x`, `[N, heads, size]`, times the SiLU of gates, `[N, heads * size]`. `x` must be
-    contiguous and pass `can_norm`, and so must the lines of `gates`.
+    Return `few_token_rms_norm` of `x`, `[N, heads, size]` in float32, times the SiLU of gates, `[N, heads * size]`,
+    rounded to the dtype of these as `few_token_rms_norm` rounds. Arguments must pass `can_norm_gated`.
     """
-    (num, heads, size), outputs = x.shape, torch.empty_like(x)
-    addresses, stride = (x.data_ptr(), weight.data_ptr(), outputs.data_ptr()), heads * size
-    fields = num, heads, size, size, stride, stride, False, *addresses, 0, gates.data_ptr(), gates.stride(0)
-    run_operator(x.dtype, NORM, torch.get_num_threads() if x.numel() > _SMALL else 1, *fields, eps, 1.0)
+    x, (num, heads, size), outputs = x.contiguous(), x.shape, x.new_empty(x.shape, dtype=gates.dtype)
+    addresses = x.data_ptr(), weight.data_ptr(), gates.data_ptr(), gates.stride(0), outputs.data_ptr()
+    num_threads = torch.get_num_threads() if x.numel() > _SMALL else 1
+    run_operator(gates.dtype, GATED_NORM, num_threads, num, heads, size, *addresses, eps)
     return outputs
 
 

@@ -13,7 +13,7 @@ from .kernels.attend import ATTEND_FIELDS
 from .kernels.gates import GATE_FIELDS
 from .kernels.int8 import INT8_FIELDS, LEVELS_FIELDS
 from .kernels.multiply import MULTIPLY_FIELDS
-from .kernels.norms import ADD_FIELDS, NORM_FIELDS
+from .kernels.norms import ADD_FIELDS, GATED_NORM_FIELDS, NORM_FIELDS
 from .kernels.program import HEADER, PLACE, SIZE, run_bfloat16, run_float32, run_widened
 from .kernels.recur import CONVOLVE_FIELDS, RECUR_FIELDS
 from .kernels.rotate import ROTATE_FIELDS
@@ -33,6 +33,7 @@ _FIELDS = {
     codes.INT8: INT8_FIELDS,
     codes.CONVOLVE: CONVOLVE_FIELDS,
     codes.RECUR: RECUR_FIELDS,
+    codes.GATED_NORM: GATED_NORM_FIELDS,
     codes.SCORE: INT8_FIELDS,
     codes.BOUND: SCREEN_FIELDS,
     codes.PICK: SCREEN_FIELDS,

@@ -36,6 +36,7 @@ class ShortTails:
         operators (dict): What `store` runs, by code and layer: rows of a `Program`.
         inputs (dict), written (dict): By layer, what these read: inputs of convolutions; keys, their `eps`, what is
             written, and decays, with their `rates`.
+        dtype (`torch.dtype`): Of these inputs, decays and rates, and of windows; all other numbers are float32.
         num_bytes (`int`): Bytes of these for all tokens, or what they would take if no state were stored at once.
         stores_all (`bool`): Whether all states are stored at once: then these stay empty.
         fill (`Callable`, *optional*): Fills `inputs` and `written`, if they are not filled yet.
@@ -49,6 +50,7 @@ class ShortTails:
         self.inputs: dict[Key, torch.Tensor] = {}
         self.written: dict[Key, Written] = {}
         self.operators: dict[tuple[int, Key], np.ndarray] = {}  # codes and fields, as in `Program.rows`
+        self.dtype = torch.float32
         self.num_bytes = 0
         self.held: list[torch.Tensor] = []  # memory that operators read
         self.fill: Callable[[], None] | None = None
@@ -68,7 +70,7 @@ class ShortTails:
         is_silu: bool,
     ) -> torch.Tensor:
         """
-        Return causal convolutions `[N, channels]` along every token's ancestors, for arguments that pass
+        Return causal convolutions `[N, channels]` in float32 along every token's ancestors, for arguments that pass
         `can_convolve`.
 
         Args:
@@ -79,13 +81,13 @@ class ShortTails:
             is_silu (`bool`): Whether SiLU is applied.
         """
         channels, width = weight.shape
-        outputs = inputs.new_empty(inputs.shape)
+        outputs = inputs.new_empty(inputs.shape, dtype=torch.float32)
         fields = (
             channels, width, is_silu, inputs.stride(0), channels, inputs.data_ptr(), windows.data_ptr(),
             weight.data_ptr(), 0 if bias is None else bias.data_ptr(), outputs.data_ptr(),
         )  # fmt: skip
         self.num_bytes += outputs.nbytes
-        self._run(CONVOLVE, key, inputs.numel() * width, fields)
+        self._run(inputs.dtype, CONVOLVE, key, inputs.numel() * width, fields)
         if not self.stores_all:
             self.inputs[key] = inputs
         return outputs
@@ -131,15 +133,17 @@ class ShortTails:
         )  # fmt: skip
         # Keys are mostly a view of the convolution's outputs, which then stay.
         self.num_bytes += keys.untyped_storage().nbytes() + writes.nbytes + decays.nbytes
-        self._run(RECUR, key, len(self.rows) * states[0].numel(), fields)
+        self._run(decays.dtype, RECUR, key, len(self.rows) * states[0].numel(), fields)
         if not self.stores_all:
             self.written[key] = keys, eps, writes, decays, rates
             self.held.append(scratch)
 
-    def _run(self, code: int, key: Key, num: int, fields: tuple[float, ...]) -> None:
+    def _run(self, dtype: torch.dtype, code: int, key: Key, num: int, fields: tuple[float, ...]) -> None:
         num_threads = self.num_threads if num > _SMALL else 1
-        program = run_operator(torch.float32, code, num_threads, *self.layout, *fields)
+        program = run_operator(dtype, code, num_threads, *self.layout, *fields)
         if not self.stores_all:
+            assert not self.operators or dtype is self.dtype, "layers of one kind"
+            self.dtype = dtype
             self.operators[code, key] = np.frombuffer(program, np.int64)[HEADER:]
 
     def forget(self) -> None:
@@ -164,7 +168,7 @@ class ShortTails:
         if not len(rows) or not self.operators:
             return
         rows[:, 3] = ends[is_left]
-        program = Program(torch.float32, [(code, {}) for code, _ in self.operators])
+        program = Program(self.dtype, [(code, {}) for code, _ in self.operators])
         for own, fields in zip(program.rows, self.operators.values()):
             own[: len(fields)] = fields
         program.rows[:, _LAYOUT] = len(rows), parents.shape[1], rows.ctypes.data, parents.ctypes.data
@@ -179,13 +183,15 @@ class ShortTails:
 
 def can_convolve(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Return whether compiled code computes `ShortTails.convolve`, and can read the tensors as they lie."""
+    dtype = inputs.dtype
     return (
-        _is_plain(inputs)
+        _is_plain(inputs, dtype)
         and inputs.stride(1) == 1
-        and _is_plain(weight)
+        and _is_plain(weight, dtype)
         and weight.is_contiguous()
         and weight.shape[1] in _WIDTHS
-        and (bias is None or (bias.dtype is torch.float32 and is_vector(bias, len(weight))))
+        and (bias is None or (bias.dtype is dtype and is_vector(bias, len(weight))))
+        and has_kernels(dtype)
         and has_recurrence()
     )
 
@@ -196,9 +202,10 @@ def can_recur(
     """Return whether compiled code computes `ShortTails.recur`, and can read the tensors as they lie."""
     return (
         decay.dim() == 2
-        and all(item is None or _is_plain(item) for item in (query, key, value, decay, beta))
-        and all(item is None or item.stride(1) == 1 for item in (decay, beta))
+        and all(_is_plain(item, torch.float32) for item in (query, key, value))
+        and all(item is None or (_is_plain(item, decay.dtype) and item.stride(1) == 1) for item in (decay, beta))
         and all(has_vectors(item) and not item.shape[2] % 16 for item in (query, key, value))
+        and has_kernels(decay.dtype)
         and has_recurrence()
     )
 
@@ -208,9 +215,9 @@ def has_vectors(item: torch.Tensor) -> bool:
     return item.stride()[1:] == (item.shape[2], 1)
 
 
-def _is_plain(item: torch.Tensor) -> bool:
+def _is_plain(item: torch.Tensor, dtype: torch.dtype) -> bool:
     is_own = is_plain(item) or (type(item) is torch.nn.Parameter and item.is_cpu)
-    return is_own and item.dtype is torch.float32 and not (torch.is_grad_enabled() and item.requires_grad)
+    return is_own and item.dtype is dtype and not (torch.is_grad_enabled() and item.requires_grad)
 
 
 @cache

@@ -5,7 +5,7 @@ from math import sqrt
 import numpy as np
 
 from ...jit import inner
-from ...jit.pointers import ahead, get, int64_at, like, put, rounded, take
+from ...jit.pointers import ahead, float32_at, get, int64_at, like, put, rounded, take
 from .gates import exponential
 from .tiles import sum_of_squares
 
@@ -14,17 +14,20 @@ from .tiles import sum_of_squares
 # vectors: number of vectors of a token that are normalized, each of `size` numbers, `vector_stride` numbers apart.
 # in_stride, out_stride: numbers from one token to the next.
 # x, weight, outputs: addresses of numbers of one kind. is_shifted: one is added to weights.
-# gates: 0, or the address of numbers `[vectors, size]` of each token, `gate_stride` from one to the next, whose SiLU
-#   outputs are multiplied by.
 # added: 0, or the address of numbers laid out as `x`: `x` becomes `x + factor * added` before it is normalized.
 NORM_FIELDS = tuple(
-    "next threads num_tokens vectors size vector_stride in_stride out_stride is_shifted x weight outputs added "
-    "gates gate_stride eps factor".split()
+    "next threads num_tokens vectors size vector_stride in_stride out_stride is_shifted x weight outputs added eps "
+    "factor".split()
 )
 (
     _NEXT, _THREADS, _NUM_TOKENS, _VECTORS, _SIZE, _VECTOR_STRIDE, _IN_STRIDE, _OUT_STRIDE, _IS_SHIFTED, _X, _WEIGHT,
-    _OUTPUTS, _ADDED, _GATES, _GATE_STRIDE, _EPS, _FACTOR,
-) = range(17)  # fmt: skip
+    _OUTPUTS, _ADDED, _EPS, _FACTOR,
+) = range(15)  # fmt: skip
+# The norms of recurrent layers. x: address of float32 `[num_tokens, vectors, size]`; gates: of the kind, `gate_stride`
+# from one token to the next, whose SiLU the normalized numbers are multiplied by; outputs: of the kind, laid out as x.
+GATED_NORM_FIELDS = tuple("next threads num_tokens vectors size x weight gates gate_stride outputs eps".split())
+_GATED_X, _GATED_WEIGHT, _GATES, _GATE_STRIDE, _GATED_OUTPUTS, _GATED_EPS = range(5, 11)
+_GATED_VECTORS, _GATED_SIZE = 3, 4
 # x, added, outputs: addresses of `[num_tokens, size]`: `x` becomes `x + factor * added`, and outputs become `x`. The
 # first is left out where `added` is 0, the second where `outputs` is.
 # lines: 0, or the address of int64 `[num_tokens]`: the line of each token in `x` and `added`.
@@ -45,13 +48,24 @@ def norm(a, numbers, kind):
             _add(x, ahead(like(kind, a[_ADDED]), token * a[_IN_STRIDE]), size, np.float32(numbers[_FACTOR]))
         for vector in range(a[_VECTORS]):
             begin = vector * a[_VECTOR_STRIDE]
-            own = ahead(outputs, begin)
-            _norm(ahead(x, begin), weight, own, size, a[_IS_SHIFTED], numbers[_EPS])
-            if a[_GATES]:
-                gates = ahead(like(kind, a[_GATES]), token * a[_GATE_STRIDE] + vector * size)
-                for index in range(size):
-                    gate = get(gates, index)
-                    put(own, index, get(own, index) * (gate / (_ONE + exponential(-gate))))
+            _norm(ahead(x, begin), weight, ahead(outputs, begin), size, a[_IS_SHIFTED], numbers[_EPS])
+        token = take(ahead(a, _NEXT))
+
+
+@inner
+def gated_norm(a, numbers, kind):
+    """Normalize the next token, until no tokens are left."""
+    num, size, weight = a[_GATED_VECTORS], a[_GATED_SIZE], like(kind, a[_GATED_WEIGHT])
+    token = take(ahead(a, _NEXT))
+    while token < a[_NUM_TOKENS]:
+        for vector in range(num):
+            begin = (token * num + vector) * size
+            outputs = ahead(like(kind, a[_GATED_OUTPUTS]), begin)
+            gates = ahead(like(kind, a[_GATES]), token * a[_GATE_STRIDE] + vector * size)
+            _norm(ahead(float32_at(a[_GATED_X]), begin), weight, outputs, size, False, numbers[_GATED_EPS])
+            for index in range(size):
+                gate = get(gates, index)
+                put(outputs, index, get(outputs, index) * (gate / (_ONE + exponential(-gate))))
         token = take(ahead(a, _NEXT))
 
 

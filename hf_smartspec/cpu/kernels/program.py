@@ -6,7 +6,7 @@ from .attend import attend
 from .gates import gate
 from .int8 import levels, multiply_int8
 from .multiply import multiply, multiply_narrow
-from .norms import add, norm
+from .norms import add, gated_norm, norm
 from .recur import convolve, recur
 from .rotate import rotate
 from .screen import bound, pick
@@ -19,7 +19,9 @@ HEADER = 2
 PLACE = 2  # of an operator's first field
 _LEFT = 2**32
 _SPINS = 1000  # looks at a state, of some 50 ns each, before other threads get this one's processor
-MULTIPLY, NARROW, NORM, ADD, GATE, ROTATE, ATTEND, LEVELS, INT8, CONVOLVE, RECUR, SCORE, BOUND, PICK = range(14)
+(
+    MULTIPLY, NARROW, NORM, ADD, GATE, ROTATE, ATTEND, LEVELS, INT8, CONVOLVE, RECUR, GATED_NORM, SCORE, BOUND, PICK,
+) = range(15)  # fmt: skip
 
 
 @callback
@@ -88,9 +90,11 @@ def _operate(code, a, fields, kind, wide_kind):
     elif code == INT8:
         multiply_int8(a, kind)
     elif code == CONVOLVE:
-        convolve(a)
+        convolve(a, kind)
     elif code == RECUR:
-        recur(a, fields)
+        recur(a, fields, kind)
+    elif code == GATED_NORM:
+        gated_norm(a, fields, kind)
     elif code == SCORE:  # in float32, whatever the kind
         multiply_int8(a, float32_at(0))
     elif code == BOUND:

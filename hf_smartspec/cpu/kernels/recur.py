@@ -5,20 +5,20 @@ from math import exp, log, sqrt
 import numpy as np
 
 from ...jit import inner
-from ...jit.pointers import ahead, float32_at, int64_at, take
+from ...jit.pointers import ahead, float32_at, get, int64_at, like, take
 from .gates import exponential
 from .multiply import largest_tile, tile_width
 from .tiles import add_weighted, most_sums, sum_of_squares, tile
 
 # Compiled code is called with the address of these numbers, int64 each but for `eps` and `scale`, which are float64.
-# Numbers at addresses are float32 where nothing else is said.
+# Numbers at addresses are float32, or of the program's kind where that is said.
 # rows: address of int64 `[num_rows, 4]`: the first token of each row, the number of its tokens, the entry of its state,
 #   and the token of the row after which its state is stored; -1 if the state stays.
 # parents: address of int64 `[num_rows, tail]`: of each token in its row, before their children; -1 for roots.
-# inputs, outputs: addresses of `[num_tokens, channels]`; `in_stride`, `out_stride`: from one token to the next.
-#   Where `outputs` is 0, states are stored only.
+# inputs (of the kind), outputs: addresses of `[num_tokens, channels]`; `in_stride`, `out_stride`: from one token to the
+#   next. Where `outputs` is 0, states are stored only.
 # windows: address of `[entries, width - 1, channels]`, the last inputs; weight, bias (or 0): of `[channels, width]` and
-#   `[channels]`. Width is 2 to 4. is_silu: whether SiLU is applied.
+#   `[channels]`, all of the kind. Width is 2 to 4. is_silu: whether SiLU is applied.
 CONVOLVE_FIELDS = tuple(
     "next threads num_rows tail rows parents channels width is_silu in_stride out_stride inputs windows weight bias "
     "outputs".split()
@@ -33,7 +33,7 @@ CONVOLVE_FIELDS = tuple(
 #   Where `outputs` is 0, states are stored only, and queries and values are not read.
 # decays, betas (or 0): addresses of `[num_tokens, heads]`: logarithms of decays, and factors of what is written; where
 #   `logs` and `biases` are not 0 but addresses of `[heads]`, decays are `-exp(log) * softplus(x + bias)` of these
-#   numbers, and factors their sigmoids.
+#   numbers, and factors their sigmoids. All four are of the kind.
 # is_delta: whether what the state returns for a key is subtracted from the value.
 # states: address of `[entries, heads, size, value_size]`; writes: of `[num_tokens, heads, value_size]`, filled.
 # scale: factor of queries. eps: where not 0, queries and keys are normalized to length 1, `eps` under the root.
@@ -59,7 +59,7 @@ def scratch_size(tail: int, size: int, value_size: int) -> int:
 
 
 @inner
-def convolve(a):
+def convolve(a, kind):
     """Take the next channels of a row, until none are left."""
     parts = (a[_CHANNELS] + _SHARE - 1) // _SHARE
     number = take(ahead(a, _NEXT))
@@ -69,9 +69,9 @@ def convolve(a):
         of_row, parents = _row(a, row)
         if a[_OUTPUTS]:
             for token in range(of_row[1]):
-                _convolve(a, of_row, parents, token, begin, num)
+                _convolve(a, of_row, parents, token, begin, num, kind)
         if of_row[3] >= 0:
-            _shift(a, of_row, parents, begin, num)
+            _shift(a, of_row, parents, begin, num, kind)
         number = take(ahead(a, _NEXT))
 
 
@@ -87,40 +87,41 @@ def _before(parents, token):
 
 
 @inner
-def _input(a, of_row, token, begin):
+def _input(a, of_row, token, begin, kind):
     if token >= 0:
-        return ahead(float32_at(a[_INPUTS]), (of_row[0] + token) * a[_IN_STRIDE] + begin)
+        return ahead(like(kind, a[_INPUTS]), (of_row[0] + token) * a[_IN_STRIDE] + begin)
     line = (of_row[2] + 1) * (a[_WIDTH] - 1) + token
-    return ahead(float32_at(a[_WINDOWS]), line * a[_CHANNELS] + begin)
+    return ahead(like(kind, a[_WINDOWS]), line * a[_CHANNELS] + begin)
 
 
 @inner
-def _convolve(a, of_row, parents, token, begin, num):
+def _convolve(a, of_row, parents, token, begin, num, kind):
     width, second = a[_WIDTH], _before(parents, token)
     third = _before(parents, second) if width > 2 else second
     fourth = _before(parents, third) if width > 3 else third
-    x, y = _input(a, of_row, token, begin), _input(a, of_row, second, begin)
-    z, last = _input(a, of_row, third, begin), _input(a, of_row, fourth, begin)
+    x, y = _input(a, of_row, token, begin, kind), _input(a, of_row, second, begin, kind)
+    z, last = _input(a, of_row, third, begin, kind), _input(a, of_row, fourth, begin, kind)
     outputs = ahead(float32_at(a[_OUTPUTS]), (of_row[0] + token) * a[_OUT_STRIDE] + begin)
-    weight = ahead(float32_at(a[_WEIGHT]), begin * width)
+    weight = ahead(like(kind, a[_WEIGHT]), begin * width)
     if width == 4:
         for index in range(num):
             at = 4 * index
-            total = last[index] * weight[at] + z[index] * weight[at + 1]
-            total += y[index] * weight[at + 2] + x[index] * weight[at + 3]
+            total = get(last, index) * get(weight, at) + get(z, index) * get(weight, at + 1)
+            total += get(y, index) * get(weight, at + 2) + get(x, index) * get(weight, at + 3)
             outputs[index] = total
     elif width == 3:
         for index in range(num):
             at = 3 * index
-            total = z[index] * weight[at] + y[index] * weight[at + 1]
-            outputs[index] = total + x[index] * weight[at + 2]
+            total = get(z, index) * get(weight, at) + get(y, index) * get(weight, at + 1)
+            outputs[index] = total + get(x, index) * get(weight, at + 2)
     else:
         for index in range(num):
-            outputs[index] = y[index] * weight[2 * index] + x[index] * weight[2 * index + 1]
+            at = 2 * index
+            outputs[index] = get(y, index) * get(weight, at) + get(x, index) * get(weight, at + 1)
     if a[_BIAS]:
-        bias = ahead(float32_at(a[_BIAS]), begin)
+        bias = ahead(like(kind, a[_BIAS]), begin)
         for index in range(num):
-            outputs[index] += bias[index]
+            outputs[index] += get(bias, index)
     if a[_IS_SILU]:
         for index in range(num):
             total = outputs[index]
@@ -128,20 +129,20 @@ def _convolve(a, of_row, parents, token, begin, num):
 
 
 @inner
-def _shift(a, of_row, parents, begin, num):
+def _shift(a, of_row, parents, begin, num, kind):
     """Store the last inputs of a path in the window, from the oldest on, since those may lie in the window."""
     for line in range(a[_WIDTH] - 1):
         token = of_row[3]
         for _ in range(a[_WIDTH] - 2 - line):
             token = _before(parents, token)
-        target = _input(a, of_row, line - a[_WIDTH] + 1, begin)
-        source = _input(a, of_row, token, begin)
+        target = _input(a, of_row, line - a[_WIDTH] + 1, begin, kind)
+        source = _input(a, of_row, token, begin, kind)
         for index in range(num):
             target[index] = source[index]
 
 
 @inner
-def recur(a, numbers):
+def recur(a, numbers, kind):
     """Take the next head of a row, until none are left."""
     thread, heads, number = take(ahead(a, _THREADS)), a[_HEADS], take(ahead(a, _NEXT))
     scratch = float32_at(a[_SCRATCH] + thread * a[_SCRATCH_SIZE] * _ITEMSIZE)
@@ -152,26 +153,26 @@ def recur(a, numbers):
         keys, queries = scratch, ahead(scratch, num * size)
         sums = ahead(queries, num * size)
         rates = ahead(sums, 2 * num * a[_VALUE_SIZE])
-        _prepare(a, numbers, of_row, head, keys, queries, rates)
+        _prepare(a, numbers, of_row, head, keys, queries, rates, kind)
         state = ahead(float32_at(a[_STATES]), (of_row[2] * heads + head) * size * a[_VALUE_SIZE])
         if a[_RESULTS]:
-            _recur(a, of_row, parents, head, keys, sums, rates, ahead(rates, 2 * num), state)
+            _recur(a, of_row, parents, head, keys, sums, rates, ahead(rates, 2 * num), state, kind)
         if of_row[3] >= 0:
             _advance(a, of_row, parents, head, keys, queries, sums, rates, state)
         number = take(ahead(a, _NEXT))
 
 
 @inner
-def _prepare(a, numbers, of_row, head, keys, queries, rates):
+def _prepare(a, numbers, of_row, head, keys, queries, rates, kind):
     """
     Fill keys of a head `[tokens, size]`, normalized, and decays `[tokens]`; and queries, normalized and scaled, unless
     states are stored only: these may be gone by then.
     """
     size, scale, own = a[_SIZE], np.float32(numbers[_SCALE]), head // a[_GROUPS] * a[_SIZE]
-    eps, decays = np.float32(numbers[_EPS]), float32_at(a[_DECAYS])
+    eps, decays = np.float32(numbers[_EPS]), like(kind, a[_DECAYS])
     for token in range(of_row[1]):
         place = of_row[0] + token
-        rates[token] = _rate(a, decays[place * a[_DECAY_STRIDE] + head], head)
+        rates[token] = _rate(a, get(decays, place * a[_DECAY_STRIDE] + head), head, kind)
         key = ahead(float32_at(a[_KEYS]), place * a[_KEY_STRIDE] + own)
         by_key, by_query = _ONE, scale
         if eps:
@@ -187,17 +188,17 @@ def _prepare(a, numbers, of_row, head, keys, queries, rates):
 
 
 @inner
-def _rate(a, number, head):
+def _rate(a, number, head, kind):
     """Return the decay of a head at a token."""
     if not a[_LOGS]:
         return exponential(number)
-    x = np.float64(number + float32_at(a[_BIASES])[head])
+    x = np.float64(number + get(like(kind, a[_BIASES]), head))
     softplus = x if x > 20 else log(1 + exp(x))
-    return np.float32(exp(-exp(np.float64(float32_at(a[_LOGS])[head])) * softplus))
+    return np.float32(exp(-exp(np.float64(get(like(kind, a[_LOGS]), head))) * softplus))
 
 
 @inner
-def _recur(a, of_row, parents, head, keys, sums, rates, products, state):
+def _recur(a, of_row, parents, head, keys, sums, rates, products, state, kind):
     """
     Compute what every token of a row writes, and its output: sums over its ancestors, each with the decays from there
     on, and what the state returns, with those of the whole path.
@@ -220,7 +221,7 @@ def _recur(a, of_row, parents, head, keys, sums, rates, products, state):
         total = rate * totals[parent] if parent >= 0 else rate
         totals[token] = total
         if a[_BETAS]:
-            beta = float32_at(a[_BETAS])[place * a[_BETA_STRIDE] + head]
+            beta = get(like(kind, a[_BETAS]), place * a[_BETA_STRIDE] + head)
             if a[_LOGS]:
                 beta = _ONE / (_ONE + exponential(-beta))
         value = ahead(float32_at(a[_VALUES]), place * a[_VALUE_STRIDE] + head * value_size)

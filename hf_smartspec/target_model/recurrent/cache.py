@@ -243,7 +243,12 @@ class StateCache(StateRows):
         self._key = layer, number
 
     def convolve(
-        self, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None
+        self,
+        inputs: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """
         Compute a causal convolution along every token's ancestors.
@@ -251,20 +256,21 @@ class StateCache(StateRows):
         Args:
             inputs (`torch.Tensor` of shape `[N, channels]`), weight (`torch.Tensor` of shape `[channels, width]`).
             activation (`str`, *optional*): Name of a function of the outputs.
+            dtype (`torch.dtype`, *optional*): Dtype of the outputs; by default, the weight's.
 
         Returns:
-            `torch.Tensor` of shape `[N, channels]` in the weight's dtype, computed in float32.
+            `torch.Tensor` of shape `[N, channels]`, computed in float32; rounded before the activation, too.
         """
-        step, width = self.step, weight.shape[1]
+        step, width, dtype = self.step, weight.shape[1], dtype or weight.dtype
         memory = self.windows(self._key, inputs, width, inputs.shape[1])
         is_silu = activation in ("silu", "swish")
         short = step.short if not step.has_rounds and (is_silu or activation is None) else None
-        if short is not None and can_convolve(inputs, weight, bias):
+        if short is not None and dtype is torch.float32 and can_convolve(inputs, weight, bias):
             return short.convolve(self._key, inputs, memory, weight, bias, is_silu)
         output = self.last_inputs(inputs, width).float().mul_(weight.T.float()).sum(1)  # in place, for its size
         if bias is not None:
             output = output + bias.float()
-        output = output.to(weight.dtype)
+        output = output.to(dtype)
         return output if activation is None else ACT2FN[activation](output)
 
     def last_inputs(self, inputs: torch.Tensor, width: int) -> torch.Tensor:
@@ -308,7 +314,8 @@ class StateCache(StateRows):
         Args:
             query, key (`torch.Tensor` of shape `[N, heads / groups, dk]`), value (`torch.Tensor` of shape `[N, heads,
                 dv]`), decay (`torch.Tensor` of shape `[N, heads]` or `[N, heads, dk]`), beta (`torch.Tensor` of shape
-                `[N, heads]`, *optional*): Inputs in float32. Neighbouring heads share queries and keys.
+                `[N, heads]`, *optional*): Inputs in float32; with `rates`, the last two may be in another dtype, as
+                these. Neighbouring heads share queries and keys.
             is_transposed (`bool`): Whether transformers' caches have these states as `[heads, dv, dk]`.
             scale (`float`), eps (`float`): Factor of queries; where `eps` is not 0, queries and keys are normalized.
             rates (pair of `torch.Tensor`, *optional*): See `rates_of`; betas are then sigmoids of those given.
@@ -327,7 +334,7 @@ class StateCache(StateRows):
                 short.recur(self._key, query, key, value, decay, beta, states, output, scale, eps, rates)
                 return output
         query, key = [normalized(item, eps).repeat_interleave(heads // key.shape[1], dim=1) for item in (query, key)]
-        beta = beta if beta is None or rates is None else beta.sigmoid()
+        beta = beta if beta is None or rates is None else beta.float().sigmoid()
 
         def run(state: torch.Tensor, is_piece: bool, before: Any, query, key, value, decay, beta):  # type: ignore
             sees = step.causal if is_piece else step.sees

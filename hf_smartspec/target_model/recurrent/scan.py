@@ -143,7 +143,9 @@ def normalized(vectors: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def rates_of(numbers: torch.Tensor, rates: Rates | None) -> torch.Tensor:
-    """Return g, `[N, heads]`: `-exp(A) softplus(x + b)` with the rates A and b, `[heads]`; without rates, x itself."""
+    """
+    Return g, `[N, heads]`: `-exp(A) softplus(x + b)` in float32 with the rates A and b, `[heads]`; without rates, x.
+    """
     return numbers if rates is None else -rates[0].float().exp() * softplus(numbers.float() + rates[1])
 
 

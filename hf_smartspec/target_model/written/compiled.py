@@ -233,7 +233,7 @@ def _can_compile_features(plan: FeaturePlan, dtype: torch.dtype) -> bool:
 def _can_compile_layer(plan: LayerPlan, dtype: torch.dtype) -> bool:
     norms = plan.before_attention, plan.after_attention, plan.before_mlp, plan.after_mlp, plan.query_norm, plan.key_norm
     mlp = plan.mlp
-    is_known = not plan.head_dim % 16 if plan.delta is None else can_compile_delta(plan.delta)
+    is_known = not plan.head_dim % 16 if plan.delta is None else can_compile_delta(plan.delta, dtype)
     return (
         is_known
         and not plan.is_parallel

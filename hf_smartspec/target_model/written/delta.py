@@ -8,9 +8,8 @@ import torch
 from torch import nn
 from torch.nn.functional import silu
 
-from ...cpu.norms import can_norm, gated_rms_norm
+from ...cpu.norms import can_norm_gated, gated_rms_norm
 from ...cpu.recurrence import Rates, can_convolve
-from ...cpu.tensor_checks import is_plain
 from ..recurrent.cache import StateCache
 from .parts import Map, Weighted
 
@@ -46,8 +45,6 @@ class _Rates(Weighted):
 class GatedNorm(Weighted):
     """`x / sqrt(mean(x ** 2) + eps) * weight * silu(gate)` over the last dimension."""
 
-    is_shifted = False
-
     def __init__(self, module: Any):
         super().__init__(module)
         self.eps, self.shape = module.variance_epsilon, tuple(module.weight.shape)
@@ -57,11 +54,15 @@ class GatedNorm(Weighted):
         return found
 
     def __call__(self, x: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-        """Return the outputs `[N, heads, size]` of `x` in this shape and gates `[N, heads * size]`."""
+        """
+        Return the outputs `[N, heads, size]` of `x` in this shape and float32, and gates `[N, heads * size]`, in the
+        dtype of these.
+        """
         weight = self.weight()
-        if can_norm(x, weight) and is_plain(gates) and gates.stride(1) == 1:
-            return gated_rms_norm(x.contiguous(), gates, weight, self.eps)
-        return torch.rms_norm(x, self.shape, None, self.eps).mul_(weight).mul_(silu(gates.reshape(x.shape)))
+        if can_norm_gated(x, gates, weight):
+            return gated_rms_norm(x, gates, weight, self.eps)
+        normed = torch.rms_norm(x, self.shape, None, self.eps).to(gates.dtype).mul_(weight)
+        return (normed * silu(gates.reshape(x.shape).float())).to(gates.dtype)
 
 
 @dataclass(eq=False)
@@ -96,7 +97,7 @@ def delta_plan(module: Any) -> DeltaPlan | None:
     if set(module._modules) != {*MAPS, *_OTHERS} or set(module._parameters) != {"A_log", "dt_bias"}:
         return None
     is_silu = module.activation == module.norm.activation == "silu"
-    if not is_silu or type(module.conv1d) is not nn.Conv1d or module.A_log.dtype is not torch.float32:
+    if not is_silu or type(module.conv1d) is not nn.Conv1d or module.A_log.dtype is not module.norm.weight.dtype:
         return None
     return DeltaPlan(
         module.layer_idx,
@@ -110,22 +111,22 @@ def delta_plan(module: Any) -> DeltaPlan | None:
     )
 
 
-def can_compile_delta(plan: DeltaPlan) -> bool:
+def can_compile_delta(plan: DeltaPlan, dtype: torch.dtype) -> bool:
     """Return whether there is compiled code for it."""
     weight = plan.convolution.weight()
-    is_vector = all(item.is_cpu and item.is_contiguous() and item.dtype is torch.float32 for item in plan.rates())
+    is_vector = all(item.is_cpu and item.is_contiguous() and item.dtype is dtype for item in plan.rates())
     sizes = plan.key_size, plan.value_size, *plan.norm.shape
     with torch.no_grad():
-        inputs = torch.empty(1, len(weight), dtype=torch.float32, device="cpu")
+        inputs = torch.empty(1, len(weight), dtype=dtype, device="cpu")
         can_read = can_convolve(inputs, weight, plan.convolution.bias())
-    return can_read and is_vector and not any(size % 16 for size in sizes) and plan.norm.weight().dtype is torch.float32
+    return can_read and is_vector and not any(size % 16 for size in sizes) and plan.norm.weight().dtype is dtype
 
 
 def run_delta(plan: DeltaPlan, inputs: Map, x: torch.Tensor, cache: StateCache) -> torch.Tensor:
-    """Run the rule on `x` of shape `[N, hidden_size]`; return `[N, heads * value_size]`."""
+    """Run the rule on `x` of shape `[N, hidden_size]`, in float32; return `[N, heads * value_size]` in its dtype."""
     mixed, gates, factors, decays = inputs(x).split(plan.sizes, dim=1)
     cache.enter(plan.layer)
-    convolved = cache.convolve(mixed, plan.convolution.weight(), plan.convolution.bias(), "silu")
+    convolved = cache.convolve(mixed, plan.convolution.weight(), plan.convolution.bias(), "silu", torch.float32)
     keys = plan.key_heads * plan.key_size
     query, key = (item.unflatten(1, (plan.key_heads, -1)) for item in convolved[:, : 2 * keys].split(keys, dim=1))
     value = convolved[:, 2 * keys :].unflatten(1, (plan.heads, -1))

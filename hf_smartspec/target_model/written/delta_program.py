@@ -15,7 +15,7 @@ from ..recurrent.cache import StateCache
 from .delta import NORM_EPS, DeltaPlan
 
 _LAYOUT = "num_rows", "tail", "rows", "parents"
-_ITEMSIZE = 4  # bytes of float32
+_WIDE = 4  # bytes of float32, in which all is computed from what maps return
 
 
 class Writer(Protocol):
@@ -23,13 +23,11 @@ class Writer(Protocol):
 
     program: Program
     attended: torch.Tensor
+    recurred: torch.Tensor
 
     def add(self, code: int, /, **fields: float) -> int: ...
 
     def multiply(self, item: Any, x: torch.Tensor, outputs: torch.Tensor) -> int: ...
-
-    def norm_vectors(self, norm: Any, vectors: int, strides: tuple[int, int], /, **fields: float) -> int: ...
-
 
 class DeltaOperators:
     """
@@ -49,7 +47,7 @@ class DeltaOperators:
 
     def add(self, plan: DeltaPlan, inputs: Any, x: torch.Tensor) -> None:
         """Write a layer's operators from its input `x` to `attended`."""
-        own, (channels, values, _, _) = self.program, plan.sizes
+        own, channels = self.program, plan.sizes[0]
         number = own.multiply(inputs, x, x)  # outputs are set later
         weight, bias = plan.convolution.weight(), plan.convolution.bias()
         width = inputs.shape[0]
@@ -75,12 +73,20 @@ class DeltaOperators:
             logs=logs.data_ptr(),
             biases=biases.data_ptr(),
             is_delta=True,
-            outputs=own.attended.data_ptr(),
+            outputs=own.recurred.data_ptr(),
             scale=plan.key_size**-0.5,
             eps=NORM_EPS,
         )
-        fields = {"x": own.attended.data_ptr(), "outputs": own.attended.data_ptr(), "gate_stride": width}
-        norm = own.norm_vectors(plan.norm, plan.heads, (values, values), **fields)
+        norm = own.add(
+            codes.GATED_NORM,
+            vectors=plan.heads,
+            size=plan.value_size,
+            x=own.recurred.data_ptr(),
+            weight=plan.norm.weight().data_ptr(),
+            gate_stride=width,
+            outputs=own.attended.data_ptr(),
+            eps=plan.norm.eps,
+        )
         self.plans.append(plan)
         self._widths.append(width)
         self._operators.append([number, convolution, recurrence, norm])
@@ -103,41 +109,42 @@ class DeltaOperators:
         """
         rows = self.program.program.rows
         assert isinstance(cache, StateCache), "the cache that the model needs"
-        num, short = len(x), cache.step.short
+        num, short, itemsize = len(x), cache.step.short, x.itemsize
         assert short is not None, "`CompiledDecoder.serves`"
         maps, outputs, convolutions, recurrences, norms, widths, channels, values, heads = self._index
-        totals = num * (widths + channels + values)
+        totals = num * (_as_wide(widths, itemsize) + channels + values)
         self._offsets = np.zeros_like(totals) if short.stores_all else np.cumsum(totals) - totals
-        short.num_bytes = _ITEMSIZE * int(totals.sum())
-        memory = x.new_empty(int((self._offsets + totals).max()))
-        inputs = memory.data_ptr() + _ITEMSIZE * self._offsets
-        convolved = inputs + _ITEMSIZE * num * widths
+        short.num_bytes, short.dtype = _WIDE * int(totals.sum()), x.dtype
+        memory = x.new_empty(int((self._offsets + totals).max()), dtype=torch.float32)
+        inputs = memory.data_ptr() + _WIDE * self._offsets
+        convolved = inputs + _WIDE * num * _as_wide(widths, itemsize)
         if self._memory_id is not cache.memory_id:
             self._addresses, self._memory_id = self._addresses_in(cache, x), cache.memory_id
         windows, states = self._addresses
         number = max(scratch_size(short.parents.shape[1], plan.key_size, plan.value_size) for plan in self.plans)
-        scratch = x.new_empty(short.num_threads * number)  # `ShortTails.store` may run with more than the program
+        # `ShortTails.store` may run with more threads than the program.
+        scratch = x.new_empty(short.num_threads * number, dtype=torch.float32)
 
         rows[maps, outputs] = inputs
-        key_bytes = _ITEMSIZE * (channels - values) // 2
-        factors = inputs + _ITEMSIZE * (channels + values)
+        key_bytes = _WIDE * (channels - values) // 2
+        factors = inputs + itemsize * (channels + values)
         layout = dict(zip(_LAYOUT, short.layout))
         fields: dict[str, Any] = {"inputs": inputs, "windows": windows, "outputs": convolved, **layout}
         _set(rows, codes.CONVOLVE, convolutions, fields)
         fields = {"queries": convolved, "keys": convolved + key_bytes, "values": convolved + 2 * key_bytes, **layout}
-        fields |= {"betas": factors, "decays": factors + _ITEMSIZE * heads, "states": states}
-        fields |= {"writes": convolved + _ITEMSIZE * num * channels, "scratch": scratch.data_ptr()}
+        fields |= {"betas": factors, "decays": factors + itemsize * heads, "states": states}
+        fields |= {"writes": convolved + _WIDE * num * channels, "scratch": scratch.data_ptr()}
         _set(rows, codes.RECUR, recurrences, fields | {"scratch_size": number})
-        _set(rows, codes.NORM, norms, {"gates": inputs + _ITEMSIZE * channels})
+        _set(rows, codes.GATED_NORM, norms, {"gates": inputs + itemsize * channels})
         return [memory, scratch]
 
     def _addresses_in(self, cache: StateCache, like: torch.Tensor) -> np.ndarray:
         """Return the addresses of each layer's windows and states; asking torch for so many takes long."""
-        windows, states = [], []
+        windows, states, wide = [], [], like.new_empty(0, dtype=torch.float32)
         for plan in self.plans:
             key, shape = (plan.layer, 0), (plan.heads, plan.key_size, plan.value_size)
             windows.append(cache.windows(key, like, plan.convolution.width, plan.sizes[0]).data_ptr())
-            states.append(cache.states(key, like, *shape).data_ptr())
+            states.append(cache.states(key, wide, *shape).data_ptr())
         return np.array([windows, states])
 
     def keep(self, num: int, cache: SlotCache, held: list[torch.Tensor]) -> None:
@@ -151,20 +158,26 @@ class DeltaOperators:
             short.operators[codes.CONVOLVE, (plan.layer, 0)] = rows[convolution].copy()
             short.operators[codes.RECUR, (plan.layer, 0)] = rows[recurrence].copy()
         short.held += held
-        plans, widths, offsets = self.plans, self._widths, self._offsets
+        plans, widths, offsets, dtype = self.plans, self._widths, self._offsets, short.dtype
 
         def fill() -> None:
             for plan, width, offset in zip(plans, widths, offsets.tolist()):
                 key, (channels, values, heads, _) = (plan.layer, 0), plan.sizes
-                sizes = [num * width, num * channels, num * values]
-                parts = memory[offset : offset + sum(sizes)].split(sizes)
-                inputs, convolved, writes = (part.view(num, -1) for part in parts)
+                sizes = [num * _as_wide(width, dtype.itemsize), num * channels, num * values]
+                inputs, *others = memory[offset : offset + sum(sizes)].split(sizes)
+                inputs = inputs.view(dtype)[: num * width].view(num, width)
+                convolved, writes = (item.view(num, -1) for item in others)
                 own = convolved[:, (channels - values) // 2 : channels - values].unflatten(1, (plan.key_heads, -1))
                 written = writes.unflatten(1, (heads, -1))
                 short.inputs[key] = inputs[:, :channels]
                 short.written[key] = own, NORM_EPS, written, inputs[:, width - heads :], plan.rates()
 
         short.fill = fill
+
+
+def _as_wide(widths: Any, itemsize: int) -> Any:
+    """Return the float32 numbers whose memory so many outputs of a map take."""
+    return -(-widths * itemsize // _WIDE)
 
 
 def _set(rows: np.ndarray, code: int, operators: np.ndarray, fields: Mapping[str, Any]) -> None:

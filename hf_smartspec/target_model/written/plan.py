@@ -252,7 +252,10 @@ class _Recognition:
 
     def _delta(self, module: Any) -> DeltaPlan:
         """Return the plan of a gated delta rule, without its maps."""
-        plan = delta_plan(module) if self.model.dtype is torch.float32 else None
+        is_known = self.model.dtype is torch.float32 or (
+            self.model.dtype is torch.bfloat16 and self.model.device.type == "cpu"
+        )
+        plan = delta_plan(module) if is_known else None
         if plan is None:
             raise UnknownStructureError("recurrent layers")
         self._bypass(module.conv1d, module.norm)

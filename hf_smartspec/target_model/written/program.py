@@ -79,6 +79,8 @@ class ForwardProgram:
         self.queries = self._new(max(layer.num_heads * layer.head_dim for layer in layers))
         sizes = [layer.delta.sizes[1] if layer.delta else layer.num_heads * layer.head_dim for layer in layers]
         self.attended = self._new(max(sizes))
+        values = max([layer.delta.sizes[1] for layer in layers if layer.delta], default=0)
+        self.recurred = self._new(values, torch.float32)
         maps: list[Any] = [layer.query_key_value for layer in layers if layer.delta is None]
         self.states = self._new(max([item.shape[0] for item in maps], default=0))
         mlps: list[Any] = [layer.mlp for layer in layers]
@@ -111,8 +113,8 @@ class ForwardProgram:
         is_asked = self.plan.features is None and not self.layers.isdisjoint({-1, len(self.plan.layers)})
         return self.plan.layers[-1].delta is None and not is_asked
 
-    def _new(self, size: int) -> torch.Tensor:
-        self.memory.append(torch.empty(self.room, size, dtype=self.dtype, device="cpu"))
+    def _new(self, size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        self.memory.append(torch.empty(self.room, size, dtype=dtype or self.dtype, device="cpu"))
         return self.memory[-1]
 
     def add(self, code: int, /, **fields: float) -> int:
