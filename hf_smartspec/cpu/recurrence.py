@@ -80,14 +80,9 @@ class ShortTails:
             windows (`torch.Tensor` of shape `[entries, width - 1, channels]`): The last inputs of all entries.
             is_silu (`bool`): Whether SiLU is applied.
         """
-        channels, width = weight.shape
-        outputs = inputs.new_empty(inputs.shape, dtype=torch.float32)
-        fields = (
-            channels, width, is_silu, inputs.stride(0), channels, inputs.data_ptr(), windows.data_ptr(),
-            weight.data_ptr(), 0 if bias is None else bias.data_ptr(), outputs.data_ptr(),
-        )  # fmt: skip
+        outputs, program = convolved(self.layout, self.num_threads, inputs, windows, weight, bias, is_silu)
         self.num_bytes += outputs.nbytes
-        self._run(inputs.dtype, CONVOLVE, key, inputs.numel() * width, fields)
+        self._note(inputs.dtype, CONVOLVE, key, program)
         if not self.stores_all:
             self.inputs[key] = inputs
         return outputs
@@ -133,14 +128,13 @@ class ShortTails:
         )  # fmt: skip
         # Keys are mostly a view of the convolution's outputs, which then stay.
         self.num_bytes += keys.untyped_storage().nbytes() + writes.nbytes + decays.nbytes
-        self._run(decays.dtype, RECUR, key, len(self.rows) * states[0].numel(), fields)
+        num_threads = self.num_threads if len(self.rows) * states[0].numel() > _SMALL else 1
+        self._note(decays.dtype, RECUR, key, run_operator(decays.dtype, RECUR, num_threads, *self.layout, *fields))
         if not self.stores_all:
             self.written[key] = keys, eps, writes, decays, rates
             self.held.append(scratch)
 
-    def _run(self, dtype: torch.dtype, code: int, key: Key, num: int, fields: tuple[float, ...]) -> None:
-        num_threads = self.num_threads if num > _SMALL else 1
-        program = run_operator(dtype, code, num_threads, *self.layout, *fields)
+    def _note(self, dtype: torch.dtype, code: int, key: Key, program: Any) -> None:
         if not self.stores_all:
             assert not self.operators or dtype is self.dtype, "layers of one kind"
             self.dtype = dtype
@@ -179,6 +173,25 @@ class ShortTails:
             program.rows[places, column(code, "outputs")] = 0
             program.rows[places, column(code, name)] = addresses
         program.run(self.num_threads)
+
+
+def convolved(
+    layout: tuple[int, int, int, int],
+    num_threads: int,
+    inputs: torch.Tensor,
+    windows: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    is_silu: bool,
+) -> tuple[torch.Tensor, Any]:
+    """Return `ShortTails.convolve` for rows of such a layout (`ShortTails.layout`), and the program that was run."""
+    (channels, width), outputs = weight.shape, inputs.new_empty(inputs.shape, dtype=torch.float32)
+    fields = (
+        channels, width, is_silu, inputs.stride(0), channels, inputs.data_ptr(), windows.data_ptr(), weight.data_ptr(),
+        0 if bias is None else bias.data_ptr(), outputs.data_ptr(),
+    )  # fmt: skip
+    num_threads = num_threads if inputs.numel() * width > _SMALL else 1
+    return outputs, run_operator(inputs.dtype, CONVOLVE, num_threads, *layout, *fields)
 
 
 def can_convolve(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:

@@ -7,7 +7,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_smartspec.cpu import norms
-from hf_smartspec.cpu.norms import can_norm, few_token_rms_norm, gated_rms_norm
+from hf_smartspec.cpu.norms import can_norm, can_norm_gated, few_token_rms_norm, gated_rms_norm
 from hf_smartspec.target_model.written.parts import RMSNorm, written_norm
 
 from .helpers import check_decoding, numbers
@@ -46,14 +46,22 @@ def test_a_tokens_norm_does_not_depend_on_the_others(dtype):
     assert torch.equal(few_token_rms_norm(x, weight, 1e-6, False), alone)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "size"), [(1, 16), (6, 64)])
-def test_gated_norms_are_those_of_models(heads, size):
-    """Gates lie among other numbers, as in the output of a map."""
-    x, weight, others = numbers(5, heads, size), numbers(size), numbers(5, 3 + heads * size + 2)
+def test_gated_norms_are_those_of_models(heads, size, dtype):
+    """Gates lie among other numbers, as in the output of a map; rounded after the norm, the weight and the gate."""
+    x, weight, others = numbers(5, heads, size), numbers(size).to(dtype), numbers(5, 3 + heads * size + 2).to(dtype)
     gates = others[:, 3:-2]
-    normalized = torch.rms_norm(x.double(), (size,), None, 1e-5) * weight
-    expected = normalized * nn.functional.silu(gates.double()).view(x.shape)
-    torch.testing.assert_close(gated_rms_norm(x, gates, weight, 1e-5).double(), expected, rtol=1e-5, atol=1e-6)
+    assert can_norm_gated(x, gates, weight) and not can_norm_gated(x.to(torch.float64), gates, weight)
+    normalized = torch.rms_norm(x, (size,), None, 1e-5).to(dtype) * weight
+    expected = (normalized * nn.functional.silu(gates.float()).view(x.shape)).to(dtype)
+    found = gated_rms_norm(x, gates, weight, 1e-5)
+    assert found.dtype == dtype
+    if dtype == torch.float32:
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    else:  # the roots and exponentials rarely round to a neighbouring number
+        assert (found != expected).float().mean() < 0.02
+        torch.testing.assert_close(found, expected, rtol=2**-6, atol=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

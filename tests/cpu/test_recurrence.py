@@ -52,12 +52,18 @@ def store(tails, rows, windows, states):
 
 
 @pytest.mark.parametrize(
-    ("groups", "with_beta", "eps", "with_rates"),
-    [(1, True, EPS, True), (2, True, 0.0, False), (4, False, 0.0, False)],
+    ("groups", "with_beta", "eps", "with_rates", "dtype"),
+    [
+        (1, True, EPS, True, torch.float32),
+        (1, True, EPS, True, torch.bfloat16),
+        (2, True, 0.0, False, torch.float32),
+        (4, False, 0.0, False, torch.float32),
+    ],
 )
 @given(rows=rows_of_trees(), sizes=st.sampled_from([(16, 16), (32, 16), (16, 48)]), seed=st.integers(0, 2**31))
 @settings(max_examples=examples(15), deadline=None)
-def test_recurrences_are_those_of_torch(groups, with_beta, eps, with_rates, rows, sizes, seed):
+def test_recurrences_are_those_of_torch(groups, with_beta, eps, with_rates, dtype, rows, sizes, seed):
+    """Decays, factors and rates may be in bfloat16."""
     (tails, table), (dk, dv), heads = tails_of(rows), sizes, 4
     generator, num = torch.Generator().manual_seed(seed), int(table[:, 1].sum())
     # Queries, keys and values lie beside one another, as in the output of a convolution.
@@ -67,18 +73,18 @@ def test_recurrences_are_those_of_torch(groups, with_beta, eps, with_rates, rows
     value = mixed[:, 2 * both :].view(num, heads, dv)
     if not eps:
         key = key / dk
-    decay = -2 * torch.rand(num, heads, generator=generator)
-    beta = torch.rand(num, heads, generator=generator) if with_beta else None
+    decay = -2 * torch.rand(num, heads, generator=generator).to(dtype)
+    beta = torch.rand(num, heads, generator=generator).to(dtype) if with_beta else None
     states = torch.randn(2 * len(rows) + 1, heads, dk, dv, generator=generator)
     before, found = states.clone(), torch.full((num, heads, dv), torch.nan)
     assert can_recur(query, key, value, decay, beta)
     rates = None
     if with_rates:  # softplus is the number itself from 20 on
-        rates = -3 - torch.rand(heads, generator=generator), torch.tensor([-1.0, 0.0, 5.0, 21.0])
+        rates = -3 - torch.rand(heads, generator=generator).to(dtype), torch.tensor([-1.0, 0.0, 5.0, 21.0], dtype=dtype)
         beta = 4 * beta - 2
     tails.recur(KEY, query, key, value, decay, beta, states, found, 0.7, eps, rates)
     if rates is not None:
-        decay, beta = rates_of(decay, rates), beta.sigmoid()
+        decay, beta = rates_of(decay, rates), beta.float().sigmoid()
     store(tails, rows, {}, {KEY: states})
     for (begin, size, entry, _), (parents, end, _) in zip(table, rows):
         own = slice(begin, begin + size)
@@ -96,15 +102,16 @@ def test_recurrences_are_those_of_torch(groups, with_beta, eps, with_rates, rows
     assert torch.equal(states[::2], before[::2]), "other entries stay"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("width", "with_bias", "is_silu"), [(2, True, False), (3, False, True), (4, True, True)])
 @given(rows=rows_of_trees(), channels=st.sampled_from([1, 17, 600]), seed=st.integers(0, 2**31))
 @settings(max_examples=examples(15), deadline=None)
-def test_convolutions_read_the_nearest_ancestors(width, with_bias, is_silu, rows, channels, seed):
+def test_convolutions_read_the_nearest_ancestors(width, with_bias, is_silu, dtype, rows, channels, seed):
     tails, table = tails_of(rows)
     generator, num = torch.Generator().manual_seed(seed), int(table[:, 1].sum())
-    inputs = torch.randn(num, channels + 3, generator=generator)[:, 2:-1]
-    weight, bias = torch.randn(channels, width, generator=generator), torch.randn(channels, generator=generator)
-    windows = torch.randn(2 * len(rows) + 1, width - 1, channels, generator=generator)
+    shapes = (num, channels + 3), (channels, width), (channels,), (2 * len(rows) + 1, width - 1, channels)
+    inputs, weight, bias, windows = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    inputs = inputs[:, 2:-1]
     before, bias = windows.clone(), bias if with_bias else None
     assert can_convolve(inputs, weight, bias)
     found = tails.convolve(KEY, inputs, windows, weight, bias, is_silu)
@@ -112,7 +119,7 @@ def test_convolutions_read_the_nearest_ancestors(width, with_bias, is_silu, rows
     for (begin, _, entry, _), (parents, end, _) in zip(table, rows):
         for node in range(len(parents)):
             read = torch.cat([before[entry], inputs[[begin + item for item in path_to(parents, node)]]])[-width:]
-            expected = (read * weight.T).sum(0) + (0 if bias is None else bias)
+            expected = (read.float() * weight.T.float()).sum(0) + (0 if bias is None else bias.float())
             expected = torch.nn.functional.silu(expected) if is_silu else expected
             torch.testing.assert_close(found[begin + node], expected, atol=1e-5, rtol=1e-5)
         path = [begin + item for item in path_to(parents, end)]

@@ -9,7 +9,7 @@ import torch
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 
-from ...cpu.recurrence import Key, Rates, can_convolve, can_recur, has_vectors
+from ...cpu.recurrence import Key, Rates, can_convolve, can_recur, convolved, has_vectors
 from ...device import to_device
 from ..layout.rows import CacheRow, RowInput
 from .diagonal import scan_levels
@@ -264,9 +264,12 @@ class StateCache(StateRows):
         step, width, dtype = self.step, weight.shape[1], dtype or weight.dtype
         memory = self.windows(self._key, inputs, width, inputs.shape[1])
         is_silu = activation in ("silu", "swish")
-        short = step.short if not step.has_rounds and (is_silu or activation is None) else None
-        if short is not None and dtype is torch.float32 and can_convolve(inputs, weight, bias):
-            return short.convolve(self._key, inputs, memory, weight, bias, is_silu)
+        is_known = dtype is torch.float32 and (is_silu or activation is None)
+        if step.short is not None and is_known and can_convolve(inputs, weight, bias):
+            if not step.has_rounds:
+                return step.short.convolve(self._key, inputs, memory, weight, bias, is_silu)
+            self._keep_windows(inputs, width)
+            return convolved(step.whole.layout, step.whole.num_threads, inputs, memory, weight, bias, is_silu)[0]
         output = self.last_inputs(inputs, width).float().mul_(weight.T.float()).sum(1)  # in place, for its size
         if bias is not None:
             output = output + bias.float()
@@ -275,6 +278,11 @@ class StateCache(StateRows):
 
     def last_inputs(self, inputs: torch.Tensor, width: int) -> torch.Tensor:
         """Return the inputs `[N, channels]` of every token after its ancestors', `[N, width, channels]`."""
+        inputs, sources = self._keep_windows(inputs, width)
+        return inputs[sources]
+
+    def _keep_windows(self, inputs: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep the last inputs after every token of the tails; return inputs and windows, and `step.sources`."""
         step = self.step
         windows, known = self.windows(self._key, inputs, width, inputs.shape[1])[step.at], None
         if step.before is not None:
@@ -284,7 +292,7 @@ class StateCache(StateRows):
         sources = step.sources(width, len(windows))
         after = inputs[step.tails(sources)[..., 1:]]
         step.windows[self._key] = after if known is None else torch.cat([known, after], dim=1)
-        return inputs[sources]
+        return inputs, sources
 
     def last_tokens(self, tokens: torch.Tensor, width: int, before: int) -> torch.Tensor:
         """Return every token of `[N]` after its nearest ancestors, `[N, width]`; `before` stands before a text."""

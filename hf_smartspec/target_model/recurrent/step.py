@@ -81,6 +81,17 @@ class RecurrentStep:
         self.scanned: dict[Key, Scanned | Trail] = {}
         self._levels_of_pieces: dict[int, Levels] = {}
 
+    @cached_property
+    def whole(self) -> ShortTails:
+        """The rows with their pieces, for convolutions by compiled code; nothing is stored after these."""
+        counts = self._sizes + self._heads
+        parents = np.full((len(counts), counts.max()), _NO_TOKEN)
+        for own, tail, head, size in zip(parents, self.parents, self._heads, self._sizes):
+            own[:head] = np.arange(-1, head - 1)
+            own[head : head + size] = np.where(tail[:size] < 0, -1, tail[:size]) + head
+        unstored = np.full(len(counts), -1)
+        return ShortTails(np.stack([self._starts, counts, self.entries, unstored], axis=1), parents)
+
     @property
     def num_bytes(self) -> int:
         """Bytes of what the tails have left."""

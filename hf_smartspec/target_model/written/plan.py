@@ -252,10 +252,8 @@ class _Recognition:
 
     def _delta(self, module: Any) -> DeltaPlan:
         """Return the plan of a gated delta rule, without its maps."""
-        is_known = self.model.dtype is torch.float32 or (
-            self.model.dtype is torch.bfloat16 and self.model.device.type == "cpu"
-        )
-        plan = delta_plan(module) if is_known else None
+        dtypes = (torch.float32, torch.bfloat16) if self.model.device.type == "cpu" else (torch.float32,)
+        plan = delta_plan(module) if self.model.dtype in dtypes else None
         if plan is None:
             raise UnknownStructureError("recurrent layers")
         self._bypass(module.conv1d, module.norm)

@@ -157,10 +157,33 @@ def test_drafts_that_grow_by_several_forwards(architecture, build):
             check_states(model, forward, row, texts[row][:-1])
 
 
-def test_the_written_out_ones_are_not_refused():
+@torch.no_grad()
+def test_a_draft_that_grows_in_bfloat16_is_that_of_one_forward():
+    """Up to rounding, as are the states after it, and what follows."""
+    model, rng = shared_model("qwen3_5_text", dtype=torch.bfloat16), np.random.default_rng(0)
+    text, tree, found = rng.integers(3, VOCAB_SIZE, 9), random_tree(rng, 6), []
+    parts = [DraftTree(tree.tokens[:end], tree.parents[:end], tree.probs[:end]) for end in (2, 6)]
+    for firsts in ((0, 2), (0,)):
+        forward = packed_forward(model)
+        row = forward.add()
+        logits = [
+            forward.forward([RowInput(row, text[row.length :] if not first else text[:0], part, first)])[0]
+            for first, part in zip(firsts, parts[-len(firsts) :])
+        ]
+        forward.commit([row], [path_to(tree, 5)])
+        after = forward.forward([RowInput(row, text[:1])])[0]
+        memories = [*forward.cache._windows.values(), *forward.cache._states.values()]
+        found.append([torch.cat(logits), after, *memories])
+    for grown, whole in zip(*found):
+        torch.testing.assert_close(grown.float(), whole.float(), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_written_out_ones_are_not_refused(dtype):
     for (name, build), is_one_call in zip(WRITTEN, (True, False)):
-        build(shared_model(name))
-        decoder = written_decoder(shared_model(name))
+        model = shared_model(name, dtype=dtype)
+        build(model)
+        decoder = written_decoder(model)
         assert decoder is not None
         if has_recurrence():
             assert (decoder._compiled is not None) == is_one_call, "experts are called as they are"

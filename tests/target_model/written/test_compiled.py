@@ -60,8 +60,6 @@ def test_every_bit_is_that_of_the_layers(name, dtype, programs):
     """Ragged rows, trees, chains, and an accepted path."""
     if name == "olmo2" and dtype == torch.bfloat16:
         pytest.skip("its norms round otherwise, and are called")
-    if name in RECURRENT and dtype == torch.bfloat16:
-        pytest.skip("it is written out in float32 only")
     model = model_of(name, dtype)
     other = copy.deepcopy(model)
     forward = tried(model)
