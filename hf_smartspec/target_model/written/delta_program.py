@@ -29,6 +29,7 @@ class Writer(Protocol):
 
     def multiply(self, item: Any, x: torch.Tensor, outputs: torch.Tensor) -> int: ...
 
+
 class DeltaOperators:
     """
     The operators of all layers with a delta rule.
