@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 
 from ..jit.writing import cpu_features, cpu_name
 from ..log import get_logger
-from .kernels.multiply import NARROW_TOKENS, tokens_at_once
+from .kernels.multiply import MANY, NARROW_TOKENS, scratch_size, tokens_at_once
 from .kernels.program import MULTIPLY
 from .kernels.vectors import has_pairs, num_lanes
 from .program import DTYPES, run_operator
@@ -125,18 +125,21 @@ def few_token_linear(
     num_outputs = weight.shape[0]
     outputs = x.new_empty(num_tokens, num_outputs)
     num_threads = 1 if num_tokens * num_inputs * num_outputs <= SMALL else torch.get_num_threads()
-    at_once, size, wide = tokens_at_once(num_tokens, num_inputs, x.itemsize), 0, None
-    if widens(x.dtype, num_tokens):
-        size = at_once * num_inputs
-        wide = x.new_empty(num_threads * size, dtype=torch.float32)
+    at_once, size, scratch = tokens_at_once(num_tokens, num_inputs, x.itemsize), 0, None
+    if needs_scratch(x.dtype, num_tokens):
+        size = scratch_size(num_tokens, num_inputs, x.itemsize)
+        scratch = x.new_empty(num_threads * size, dtype=torch.float32)
     run_operator(
         x.dtype, MULTIPLY, num_threads, num_tokens, num_inputs, num_outputs, share_of(num_outputs, num_inputs, ROWS),
         at_once, weight.data_ptr(), x.data_ptr(), 0 if bias is None else bias.data_ptr(), outputs.data_ptr(),
-        0 if wide is None else wide.data_ptr(), size, 0 if packed is None else packed.data_ptr(),
+        0 if scratch is None else scratch.data_ptr(), size, 0 if packed is None else packed.data_ptr(),
     )  # fmt: skip
     return outputs
 
 
-def widens(dtype: torch.dtype, num_tokens: int) -> bool:
-    """Return whether products of so many tokens widen these once, for all tiles."""
-    return num_tokens > NARROW_TOKENS and num_lanes() == 8 and dtype is torch.bfloat16
+def needs_scratch(dtype: torch.dtype, num_tokens: int) -> bool:
+    """
+    Return whether products of so many tokens need memory of their own (`scratch_size`), where these are widened once
+    for all tiles, or long rows are multiplied in parts.
+    """
+    return (num_tokens > NARROW_TOKENS and dtype is torch.bfloat16) if num_lanes() == 8 else num_tokens >= MANY

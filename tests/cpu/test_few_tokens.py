@@ -41,11 +41,11 @@ def test_numbers_are_those_of_linear(num_outputs, num_inputs, with_bias, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_outputs", [37, 600])
-def test_a_tokens_result_does_not_depend_on_the_others(num_outputs, dtype):
-    """Bit by bit: verifying a draft gives what decoding its tokens one by one gives."""
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(37, 1600), (600, 1600), (37, 3120), (203, 4096)])
+def test_a_tokens_result_does_not_depend_on_the_others(num_outputs, num_inputs, dtype):
+    """Bit by bit: verifying a draft gives what decoding its tokens one by one gives; also in parts of long rows."""
     weight, bias, x = (
-        numbers(*shape).to(dtype) for shape in ((num_outputs, 1600), (num_outputs,), (NUMBERS[-1], 1600))
+        numbers(*shape).to(dtype) for shape in ((num_outputs, num_inputs), (num_outputs,), (NUMBERS[-1], num_inputs))
     )
     alone = torch.cat([few_token_linear(line[None], weight, bias) for line in x])
     for num_tokens in NUMBERS:

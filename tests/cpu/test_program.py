@@ -30,9 +30,9 @@ def test_a_thread_that_is_late_is_not_waited_for_and_does_nothing():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_thread_that_enters_when_no_share_is_left_writes_nothing(dtype):
     weight, tokens = torch.randn(48, 32).to(dtype), torch.randn(6, 32).to(dtype)
-    outputs, wide = torch.zeros(6, 48, dtype=dtype), torch.zeros(2, 6 * 32)
-    numbers = {"num_tokens": 6, "num_inputs": 32, "num_outputs": 48, "share": 3, "at_once": 6, "wide_size": 6 * 32}
-    tensors = {"weight": weight, "tokens": tokens, "outputs": outputs, "wide": wide}
+    outputs, scratch = torch.zeros(6, 48, dtype=dtype), torch.zeros(2, 6 * 32)
+    numbers = {"num_tokens": 6, "num_inputs": 32, "num_outputs": 48, "share": 3, "at_once": 6, "scratch_size": 6 * 32}
+    tensors = {"weight": weight, "tokens": tokens, "outputs": outputs, "scratch": scratch}
     fields = numbers | {name: tensor.data_ptr() for name, tensor in tensors.items()}
     program = Program(dtype, [(codes.MULTIPLY, fields)])
     run_alone(program)
@@ -40,9 +40,9 @@ def test_a_thread_that_enters_when_no_share_is_left_writes_nothing(dtype):
     # As if the thread had looked at the state before others left the operator, and entered after that.
     program.rows[:, column(codes.MULTIPLY, "next") - 1] = 0
     outputs.zero_()
-    wide.zero_()
+    scratch.zero_()
     run_alone(program)
-    assert not outputs.any() and not wide.any()
+    assert not outputs.any() and not scratch.any()
 
 
 def test_more_threads_than_processors_compute_what_one_does():

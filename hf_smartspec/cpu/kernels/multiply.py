@@ -1,25 +1,25 @@
 """Products of a few tokens with a weight."""
 
 from ...jit import inner
-from ...jit.pointers import ahead, bfloat16_at, itemsize_of, like, take, uint8_at, widened
+from ...jit.pointers import ahead, bfloat16_at, float32_at, itemsize_of, like, take, uint8_at, widened
 from .packed import MOST_CODES, packed_bytes
-from .tiles import PACE, lanes, tile
+from .tiles import PACE, lanes, tile, tile_part
 from .vectors import num_lanes
 
 # Compiled code is called with the address of these numbers, int64 each.
 # next: incremented by the thread that takes the next share of the work; share: outputs in a share.
 # weight, tokens, bias (or 0), outputs: addresses of numbers of one kind.
 # at_once: tokens that are multiplied by some rows before the next rows are read.
-# threads: incremented by each thread that takes part; wide: 0, or the address of `wide_size` float32 for the tokens of
-#   each of these.
+# threads: incremented by each thread that takes part; scratch: 0, or the address of `scratch_size` float32 for each of
+#   these: for tokens that are widened, or sums of parts of rows; where its size is 0, no rows are multiplied in parts.
 # packed: 0, or the address of the packed weight: its table, and then its rows.
 MULTIPLY_FIELDS = tuple(
     """
-    next threads num_tokens num_inputs num_outputs share at_once weight tokens bias outputs wide wide_size packed
+    next threads num_tokens num_inputs num_outputs share at_once weight tokens bias outputs scratch scratch_size packed
     """.split()
 )
 NEXT, THREADS, NUM_TOKENS, NUM_INPUTS, NUM_OUTPUTS, SHARE, AT_ONCE, WEIGHT, TOKENS, BIAS, OUTPUTS = range(11)
-WIDE, WIDE_SIZE, PACKED = range(11, 14)
+SCRATCH, SCRATCH_SIZE, PACKED = range(11, 14)
 
 _TOKENS = 12  # a multiple of the tokens of tiles of 8 lanes
 _ALWAYS_AT_ONCE, _WIDE_TILE, _TALL_TILE = 16, 6, 8  # tokens
@@ -27,6 +27,10 @@ _LEVEL_1 = 2**15  # bytes that stay in the level 1 cache while rows are read
 _AHEAD = 6 * 2**10  # bytes: rows are prefetched for the first tile that is further ahead
 CACHE = 2**16  # numbers that fill half of a small level 2 cache
 NARROW_TOKENS = 4  # of the largest tile of 8 lanes
+MANY = 32  # tokens from which on long rows are multiplied in parts
+# Numbers in a part, and the tokens and rows that are multiplied by one part before the next: four rows' parts stay in
+# the level 1 cache beside those of a tile's tokens, and all sums in a level 2 cache of 1 MiB.
+_PART, _GROUP, _ROWS = 2**10, 96, 48
 
 
 def tokens_at_once(num_tokens: int, num_inputs: int, itemsize: int) -> int:
@@ -42,20 +46,30 @@ def tokens_at_once(num_tokens: int, num_inputs: int, itemsize: int) -> int:
     return _TALL_TILE if fitting >= _TALL_TILE else _ALWAYS_AT_ONCE
 
 
+def scratch_size(num_tokens: int, num_inputs: int, itemsize: int) -> int:
+    """Return the float32 numbers that a thread needs for products of up to `num_tokens`."""
+    if num_lanes() == 8:
+        return tokens_at_once(num_tokens, num_inputs, itemsize) * num_inputs
+    is_long = num_inputs * itemsize * _TALL_TILE > _LEVEL_1  # not even the tokens of a tile stay in level 1
+    return _GROUP * _ROWS * num_lanes() if is_long and num_tokens >= MANY else 0
+
+
 @inner
 def multiply(a, kind, wide_kind):
     """
     Take the next share of the weight's rows, until no rows are left. Numbers are of the type that `kind` points to.
-    Where `a[WIDE]` is set, tokens are widened to float32 once, not in each tile.
+    Where `a[SCRATCH]` is set and `wide_kind` is not None, tokens are widened to float32 once, not in each tile.
     """
     weight, tokens = like(kind, a[WEIGHT]), like(kind, a[TOKENS])
     bias, outputs = like(kind, a[BIAS]), like(kind, a[OUTPUTS])
     if wide_kind is not None:
-        if a[WIDE]:
-            wide = ahead(like(wide_kind, a[WIDE]), take(ahead(a, THREADS)) * a[WIDE_SIZE])
+        if a[SCRATCH]:
+            wide = ahead(like(wide_kind, a[SCRATCH]), take(ahead(a, THREADS)) * a[SCRATCH_SIZE])
             _multiply(a, weight, tokens, bias, outputs, wide, None)
         else:
             _multiply(a, weight, tokens, bias, outputs, None, None)
+    elif a[SCRATCH] and a[SCRATCH_SIZE]:
+        _multiply_in_parts(a, weight, tokens, bias, outputs)
     elif a[PACKED]:
         _multiply(a, weight, tokens, bias, outputs, None, uint8_at(a[PACKED]))
     else:
@@ -144,6 +158,45 @@ def _multiply_tiles(num_rows, tiles, rows, tokens, bias, outputs, length, stride
         tokens, outputs = ahead(tokens, num * length), ahead(outputs, num * stride)
         if distance:
             distance += part
+
+
+@inner
+def _multiply_in_parts(a, weight, tokens, bias, outputs):
+    """Do as `_multiply` with many tokens, part after part of some rows and tokens."""
+    share, length, stride = min(a[SHARE], _ROWS), a[NUM_INPUTS], a[NUM_OUTPUTS]
+    sums = ahead(float32_at(a[SCRATCH]), take(ahead(a, THREADS)) * a[SCRATCH_SIZE])
+    row = share * take(ahead(a, NEXT))
+    while row < stride:
+        num_rows, rows, token = min(share, stride - row), ahead(weight, row * length), 0
+        more = ahead(bias, row) if a[BIAS] else bias
+        while token < a[NUM_TOKENS]:
+            num = tile_width(a[NUM_TOKENS] - token, _GROUP)
+            own, results = ahead(tokens, token * length), ahead(outputs, token * stride + row)
+            for begin in range(0, length, _PART):
+                _add_part(a, begin, num_rows, num, rows, own, more, results, sums)
+            token += num
+        row = share * take(ahead(a, NEXT))
+
+
+@inner
+def _add_part(a, begin, num_rows, num_tokens, weight, tokens, bias, outputs, sums):
+    """Add the products of a part of some rows and tokens to their sums; with the last part, store outputs."""
+    length, stride = a[NUM_INPUTS], a[NUM_OUTPUTS]
+    is_first, is_last, some = begin == 0, begin + _PART >= length, min(_PART, length - begin)
+    (num_tiles, width, num_wider), token = tile_widths(num_tokens, _WIDE_TILE), 0
+    for number in range(num_tiles):
+        num, row = width + 1 if number < num_wider else width, 0
+        while row < num_rows:
+            rows = 4 if row + 4 <= num_rows else 1
+            few = num if rows == 4 else 1
+            more = ahead(bias, row) if a[BIAS] else bias
+            for first in range(token, token + num, few):
+                own, results = ahead(tokens, first * length + begin), ahead(outputs, first * stride + row)
+                place = ahead(sums, (row * num_tokens + rows * first) * lanes())
+                numbers = ahead(weight, row * length + begin)
+                tile_part(rows, few, numbers, own, more, results, some, length, stride, place, is_first, is_last)
+            row += rows
+        token += num
 
 
 @inner

@@ -80,10 +80,7 @@ def tile(
 
     def generate(context, builder, signature, arguments):
         weight, token, output = (signature.args[place].dtype for place in (2, 3, 5))
-        factors = numbers = _vectors(builder, weight)
-        if token != weight:  # tokens were widened
-            factors, numbers = (Lanes(builder, num_lanes(), kind) for kind in (weight, token))
-        kinds = factors, numbers, Lanes(builder, num_lanes(), output)
+        kinds = factors, *_ = _kinds(builder, weight, token, output)
         ahead = (None, None) if distance == types.none else arguments[9:11]
         reader = factors if packed == types.none else Packed(factors, *cgutils.unpack_tuple(builder, arguments[11]))
         is_plain, are_pairs = packed == types.none, can_unpack() and weight == token == types.uint16
@@ -102,6 +99,47 @@ def tile(
 
     number = types.int64
     return types.void(number, number, weight, tokens, bias, outputs, *[number] * 3, distance, pace, packed), generate
+
+
+@intrinsic
+def tile_part(
+    typing_context,
+    num_rows,
+    num_tokens,
+    weight,
+    tokens,
+    bias,
+    outputs,
+    num,
+    length,
+    stride,
+    sums,
+    is_first,
+    is_last,
+):
+    """
+    Add up `num` of the `length` numbers of rows and tokens, as `tile` does: beginning with the sums of the part before,
+    at `sums` (`[num_rows, num_tokens, lanes]` float32), unless it `is_first`, and storing these there; or, if it
+    `is_last`, outputs. All parts but the last have a multiple of 32 numbers. So outputs are those of `tile`.
+    """
+
+    def generate(context, builder, signature, arguments):
+        kinds = _kinds(builder, *[signature.args[place].dtype for place in (2, 3, 5)])
+        done = builder.append_basic_block("done")
+        size = builder.switch(_code_of(builder, *arguments[:2]), done)
+        of_rows = _SIZES[num_lanes()]
+        for rows, number in [(num, number) for num in (1, 4) for number in of_rows.get(num, ())]:
+            block = builder.append_basic_block(f"part_{rows}x{number}")
+            size.add_case(I64(rows << _SHIFT | number), block)
+            builder.position_at_end(block)
+            _write_part(kinds, rows, number, *arguments[2:])
+            builder.branch(done)
+        builder.position_at_end(done)
+        return context.get_dummy_value()
+
+    number = types.int64
+    kinds = number, number, weight, tokens, bias, outputs, *[number] * 3, sums, types.boolean, types.boolean
+    return types.void(*kinds), generate
 
 
 @intrinsic
@@ -180,6 +218,14 @@ def _vectors(builder: ir.IRBuilder, kind: types.Type) -> Lanes:
     return (Pairs if kind == types.uint16 and has_pairs() else Lanes)(builder, num_lanes(), kind)
 
 
+def _kinds(builder: ir.IRBuilder, weight: types.Type, token: types.Type, output: types.Type) -> tuple[Lanes, ...]:
+    """Return the writers for rows and products, for tokens, and for outputs."""
+    factors = numbers = _vectors(builder, weight)
+    if token != weight:  # tokens were widened
+        factors, numbers = (Lanes(builder, num_lanes(), kind) for kind in (weight, token))
+    return factors, numbers, Lanes(builder, num_lanes(), output)
+
+
 def _code_of(builder: ir.IRBuilder, num_rows: ir.Value, num_tokens: ir.Value) -> ir.Value:
     return builder.or_(builder.shl(num_rows, I64(_SHIFT)), num_tokens)
 
@@ -187,10 +233,37 @@ def _code_of(builder: ir.IRBuilder, num_rows: ir.Value, num_tokens: ir.Value) ->
 def _write_tile(
     reader, kinds, num_rows, num_tokens, weight, tokens, bias, outputs, length, row_stride, stride, distance, pace
 ):
-    weights, numbers, results = kinds
-    builder = weights.builder
+    sums = [[kinds[0].zeros() for _ in range(num_tokens)] for _ in range(num_rows)]
+    _add_products(reader, kinds, sums, weight, tokens, length, row_stride, length, distance, pace)
+    _store_totals(kinds, sums, bias, outputs, stride)
+
+
+def _write_part(
+    kinds, num_rows, num_tokens, weight, tokens, bias, outputs, num, length, stride, partial, is_first, is_last
+):
+    weights, builder = kinds[0], kinds[0].builder
     sums = [[weights.zeros() for _ in range(num_tokens)] for _ in range(num_rows)]
-    for begin, is_whole in reader.parts(length):
+    pairs = [
+        (own, builder.gep(partial, [I64((row * num_tokens + token) * weights.number)]))
+        for row, of_row in enumerate(sums)
+        for token, own in enumerate(of_row)
+    ]
+    with builder.if_then(builder.not_(is_first)):
+        for own, pointer in pairs:
+            builder.store(builder.load(weights.sum_at(pointer)), own)
+    _add_products(weights, kinds, sums, weight, tokens, num, length, length, None, None)
+    with builder.if_else(is_last) as (then, otherwise):
+        with then:
+            _store_totals(kinds, sums, bias, outputs, stride)
+        with otherwise:
+            for own, pointer in pairs:
+                weights.store_sum(own, pointer)
+
+
+def _add_products(reader, kinds, sums, weight, tokens, num, row_stride, token_stride, distance, pace):
+    weights, numbers, _ = kinds
+    builder, num_rows, num_tokens = weights.builder, len(sums), len(sums[0])
+    for begin, is_whole in reader.parts(num):
         starts = [builder.add(begin, builder.mul(I64(row), row_stride)) for row in range(num_rows)]
         factors = [reader.factors(weight, start, is_whole) for start in starts]
         if distance is not None:
@@ -200,11 +273,16 @@ def _write_tile(
         for number in range(reader.step // numbers.step):
             place = builder.add(begin, I64(number * numbers.step))
             for token in range(num_tokens):
-                own = numbers.load(tokens, builder.add(place, builder.mul(I64(token), length)), is_whole)
+                own = numbers.load(tokens, builder.add(place, builder.mul(I64(token), token_stride)), is_whole)
                 for row in range(num_rows):
                     weights.add_products(sums[row][token], factors[row][number], own)
                 if num_rows * num_tokens > _FEW_SUMS:
                     weights.hold()
+
+
+def _store_totals(kinds, sums, bias, outputs, stride):
+    weights, _, results = kinds
+    builder, num_rows, num_tokens = weights.builder, len(sums), len(sums[0])
     more, together = results.load_few(bias, num_rows), max(weights.number // num_rows, 1)
     for first in range(0, num_tokens, together):  # as many tokens as have their totals in one vector
         own = range(first, min(first + together, num_tokens))

@@ -10,9 +10,9 @@ import torch
 
 from ...cpu.attention import division
 from ...cpu.compact import CompactWeights
-from ...cpu.few_tokens import ROWS, widens
+from ...cpu.few_tokens import ROWS, needs_scratch
 from ...cpu.kernels import program as codes
-from ...cpu.kernels.multiply import tokens_at_once
+from ...cpu.kernels.multiply import scratch_size, tokens_at_once
 from ...cpu.program import ON_TOKENS, Program, column
 from ...cpu.quantized.native import Rounded, blocks_of, num_groups
 from ...cpu.screening import Picks, Screen, ScreenOperators
@@ -181,7 +181,8 @@ class ForwardProgram:
             fields |= {"num_groups": weight.shape[1], "share": blocks_of(num_outputs, num_inputs), **rounded}
             return self.add(codes.INT8, scales=scale.data_ptr(), **fields)
         at_once = tokens_at_once(self.room, num_inputs, self.dtype.itemsize)
-        fields |= {"at_once": at_once, "wide_size": at_once * num_inputs}
+        size = scratch_size(self.room, num_inputs, self.dtype.itemsize)
+        fields |= {"at_once": at_once, "scratch_size": size}
         share = share_of(num_outputs, num_inputs, ROWS)
         code, copy = codes.MULTIPLY, self.compact.get(weight.data_ptr())
         if copy is not None and self.dtype is torch.bfloat16:
@@ -289,11 +290,11 @@ class ForwardProgram:
         rows = self.program.rows
         self.token_counts = rows[:, column(codes.ADD, "num_tokens")]
         # Indices of numpy's own, since every use of a list would make them anew.
-        self.sized, self.sized_kept, self.on_wide, self.on_lines = (
+        self.sized, self.sized_kept, self.on_scratch, self.on_lines = (
             np.array(numbers, np.int64) for numbers in (self.on_all, self.on_kept, self.multiplied, self.rotated)
         )
-        self.wide = column(codes.MULTIPLY, "wide")
-        self.most_wide = int(rows[self.multiplied, column(codes.MULTIPLY, "wide_size")].max(initial=0))
+        self.scratch = column(codes.MULTIPLY, "scratch")
+        self.most_scratch = int(rows[self.multiplied, column(codes.MULTIPLY, "scratch_size")].max(initial=0))
         layers = [layer for layer in self.plan.layers if layer.delta is None]
         self.lines = column(codes.ROTATE, "lines")
         pairs = (codes.ROTATE, self.rotated), (codes.ATTEND, self.attending)
@@ -358,11 +359,11 @@ class ForwardProgram:
             held.append(x.new_empty(self.num_threads * size, dtype=torch.float32))
             rows[where] = held[-1].data_ptr(), len(seen.runs) - 1, parts, size, *seen.addresses
 
-        if widens(self.dtype, len(x)):
-            held.append(x.new_empty(self.num_threads * self.most_wide, dtype=torch.float32))
-            rows[self.on_wide, self.wide] = held[-1].data_ptr()
+        if needs_scratch(self.dtype, len(x)):
+            held.append(x.new_empty(self.num_threads * self.most_scratch, dtype=torch.float32))
+            rows[self.on_scratch, self.scratch] = held[-1].data_ptr()
         else:
-            rows[self.on_wide, self.wide] = 0
+            rows[self.on_scratch, self.scratch] = 0
         return held
 
     def _set_memory(self, x: torch.Tensor, cache: SlotCache) -> None:
