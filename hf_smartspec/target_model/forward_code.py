@@ -22,18 +22,17 @@ _MENTIONS = frozenset(
     "conv_kernel_size copy create_causal_mask create_recurrent_attention_mask create_sliding_window_causal_mask dense "
     "device dict down_proj dropout dt_bias dtype DynamicCache eager_attention_forward embed_dropout embed_tokens "
     "embedding_dropout embedding_multiplier enumerate exp expand F fc1 fc2 final_layernorm float float32 functional "
-    "gate_proj gate_up_proj get_conv_state get_interface get_recurrent_state get_seq_length getattr "
-    "has_sliding_layers head_dim head_k_dim head_v_dim hidden_states in_proj_a in_proj_b in_proj_qkv in_proj_z "
-    "input_layernorm is_recording_past isinstance k_layernorm k_norm k_proj key_dim last_hidden_state layer_idx "
-    "layer_types layers linear_attn mean mlp MoeModelOutputWithPast ndim nn norm num_attention_heads num_heads "
-    "num_hidden_layers num_key_value_groups num_key_value_heads o_proj out_proj past_key_values pop "
-    "post_attention_layernorm post_feedforward_layernorm post_mlp_layernorm post_self_attn_layernorm "
-    "pre_feedforward_layernorm q_layernorm q_norm q_proj qk_layernorm qkv_proj reshape resid_attn_dropout "
-    "resid_dropout resid_mlp_dropout residual_dropout residual_multiplier rotary_emb rotary_ndims scaling self_attn "
-    "set shape sigmoid size sliding_window softplus split squeeze tensor to torch torch_chunk_gated_delta_rule "
-    "torch_recurrent_gated_delta_rule training transpose tuple type_as unsqueeze up_proj update update_conv_state "
-    "update_recurrent_state use_bidirectional_attention use_parallel_residual use_qk_norm use_rope v_proj value_dim "
-    "ValueError view weight".split()
+    "gate_proj gate_up_proj get_conv_state get_interface get_recurrent_state get_seq_length getattr has_sliding_layers "
+    "head_dim head_k_dim head_v_dim hidden_states in_proj_a in_proj_b in_proj_qkv in_proj_z input_layernorm "
+    "is_recording_past is_sliding isinstance k_layernorm k_norm k_proj key_dim last_hidden_state layer_idx layer_types "
+    "layers linear_attn mean mlp MoeModelOutputWithPast ndim nn norm num_attention_heads num_heads num_hidden_layers "
+    "num_key_value_groups num_key_value_heads o_proj out_proj past_key_values pop post_attention_layernorm "
+    "post_feedforward_layernorm post_mlp_layernorm post_self_attn_layernorm pre_feedforward_layernorm q_layernorm "
+    "q_norm q_proj qk_layernorm qkv_proj reshape resid_attn_dropout resid_dropout resid_mlp_dropout residual_dropout "
+    "residual_multiplier rotary_emb rotary_ndims scaling self_attn set shape sigmoid size sliding_window softplus "
+    "split squeeze tensor to torch torch_chunk_gated_delta_rule torch_recurrent_gated_delta_rule training transpose "
+    "tuple type_as unsqueeze up_proj update update_conv_state update_recurrent_state use_bidirectional_attention "
+    "use_parallel_residual use_qk_norm use_rope v_proj value_dim ValueError view weight".split()
 )
 
 Kind = type[nn.Module]

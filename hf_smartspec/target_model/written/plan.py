@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ..attention.tree_attention import layer_window
 from ..compat import shared_value
-from ..forward_code import foreign_code, unknown_mentions
+from ..forward_code import foreign_code, mentions, unknown_mentions
 from ..logits import LogitScaling
 from .delta import MAPS, DeltaPlan, delta_plan
 from .parts import (
@@ -54,9 +54,9 @@ _FINAL_NORM = ("norm", "final_layernorm")
 
 # Attributes of modules and configs that are read here, beside those that forwards mention.
 READ = frozenset(
-    "attn_logit_softcapping clip_qkv embedding_multiplier eps final_logit_softcapping head_dim layer_idx layer_types "
-    "logit_scale logits_scaling num_attention_heads num_hidden_layers num_key_value_heads residual_multiplier scaling "
-    "sliding_window use_rope variance_epsilon".split()
+    "attn_logit_softcapping clip_qkv embedding_multiplier eps final_logit_softcapping head_dim is_sliding layer_idx "
+    "layer_types logit_scale logits_scaling num_attention_heads num_hidden_layers num_key_value_heads "
+    "residual_multiplier scaling sliding_window use_rope variance_epsilon".split()
 )
 
 
@@ -242,7 +242,7 @@ class _Recognition:
             scaling=1.0 if delta else float(getattr(attention, "scaling", heads[2] ** -0.5)),
             softcap=getattr(attention, "attn_logit_softcapping", None),
             window=layer_window(attention, window),
-            rotation=None if delta or not getattr(attention, "use_rope", True) else written_rotation(attention),
+            rotation=written_rotation(attention) if not delta and _rotates(attention) else None,
             layer_type=types[index] if types and index is not None else None,
             is_parallel=names[1:] == (None, None, None),
             multiplier=float(getattr(layer, "residual_multiplier", 1.0)),
@@ -350,6 +350,12 @@ class _Recognition:
         left -= {id(parameter) for layer in unused for parameter in layer.parameters()}
         if left or any(id(item) not in self.known for item in _own_parameters([self.model, *self.bypassed])):
             raise UnknownStructureError("further parameters")
+
+
+def _rotates(attention: Any) -> bool:
+    """Return whether queries and keys are rotated; those of EXAONE 4's layers without a window are not."""
+    is_global = "is_sliding" in mentions(type(attention)) and not attention.is_sliding
+    return getattr(attention, "use_rope", True) and not (is_global and attention.sliding_window is not None)
 
 
 def _path(model: nn.Module, decoder: nn.Module) -> list[nn.Module]:
