@@ -17,7 +17,7 @@ from .kernels.program import ATTEND
 from .kernels.runs import divide, extent
 from .kernels.vectors import num_lanes
 from .program import DTYPES, run_operator
-from .tensor_checks import is_plain
+from .tensor_checks import is_plain, is_vector
 
 NO_TREE = 2**40  # a line after all others
 _FEW = 64  # tokens of a row, where torch multiplies those of prompts
@@ -73,10 +73,16 @@ def most_width(dtype: torch.dtype) -> int:
     return ANY if most_tokens(dtype) == ANY or num_lanes() == 8 else _FEW
 
 
-def can_attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None = None) -> bool:
+def can_attend(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> bool:
     """
     Return whether compiled code computes attention of queries `[N, heads, head_dim]` to keys and values `[lines,
-    kv_heads, head_dim]` as they lie in memory.
+    kv_heads, head_dim]` as they lie in memory, also with `sinks`.
     """
     return (
         is_plain(queries)
@@ -87,7 +93,11 @@ def can_attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, 
         and not queries.shape[2] % 16
         and keys.is_contiguous()
         and values.is_contiguous()
-        and not (torch.is_grad_enabled() and any([item.requires_grad for item in (queries, keys, values)]))
+        and (sinks is None or (sinks.dtype is queries.dtype and is_vector(sinks, queries.shape[1])))
+        and not (
+            torch.is_grad_enabled()
+            and any([item.requires_grad for item in (queries, keys, values, sinks) if item is not None])
+        )
         and has_attention(queries.dtype)
     )
 
@@ -98,6 +108,7 @@ def few_token_attention(
     values: torch.Tensor,
     lines: SeenLines,
     scale: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
     Compute attention of tokens, each over neighbouring lines, for arguments that pass `can_attend`.
@@ -107,6 +118,8 @@ def few_token_attention(
         keys, values (`torch.Tensor` of shape `[lines, kv_heads, head_dim]`): Keys and values of all rows.
         lines (`SeenLines`): Lines that the tokens attend to.
         scale (`float`, *optional*): Factor of scores, above 0; `head_dim ** -0.5` where not given.
+        sinks (`torch.Tensor` of shape `[heads]`, *optional*): Logits that join the scores of each head in the softmax,
+            and have no value.
 
     Returns:
         `torch.Tensor` of shape `[N, heads, head_dim]`. A token's result does not depend on the others.
@@ -120,8 +133,8 @@ def few_token_attention(
     runs, *others = lines.addresses
     run_operator(
         queries.dtype, ATTEND, num_threads, num_runs, runs, parts, kv_heads, heads // kv_heads, size, *others,
-        queries.data_ptr(), keys.data_ptr(), values.data_ptr(), outputs.data_ptr(), 0, 0, 0, scratch.data_ptr(),
-        own, size**-0.5 if scale is None else scale,
+        queries.data_ptr(), keys.data_ptr(), values.data_ptr(), outputs.data_ptr(), 0, 0, 0,
+        0 if sinks is None else sinks.data_ptr(), scratch.data_ptr(), own, size**-0.5 if scale is None else scale,
     )  # fmt: skip
     return outputs
 

@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 
 from ..jit.writing import cpu_features, cpu_name
 from ..log import get_logger
-from .kernels.multiply import MANY, NARROW_TOKENS, scratch_size, tokens_at_once
+from .kernels.multiply import MANY, NARROW_TOKENS, part_rows, scratch_size, tokens_at_once
 from .kernels.program import MULTIPLY
 from .kernels.vectors import has_pairs, num_lanes
 from .program import DTYPES, run_operator
@@ -133,13 +133,14 @@ def few_token_linear(
         x.dtype, MULTIPLY, num_threads, num_tokens, num_inputs, num_outputs, share_of(num_outputs, num_inputs, ROWS),
         at_once, weight.data_ptr(), x.data_ptr(), 0 if bias is None else bias.data_ptr(), outputs.data_ptr(),
         0 if scratch is None else scratch.data_ptr(), size, 0 if packed is None else packed.data_ptr(),
+        part_rows(num_outputs, num_inputs, x.itemsize, num_threads),
     )  # fmt: skip
     return outputs
 
 
 def needs_scratch(dtype: torch.dtype, num_tokens: int) -> bool:
     """
-    Return whether products of so many tokens need memory of their own (`scratch_size`), where these are widened once
-    for all tiles, or long rows are multiplied in parts.
+    Return whether products of so many tokens may need memory of their own (`scratch_size`): for tokens that are widened
+    once for all tiles, or for sums of parts of long rows.
     """
     return (num_tokens > NARROW_TOKENS and dtype is torch.bfloat16) if num_lanes() == 8 else num_tokens >= MANY

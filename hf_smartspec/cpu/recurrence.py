@@ -36,7 +36,8 @@ class ShortTails:
         operators (dict): What `store` runs, by code and layer: rows of a `Program`.
         inputs (dict), written (dict): By layer, what these read: inputs of convolutions; keys, their `eps`, what is
             written, and decays, with their `rates`.
-        dtype (`torch.dtype`): Of these inputs, decays and rates, and of windows; all other numbers are float32.
+        dtype (`torch.dtype`): Dtype of these inputs, of decays, of rates and of windows, which hold the last inputs;
+            all other numbers, states among them, are float32.
         num_bytes (`int`): Bytes of these for all tokens, or what they would take if no state were stored at once.
         stores_all (`bool`): Whether all states are stored at once: then these stay empty.
         fill (`Callable`, *optional*): Fills `inputs` and `written`, if they are not filled yet.
@@ -210,13 +211,20 @@ def can_convolve(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 
 
 def can_recur(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor | None,
+    rates: Rates | None = None,
 ) -> bool:
     """Return whether compiled code computes `ShortTails.recur`, and can read the tensors as they lie."""
     return (
         decay.dim() == 2
         and all(_is_plain(item, torch.float32) for item in (query, key, value))
         and all(item is None or (_is_plain(item, decay.dtype) and item.stride(1) == 1) for item in (decay, beta))
+        and (rates is None or all(item.dtype is decay.dtype and is_vector(item, decay.shape[1]) for item in rates))
+        and (rates is not None or decay.dtype is torch.float32)
         and all(has_vectors(item) and not item.shape[2] % 16 for item in (query, key, value))
         and has_kernels(decay.dtype)
         and has_recurrence()

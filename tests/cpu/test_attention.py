@@ -68,6 +68,25 @@ def test_results_are_those_of_torch(kv_heads, groups, size, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kv_heads", "groups"), [(1, 1), (2, 3), (3, 8)])
+def test_sinks_join_the_scores_and_have_no_value(kv_heads, groups, dtype):
+    """Low ones, high ones, and one that leaves nothing."""
+    rows, heads = np.array([0, 1, 2, 2]), kv_heads * groups
+    lines = SeenLines(rows * _STRIDE, np.array([1, 33, 80, 81]), runs_of(rows))
+    keys, values = (numbers(3 * _STRIDE + shift, kv_heads, 32).to(dtype)[shift:] for shift in (0, 1))
+    queries, sinks = numbers(4, heads, 32).to(dtype), torch.linspace(-9, 9, heads).to(dtype)
+    sinks[-1] = 200.0
+    assert can_attend(queries, keys, values, 0.3, sinks) and not can_attend(queries, keys, values, 0.3, sinks.double())
+    found = few_token_attention(queries, keys, values, lines, 0.3, sinks)
+    for token, (first, count) in enumerate(zip(lines.firsts.tolist(), lines.counts.tolist())):
+        own = slice(first, first + count)
+        key, value = (item[own].double().repeat_interleave(groups, dim=1) for item in (keys, values))
+        scores = torch.cat([0.3 * torch.einsum("hd,lhd->hl", queries[token].double(), key), sinks[:, None]], dim=1)
+        expected = torch.einsum("hl,lhd->hd", scores.softmax(-1)[:, :-1], value)
+        assert_close(found[token], expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kv_heads", [1, 3])
 def test_rows_that_share_a_prefix_get_the_bits_of_rows_that_share_nothing(kv_heads, dtype):
     """Wherever it lies, whatever its length; trees after it, too."""

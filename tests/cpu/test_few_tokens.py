@@ -22,7 +22,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 DTYPES = (torch.float32, torch.bfloat16)
-NUMBERS = (*range(1, 17), 64, 131)  # of tokens: every tile, more than one, and more than stay in the cache at once
+# Of tokens: every tile, more than one, and more than stay in the cache at once, or are multiplied in parts at once.
+NUMBERS = (*range(1, 17), 31, 32, 64, 97, 131)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

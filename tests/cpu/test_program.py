@@ -27,11 +27,15 @@ def test_a_thread_that_is_late_is_not_waited_for_and_does_nothing():
     assert torch.equal(x, 3 * added)
 
 
+@pytest.mark.parametrize("num_tokens", [6, 32])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_thread_that_enters_when_no_share_is_left_writes_nothing(dtype):
-    weight, tokens = torch.randn(48, 32).to(dtype), torch.randn(6, 32).to(dtype)
-    outputs, scratch = torch.zeros(6, 48, dtype=dtype), torch.zeros(2, 6 * 32)
-    numbers = {"num_tokens": 6, "num_inputs": 32, "num_outputs": 48, "share": 3, "at_once": 6, "scratch_size": 6 * 32}
+def test_a_thread_that_enters_when_no_share_is_left_writes_nothing(dtype, num_tokens):
+    """Few tokens; and many, whose products are computed in parts where the CPU has AVX-512."""
+    weight, tokens = torch.randn(48, 32).to(dtype), torch.randn(num_tokens, 32).to(dtype)
+    size = num_tokens * max(32, 12 * 16)
+    outputs, scratch = torch.zeros(num_tokens, 48, dtype=dtype), torch.zeros(2, size)
+    numbers = {"num_tokens": num_tokens, "num_inputs": 32, "num_outputs": 48, "share": 3, "at_once": num_tokens}
+    numbers |= {"scratch_size": size, "part_rows": 12}
     tensors = {"weight": weight, "tokens": tokens, "outputs": outputs, "scratch": scratch}
     fields = numbers | {name: tensor.data_ptr() for name, tensor in tensors.items()}
     program = Program(dtype, [(codes.MULTIPLY, fields)])

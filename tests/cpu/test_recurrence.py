@@ -77,11 +77,11 @@ def test_recurrences_are_those_of_torch(groups, with_beta, eps, with_rates, dtyp
     beta = torch.rand(num, heads, generator=generator).to(dtype) if with_beta else None
     states = torch.randn(2 * len(rows) + 1, heads, dk, dv, generator=generator)
     before, found = states.clone(), torch.full((num, heads, dv), torch.nan)
-    assert can_recur(query, key, value, decay, beta)
     rates = None
     if with_rates:  # softplus is the number itself from 20 on
         rates = -3 - torch.rand(heads, generator=generator).to(dtype), torch.tensor([-1.0, 0.0, 5.0, 21.0], dtype=dtype)
         beta = 4 * beta - 2
+    assert can_recur(query, key, value, decay, beta, rates)
     tails.recur(KEY, query, key, value, decay, beta, states, found, 0.7, eps, rates)
     if rates is not None:
         decay, beta = rates_of(decay, rates), beta.float().sigmoid()
@@ -132,6 +132,9 @@ def test_other_numbers_are_left_to_torch():
     assert can_recur(x, x, x, rates, None) and can_convolve(x[:, 0], weight, None)
     assert not can_recur(x[..., :8], x[..., :8], x, rates, None), "not whole vectors"
     assert not can_recur(x, x, x, x, None), "a decay for each channel"
+    assert not can_recur(x, x, x, rates.bfloat16(), None), "decays in bfloat16 that are not computed from rates"
+    others = torch.zeros(1), torch.zeros(1, dtype=torch.bfloat16)
+    assert not can_recur(x, x, x, rates, None, others), "rates of several kinds"
     assert not can_convolve(x[:, 0].half(), weight, None) and not can_convolve(x[:, 0], torch.zeros(16, 5), None)
     assert not can_convolve(x[:, 0].clone().requires_grad_(), weight, None)
 

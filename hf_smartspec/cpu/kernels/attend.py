@@ -24,18 +24,19 @@ from .tiles import add_weighted, most_sums, tile, tokens_at
 # places: 0, or the address of int64 `[tokens]`: the place of each token in queries and gates.
 # gates: 0, or the address of the first token's gates, by the sigmoids of which outputs are multiplied: `size` numbers
 #   for each head, `2 * size` numbers apart, and `gate_stride` numbers from one token to the next.
+# sinks: 0, or the address of `[heads]` numbers of the type of queries: logits without values, which join the scores.
 # prefixes, prefix_counts: 0, or addresses of int64 `[tokens]`: the first line, and the number of lines, that each token
 #   attends to before these; the same for all tokens of a run.
 # scratch: address of `scratch_size` float32 for each thread.
 ATTEND_FIELDS = tuple(
     "next threads num_runs runs parts kv_heads groups size firsts counts nodes bits distance prefixes "
-    "prefix_counts queries keys values outputs places gates gate_stride scratch scratch_size scale".split()
+    "prefix_counts queries keys values outputs places gates gate_stride sinks scratch scratch_size scale".split()
 )
 (
     _NEXT, _THREADS, _NUM_RUNS, _RUNS, _PARTS, _KV_HEADS, _GROUPS, _SIZE, _FIRSTS, _COUNTS, _NODES, _BITS, _DISTANCE,
     _PREFIXES, _PREFIX_COUNTS, _QUERIES, _KEYS, _VALUES, _OUTPUTS, _PLACES, _GATES, _GATE_STRIDE,
-    _SCRATCH, _SCRATCH_SIZE, _SCALE,
-) = range(25)  # fmt: skip
+    _SINKS, _SCRATCH, _SCRATCH_SIZE, _SCALE,
+) = range(26)  # fmt: skip
 MOST_TOKENS = 8  # tokens of a run
 # Lines that are read for all heads and tokens before the next ones are: `_SMALL_BLOCK` where queries are so few that
 # reading takes longer than computing.
@@ -167,6 +168,9 @@ def _attend(a, run, scale, queries, keys, values, results, scratch):
     _add_lines(a, run, own, num, scale, own_scores, values, wide, highest, totals, results, then)
     for row in range(rows):
         share, result = _UNITS / np.float32(totals[row]), ahead(results, row * size)
+        if a[_SINKS]:
+            sink = get(like(values, a[_SINKS]), (begin + row // some) * groups + row % groups)
+            share = _ONE / (_ONE / share + exponential(sink - scale * highest[row]))
         for index in range(size):
             result[index] *= share
 

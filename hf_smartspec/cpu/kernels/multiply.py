@@ -11,25 +11,28 @@ from .vectors import num_lanes
 # weight, tokens, bias (or 0), outputs: addresses of numbers of one kind.
 # at_once: tokens that are multiplied by some rows before the next rows are read.
 # threads: incremented by each thread that takes part; scratch: 0, or the address of `scratch_size` float32 for each of
-#   these: for tokens that are widened, or sums of parts of rows; where its size is 0, no rows are multiplied in parts.
+#   these: for tokens that are widened, or sums of parts of rows.
+# part_rows: 0, or the rows that `MANY` tokens or more are multiplied by in parts, by one thread at a time.
 # packed: 0, or the address of the packed weight: its table, and then its rows.
 MULTIPLY_FIELDS = tuple(
     """
     next threads num_tokens num_inputs num_outputs share at_once weight tokens bias outputs scratch scratch_size packed
+    part_rows
     """.split()
 )
 NEXT, THREADS, NUM_TOKENS, NUM_INPUTS, NUM_OUTPUTS, SHARE, AT_ONCE, WEIGHT, TOKENS, BIAS, OUTPUTS = range(11)
-SCRATCH, SCRATCH_SIZE, PACKED = range(11, 14)
+SCRATCH, SCRATCH_SIZE, PACKED, PART_ROWS = range(11, 15)
 
 _TOKENS = 12  # a multiple of the tokens of tiles of 8 lanes
 _ALWAYS_AT_ONCE, _WIDE_TILE, _TALL_TILE = 16, 6, 8  # tokens
+_WIDE_ROWS = 4  # of tiles of `_WIDE_TILE` tokens
 _LEVEL_1 = 2**15  # bytes that stay in the level 1 cache while rows are read
 _AHEAD = 6 * 2**10  # bytes: rows are prefetched for the first tile that is further ahead
 CACHE = 2**16  # numbers that fill half of a small level 2 cache
 NARROW_TOKENS = 4  # of the largest tile of 8 lanes
-MANY = 32  # tokens from which on long rows are multiplied in parts
-# Numbers in a part, and the tokens and rows that are multiplied by one part before the next: four rows' parts stay in
-# the level 1 cache beside those of a tile's tokens, and all sums in a level 2 cache of 1 MiB.
+MANY = 32  # tokens from which on long rows are multiplied in parts, with AVX-512
+# Numbers in a part, and most tokens and rows of one: a tile's tokens stay in the level 1 cache while all rows are read,
+# and rows, tokens and sums in a level 2 cache of 1 MiB.
 _PART, _GROUP, _ROWS = 2**10, 96, 48
 
 
@@ -50,15 +53,27 @@ def scratch_size(num_tokens: int, num_inputs: int, itemsize: int) -> int:
     """Return the float32 numbers that a thread needs for products of up to `num_tokens`."""
     if num_lanes() == 8:
         return tokens_at_once(num_tokens, num_inputs, itemsize) * num_inputs
-    is_long = num_inputs * itemsize * _TALL_TILE > _LEVEL_1  # not even the tokens of a tile stay in level 1
-    return _GROUP * _ROWS * num_lanes() if is_long and num_tokens >= MANY else 0
+    return _GROUP * _ROWS * num_lanes() if num_tokens >= MANY and are_long(num_inputs, itemsize) else 0
+
+
+def are_long(num_inputs: int, itemsize: int) -> bool:
+    """Return whether rows are multiplied in parts: not even the tokens of a tile stay in the level 1 cache."""
+    return num_lanes() == 16 and num_inputs * itemsize * _TALL_TILE > _LEVEL_1
+
+
+def part_rows(num_outputs: int, num_inputs: int, itemsize: int, num_threads: int) -> int:
+    """Return the rows that a thread multiplies in parts at a time, a quarter of its part at most; 0 for short rows."""
+    if not are_long(num_inputs, itemsize):
+        return 0
+    return max(min(_ROWS, num_outputs // (4 * num_threads)) // _WIDE_ROWS * _WIDE_ROWS, _WIDE_ROWS)
 
 
 @inner
 def multiply(a, kind, wide_kind):
     """
     Take the next share of the weight's rows, until no rows are left. Numbers are of the type that `kind` points to.
-    Where `a[SCRATCH]` is set and `wide_kind` is not None, tokens are widened to float32 once, not in each tile.
+    Where `a[SCRATCH]` is set, tokens are widened to float32 once, not in each tile, if `wide_kind` is not None; else,
+    many tokens are multiplied by long rows in parts.
     """
     weight, tokens = like(kind, a[WEIGHT]), like(kind, a[TOKENS])
     bias, outputs = like(kind, a[BIAS]), like(kind, a[OUTPUTS])
@@ -68,7 +83,7 @@ def multiply(a, kind, wide_kind):
             _multiply(a, weight, tokens, bias, outputs, wide, None)
         else:
             _multiply(a, weight, tokens, bias, outputs, None, None)
-    elif a[SCRATCH] and a[SCRATCH_SIZE]:
+    elif a[SCRATCH] and a[PART_ROWS] and a[NUM_TOKENS] >= MANY:
         _multiply_in_parts(a, weight, tokens, bias, outputs)
     elif a[PACKED]:
         _multiply(a, weight, tokens, bias, outputs, None, uint8_at(a[PACKED]))
@@ -163,7 +178,7 @@ def _multiply_tiles(num_rows, tiles, rows, tokens, bias, outputs, length, stride
 @inner
 def _multiply_in_parts(a, weight, tokens, bias, outputs):
     """Do as `_multiply` with many tokens, part after part of some rows and tokens."""
-    share, length, stride = min(a[SHARE], _ROWS), a[NUM_INPUTS], a[NUM_OUTPUTS]
+    share, length, stride = a[PART_ROWS], a[NUM_INPUTS], a[NUM_OUTPUTS]
     sums = ahead(float32_at(a[SCRATCH]), take(ahead(a, THREADS)) * a[SCRATCH_SIZE])
     row = share * take(ahead(a, NEXT))
     while row < stride:
@@ -180,15 +195,18 @@ def _multiply_in_parts(a, weight, tokens, bias, outputs):
 
 @inner
 def _add_part(a, begin, num_rows, num_tokens, weight, tokens, bias, outputs, sums):
-    """Add the products of a part of some rows and tokens to their sums; with the last part, store outputs."""
+    """
+    Add the products of a part of some rows and tokens to their sums; with the last part, store outputs. Sums lie tile
+    by tile: four rows by some tokens, and of rows that are left one by one.
+    """
     length, stride = a[NUM_INPUTS], a[NUM_OUTPUTS]
     is_first, is_last, some = begin == 0, begin + _PART >= length, min(_PART, length - begin)
     (num_tiles, width, num_wider), token = tile_widths(num_tokens, _WIDE_TILE), 0
     for number in range(num_tiles):
         num, row = width + 1 if number < num_wider else width, 0
         while row < num_rows:
-            rows = 4 if row + 4 <= num_rows else 1
-            few = num if rows == 4 else 1
+            rows = _WIDE_ROWS if row + _WIDE_ROWS <= num_rows else 1
+            few = num if rows > 1 else 1
             more = ahead(bias, row) if a[BIAS] else bias
             for first in range(token, token + num, few):
                 own, results = ahead(tokens, first * length + begin), ahead(outputs, first * stride + row)

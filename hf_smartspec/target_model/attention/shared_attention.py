@@ -15,38 +15,48 @@ from .seen_lines import has_few_tokens, lines_of
 _flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
-def attention_by_pieces(
+def shared_attention(
     packed: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     layout: StepLayout,
-    window: int | None = None,
-    scaling: float | None = None,
+    scaling: float | None,
     dropout: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """
-    Compute `packed_attention` of a step with shared prefixes, for layers without window, or of one without these; for
-    layers without soft cap or bias.
-
-    Args:
-        sinks (`torch.Tensor` of shape `[heads]`, *optional*): Logits that join the scores of each head in the softmax,
-            and have no value: outputs are multiplied by the share of the scores.
-    """
-    assert window is None or not layout.shared, "layers with windows share no prefixes"
-    have_few = sinks is None and all([has_few_tokens(part, window, packed.dtype) for part in layout.parts])
-    if have_few and not dropout and can_attend(packed, key, value, scaling):
-        return few_token_attention(packed, key, value, lines_of(layout, layout.parts, window), scaling)
+    """Compute `packed_attention` of a step with shared prefixes, for layers without window, soft cap or bias."""
+    have_few = all([has_few_tokens(part, None, packed.dtype) for part in layout.parts])
+    if have_few and not dropout and can_attend(packed, key, value, scaling, sinks):
+        return few_token_attention(packed, key, value, lines_of(layout, layout.parts, None), scaling, sinks)
     outputs, lses = [], []
     for part in layout.parts:
         own = packed if len(layout.parts) == 1 else packed[part.tokens]
-        output, lse = _of_part(own, key, value, part, window, scaling, dropout)
+        output, lse = _of_part(own, key, value, part, None, scaling, dropout)
         outputs.append(output)
         lses.append(lse)
     output, lse = (outputs[0], lses[0]) if len(outputs) == 1 else (torch.cat(outputs), torch.cat(lses))
     for shared in layout.shared:
         _merge(output, lse, *_of_shared(packed, key, value, shared, scaling, dropout), shared.tokens)
-    return output if sinks is None else output * torch.sigmoid(lse - sinks[:, None]).to(output.dtype)
+    return output if sinks is None else _share(output, lse, sinks)
+
+
+def part_with_sinks(
+    packed: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    part: PaddedPart,
+    window: int | None,
+    scaling: float | None,
+    dropout: float,
+    sinks: torch.Tensor,
+) -> torch.Tensor:
+    """Compute `packed_attention` of one part, where each head has a sink."""
+    return _share(*_of_part(packed, key, value, part, window, scaling, dropout), sinks)
+
+
+def _share(output: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Multiply outputs `[tokens, heads, dim]` by the share of the scores in a softmax that sinks `[heads]` join."""
+    return output * torch.sigmoid(lse - sinks[:, None]).to(output.dtype)
 
 
 def _of_part(
@@ -146,7 +156,7 @@ def _by_scores(
     scores = torch.matmul(query, key.transpose(2, 3)) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if mask is not None:
-        scores = scores + mask
+        scores += mask  # in place, for their size
     lse = scores.logsumexp(dim=-1, keepdim=True)
-    weights = torch.dropout((scores - lse).exp(), dropout, dropout > 0)
+    weights = torch.dropout(scores.sub_(lse).exp_(), dropout, dropout > 0)
     return torch.matmul(weights.to(query.dtype), value), lse

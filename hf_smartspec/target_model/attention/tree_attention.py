@@ -19,7 +19,7 @@ from ..compat import modules_of
 from ..layout.step_layout import PaddedPart, StepLayout
 from .folding import fold, unfold, unpad
 from .seen_lines import has_few_tokens, lines_of
-from .shared_attention import attention_by_pieces
+from .shared_attention import part_with_sinks, shared_attention
 from .varlen import is_trusted, judge, kind_of, varlen_attention
 
 PREFIX = "smartspec_tree_"
@@ -54,7 +54,7 @@ def tree_attention(
         query (`torch.Tensor` of shape `[1, heads, N, head_dim]`): Queries of all rows, packed.
         key, value (`torch.Tensor` of shape `[1, kv_heads, lines, head_dim]`): Memory, as `SlotLayer.update` returns it.
         replaces (`str`): The implementation to call outside packed steps (in another thread's forward).
-        s_aux (`torch.Tensor` of shape `[heads]`, *optional*): Sinks (`attention_by_pieces`).
+        s_aux (`torch.Tensor` of shape `[heads]`, *optional*): Sinks, see `packed_attention`.
 
     Returns:
         The output of shape `[1, N, heads, head_dim]`, and None for the weights.
@@ -80,6 +80,8 @@ def tree_attention(
     options |= {} if s_aux is None else {"sinks": s_aux}
     packed = query[0].transpose(0, 1)
     if encoded is not None:
+        if s_aux is not None:
+            raise NotImplementedError("Tree attention does not support sinks after an encoder.")
         return encoded.attend(module, packed, key, value, layout, position_bias, **options)[None], None
     chosen, layout.chosen = layout.chosen, None
     if chosen is not None:
@@ -109,7 +111,8 @@ def packed_attention(
         window (`int`, *optional*): Length of the sliding window.
         bias (`Callable`, *optional*): Returns the summand of a part's scores, `[R, heads, S, K]`; `[R, 1, S, K]` for
             all heads.
-        sinks (`torch.Tensor` of shape `[heads]`, *optional*): See `attention_by_pieces`.
+        sinks (`torch.Tensor` of shape `[heads]`, *optional*): Logits that join the scores of each head in the softmax,
+            and have no value.
 
     Returns:
         `torch.Tensor` of shape `[N, heads, head_dim]`.
@@ -119,13 +122,13 @@ def packed_attention(
     """
     if sinks is not None and not (softcap is None and bias is None):
         raise NotImplementedError("Tree attention does not support sinks beside a soft cap or bias.")
-    if layout.shared or sinks is not None:
-        assert softcap is None and bias is None, "such models share no prefixes (`shares_prefixes`)"
-        return attention_by_pieces(packed, key, value, layout, window, scaling, dropout, sinks)
-    is_plain = softcap is None and bias is None and not dropout
+    if layout.shared:
+        assert window is None and softcap is None and bias is None, "such models share no prefixes (`shares_prefixes`)"
+        return shared_attention(packed, key, value, layout, scaling, dropout, sinks)
+    is_plain = softcap is None and bias is None and sinks is None and not dropout
     kind = kind_of(packed, key, value, layout, window) if is_plain else None
     if kind is None:
-        return _masked_attention(packed, key, value, layout, window, scaling, softcap, dropout, bias)
+        return _masked_attention(packed, key, value, layout, window, scaling, softcap, dropout, bias, sinks)
     trusted = is_trusted(kind)
     if trusted:
         return varlen_attention(packed, key, value, layout, window, scaling)
@@ -145,17 +148,21 @@ def _masked_attention(
     softcap: float | None = None,
     dropout: float = 0.0,
     bias: Callable[[PaddedPart], torch.Tensor] | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute `packed_attention` by padded rectangles and masks."""
-    is_plain = softcap is None and bias is None and not dropout and can_attend(packed, key, value, scaling)
+    is_plain = softcap is None and bias is None and not dropout and can_attend(packed, key, value, scaling, sinks)
     have_few = [is_plain and has_few_tokens(part, window, packed.dtype) for part in layout.parts]
     if all(have_few):
-        return few_token_attention(packed, key, value, lines_of(layout, layout.parts, window), scaling)
+        return few_token_attention(packed, key, value, lines_of(layout, layout.parts, window), scaling, sinks)
     outputs = []
     for part, has_few in zip(layout.parts, have_few):
         own = packed if len(layout.parts) == 1 else packed[part.tokens]
         if has_few:
-            outputs.append(few_token_attention(own, key, value, lines_of(layout, [part], window), scaling))
+            outputs.append(few_token_attention(own, key, value, lines_of(layout, [part], window), scaling, sinks))
+            continue
+        if sinks is not None:
+            outputs.append(part_with_sinks(own, key, value, part, window, scaling, dropout, sinks))
             continue
         added = None if bias is None else bias(part)
         outputs.append(unpad(attend_part(own, key, value, part, window, scaling, softcap, dropout, added), part))

@@ -322,8 +322,8 @@ class StateCache(StateRows):
         Args:
             query, key (`torch.Tensor` of shape `[N, heads / groups, dk]`), value (`torch.Tensor` of shape `[N, heads,
                 dv]`), decay (`torch.Tensor` of shape `[N, heads]` or `[N, heads, dk]`), beta (`torch.Tensor` of shape
-                `[N, heads]`, *optional*): Inputs in float32; with `rates`, the last two may be in another dtype, as
-                these. Neighbouring heads share queries and keys.
+                `[N, heads]`, *optional*): Inputs in float32; where `rates` are given, decays and betas may be in their
+                dtype. Neighbouring heads share queries and keys.
             is_transposed (`bool`): Whether transformers' caches have these states as `[heads, dv, dk]`.
             scale (`float`), eps (`float`): Factor of queries; where `eps` is not 0, queries and keys are normalized.
             rates (pair of `torch.Tensor`, *optional*): See `rates_of`; betas are then sigmoids of those given.
@@ -337,7 +337,7 @@ class StateCache(StateRows):
         heads, size, value_size = value.shape[1], key.shape[2], value.shape[2]
         if short is not None:
             query, key, value = (item if has_vectors(item) else item.contiguous() for item in (query, key, value))
-            if can_recur(query, key, value, decay, beta):
+            if can_recur(query, key, value, decay, beta, rates):
                 states, output = self.states(self._key, value, heads, size, value_size), torch.empty_like(value)
                 short.recur(self._key, query, key, value, decay, beta, states, output, scale, eps, rates)
                 return output

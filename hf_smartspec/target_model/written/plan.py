@@ -252,6 +252,7 @@ class _Recognition:
 
     def _delta(self, module: Any) -> DeltaPlan:
         """Return the plan of a gated delta rule, without its maps."""
+        # Of GPUs, bfloat16 has not been tried out.
         dtypes = (torch.float32, torch.bfloat16) if self.model.device.type == "cpu" else (torch.float32,)
         plan = delta_plan(module) if self.model.dtype in dtypes else None
         if plan is None:

@@ -12,7 +12,7 @@ from ...cpu.attention import division
 from ...cpu.compact import CompactWeights
 from ...cpu.few_tokens import ROWS, needs_scratch
 from ...cpu.kernels import program as codes
-from ...cpu.kernels.multiply import scratch_size, tokens_at_once
+from ...cpu.kernels.multiply import part_rows, scratch_size, tokens_at_once
 from ...cpu.program import ON_TOKENS, Program, column
 from ...cpu.quantized.native import Rounded, blocks_of, num_groups
 from ...cpu.screening import Picks, Screen, ScreenOperators
@@ -79,8 +79,7 @@ class ForwardProgram:
         self.queries = self._new(max(layer.num_heads * layer.head_dim for layer in layers))
         sizes = [layer.delta.sizes[1] if layer.delta else layer.num_heads * layer.head_dim for layer in layers]
         self.attended = self._new(max(sizes))
-        values = max([layer.delta.sizes[1] for layer in layers if layer.delta], default=0)
-        self.recurred = self._new(values, torch.float32)
+        self.recurred = self._new(max([own.delta.sizes[1] for own in layers if own.delta], default=0), torch.float32)
         maps: list[Any] = [layer.query_key_value for layer in layers if layer.delta is None]
         self.states = self._new(max([item.shape[0] for item in maps], default=0))
         mlps: list[Any] = [layer.mlp for layer in layers]
@@ -182,7 +181,8 @@ class ForwardProgram:
             return self.add(codes.INT8, scales=scale.data_ptr(), **fields)
         at_once = tokens_at_once(self.room, num_inputs, self.dtype.itemsize)
         size = scratch_size(self.room, num_inputs, self.dtype.itemsize)
-        fields |= {"at_once": at_once, "scratch_size": size}
+        rows = part_rows(num_outputs, num_inputs, self.dtype.itemsize, self.num_threads)
+        fields |= {"at_once": at_once, "scratch_size": size, "part_rows": rows}
         share = share_of(num_outputs, num_inputs, ROWS)
         code, copy = codes.MULTIPLY, self.compact.get(weight.data_ptr())
         if copy is not None and self.dtype is torch.bfloat16:

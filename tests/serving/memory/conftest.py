@@ -13,7 +13,7 @@ def together(monkeypatch):
     monkeypatch.setattr(prefix_cache, "LEAST_SHARED", 24)
     monkeypatch.setattr(prefix_cache, "LEAST_SAVED", 0)
     monkeypatch.setattr(prefix_cache, "_STEP", 8)
-    seen, attend = [], attention.attention_by_pieces
+    seen, attend = [], attention.shared_attention
 
     def noting(packed, key, value, layout, *args):
         seen.append([(part.num_columns, len(part.tokens)) for part in layout.shared])
@@ -25,6 +25,6 @@ def together(monkeypatch):
         return run_program(compiled, given, *args)
 
     run_program = CompiledDecoder.run
-    monkeypatch.setattr(attention, "attention_by_pieces", noting)
+    monkeypatch.setattr(attention, "shared_attention", noting)
     monkeypatch.setattr(CompiledDecoder, "run", run)
     return seen

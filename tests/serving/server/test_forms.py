@@ -193,7 +193,7 @@ def with_tools(served_with_tools):
 _CALL = '<tool_call>{"name": "add", "arguments": {"of": 1}}</tool_call>'
 
 
-@pytest.mark.parametrize("before", ["", "ab ", "<think>a b</think>", _CALL, f"{_CALL} and "])
+@pytest.mark.parametrize("before", ["", "ab ", "<think>a b</think>", "<think>in</think>hi", _CALL, f"{_CALL} and "])
 @pytest.mark.parametrize("call", ["nope", '{"name": "add"}', '{"name": 3, "arguments": {}}'])
 def test_no_text_of_what_is_no_tool_call_is_lost_wherever_its_pieces_end(served_with_tools, before, call):
     """Pieces may have a beginning of the call, in which the text before it stands once more, such as a space."""

@@ -45,7 +45,9 @@ def test_implementation_stays_until_the_last_of_overlapping_steps_has_ended(mode
     assert model.config._attn_implementation == before
 
 
-def test_plain_forward_of_another_thread_is_not_disturbed_by_a_step_under_way(model):
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])  # without sinks and with them
+def test_plain_forward_of_another_thread_is_not_disturbed_by_a_step_under_way(name):
+    model = new_model(name)
     ids = torch.tensor([[5, 6, 7, 8]])
     mask = torch.tensor([[0, 1, 1, 1]])
     expected = model(input_ids=ids, attention_mask=mask).logits[:, 1:]
@@ -80,6 +82,14 @@ def test_single_queries_attend_to_their_own_row(dtype, error, lengths):
         scores = torch.einsum("hd,hkd->hk", queries[0, :, row].float(), keys[row, :, : length + 1].float())
         expected = torch.einsum("hk,hkd->hd", (scores / 8**0.5).softmax(-1), values[row, :, : length + 1].float())
         torch.testing.assert_close(output[0, row].float(), expected, atol=error, rtol=error)
+
+
+def test_sinks_that_are_not_supported_are_refused():
+    layout, (queries, keys, values) = a_layout(), torch.zeros(3, 1, 2, 16)
+    options = {"softcap": 1.0}, {"bias": lambda part: torch.zeros(1, 1, 1, 1)}
+    for given in options:
+        with pytest.raises(NotImplementedError, match="sinks beside a soft cap or bias"):
+            attention.packed_attention(queries, keys, values, layout, **given, sinks=torch.zeros(2))
 
 
 def test_two_threads_generate_from_one_model(model):

@@ -1,5 +1,7 @@
 """States of rows: after commits along trees they are those of plain forwards over the same texts."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -176,6 +178,32 @@ def test_a_draft_that_grows_in_bfloat16_is_that_of_one_forward():
         found.append([torch.cat(logits), after, *memories])
     for grown, whole in zip(*found):
         torch.testing.assert_close(grown.float(), whole.float(), rtol=0.05, atol=0.05)
+
+
+@torch.no_grad()
+def test_pieces_of_prompts_in_bfloat16_are_as_near_to_float32_as_the_models_own_forward():
+    """With whole pieces, whose convolutions are compiled, and the rest of each prompt."""
+    model, rng = new_model("qwen3_5_text").bfloat16(), np.random.default_rng(0)
+    texts, found = [rng.integers(3, VOCAB_SIZE, length) for length in (40, 15, 3)], []
+    wide = copy.deepcopy(model).float()
+    for forward in (PackedForward(wide), PackedForward(model), packed_forward(model)):
+        forward.cache.chunk = 7
+        rows = [forward.add() for _ in texts]
+        logits = [forward.forward([RowInput(*item) for item in zip(rows, texts)])[0]]
+        logits.append(forward.forward([RowInput(row, text[:1]) for row, text in zip(rows, texts)])[0])
+        found.append(torch.cat(logits).float())
+    exact, own, written = found
+    assert written_decoder(model) is not None and (written - exact).norm() < 1.2 * (own - exact).norm()
+
+
+@pytest.mark.parametrize("name", ["A_log", "dt_bias", "norm.weight", "conv1d.weight"])
+def test_weights_of_several_dtypes_are_left_to_the_models_own_forward(name):
+    model = new_model("qwen3_5_text").bfloat16()
+    layer = next(layer.linear_attn for layer in model.model.layers if hasattr(layer, "linear_attn"))
+    parameter = layer.get_parameter(name)
+    parameter.data = parameter.data.float()
+    packed_forward(model)
+    assert written_decoder(model) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

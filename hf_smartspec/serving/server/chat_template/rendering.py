@@ -113,7 +113,10 @@ class MessageReader:
         self._first = [] if self._parser is None else response_events_to_chunks(self._parser.initial_events)
         self._unread = ""  # text since the last item
         template = get_response_template(served.tokenizer, served.model) or {}
-        self._call_end = template.get("fields", {}).get("tool_calls", {}).get("close")
+        fields = template.get("fields", {})
+        self._call_end = fields.get("tool_calls", {}).get("close")
+        both = [field.get(name) for field in fields.values() for name in ("open", "close")]
+        self._delimiters = [item for item in both if isinstance(item, str) and item]
         self._specials = [] if self._parser is None else served.tokenizer.all_special_tokens
 
     def feed(self, text: str, finish_reason: str | None) -> list[Any]:
@@ -133,7 +136,7 @@ class MessageReader:
             logger.info(f"A message could not be read: {type(error).__name__}")
             self._parser = None
             return [*items, self._plain(self._unread + text)]
-        self._unread = _after_last(self._unread + text, found, self._call_end)
+        self._unread = _after_last(self._unread + text, found, self._call_end, self._delimiters)
         items = items + found
         if finish_reason is not None:
             try:
@@ -159,15 +162,20 @@ def read_events(events: list[dict[str, Any]]) -> list[Any]:
     return items
 
 
-def _after_last(text: str, items: Sequence[Any], call_end: Any) -> str:
+def _after_last(text: str, items: Sequence[Any], call_end: Any, delimiters: Sequence[str]) -> str:
     """
     Return the part of a text after the last of the items that were read in it, one after the other. Of one after
     something whose end is not known, such as calls without a known `call_end`, the last place in the text counts.
+    Delimiters hold no items, if those are found elsewhere.
     """
+    said = text
+    for delimiter in delimiters:
+        said = said.replace(delimiter, "\0" * len(delimiter))
     place: int | None = 0
     for item in items:
         end, found = item if isinstance(item, str) else call_end, -1
-        if isinstance(end, str):
-            found = text.rfind(end) if place is None else text.find(end, place)
+        for within in (said, text) if isinstance(item, str) else (text,):
+            if isinstance(end, str) and found < 0:
+                found = within.rfind(end) if place is None else within.find(end, place)
         place = None if found < 0 else found + len(end)
     return "" if place is None else text[place:]
