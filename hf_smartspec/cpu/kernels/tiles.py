@@ -103,19 +103,7 @@ def tile(
 
 @intrinsic
 def tile_part(
-    typing_context,
-    num_rows,
-    num_tokens,
-    weight,
-    tokens,
-    bias,
-    outputs,
-    num,
-    length,
-    stride,
-    sums,
-    is_first,
-    is_last,
+    typing_context, num_rows, num_tokens, weight, tokens, bias, outputs, num, length, stride, sums, is_first, is_last
 ):
     """
     Add up `num` of the `length` numbers of rows and tokens, as `tile` does: beginning with the sums of the part before,
