@@ -18,8 +18,7 @@ from hf_smartspec.target_model.layout.rows import RowInput
 from hf_smartspec.target_model.written import compiled, copies, watch, written_decoder
 from hf_smartspec.target_model.written.program import ForwardProgram
 
-from ...models import RECURRENT
-from .test_compiled import NAMES, by_layers, model_of, tried
+from .test_compiled import NAMES, SHORT_WINDOWS, by_layers, model_of, tried
 from .test_written import logits_of
 
 pytestmark = pytest.mark.skipif(not has_kernels(torch.float32), reason="there is no compiled code for this CPU")
@@ -77,13 +76,13 @@ def is_used(noted):
 @in_both
 @pytest.mark.parametrize("name", NAMES)
 def test_every_bit_is_that_of_the_layers(name, dtype, noted):
-    if dtype is torch.bfloat16 and (name == "olmo2" or name in RECURRENT):
+    if dtype is torch.bfloat16 and name == "olmo2":
         pytest.skip("in bfloat16 it has no compiled form")
     model = stored_in_bfloat16(name, dtype)
     other = copy.deepcopy(model)
     assert torch.equal(logits_of(copied(model)), logits_of(by_layers(other)))
     # Trees in windows shorter than they may be deep run layer by layer, which reads no packed weights.
-    assert is_used(noted) != (dtype is torch.bfloat16 and name in ("mistral", "gemma3_text"))
+    assert is_used(noted) != (dtype is torch.bfloat16 and name in SHORT_WINDOWS)
 
 
 def test_weights_that_hold_other_numbers_are_read_as_they_are(noted):

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.skipif(not has_kernels(torch.float32), reason="there is
 # rotation, parts of heads rotated, scaled residuals; delta rules, and gates of heads.
 NAMES = "llama qwen2 qwen3 mistral gemma gemma3_text olmo2 smollm3 phi3 granite seed_oss exaone4".split()
 NAMES += [name for name in ("qwen3_5_text",) if name in RECURRENT]
+SHORT_WINDOWS = "mistral", "gemma3_text", "exaone4"  # shorter than trees may be deep: those are masked
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -65,8 +66,7 @@ def test_every_bit_is_that_of_the_layers(name, dtype, programs):
     forward = tried(model)
     programs.clear()
     found = logits_of(forward)
-    has_short_window = name in ("mistral", "gemma3_text", "exaone4")  # shorter than trees may be deep: those are masked
-    assert len(programs) == (0 if has_short_window else 2)
+    assert len(programs) == (0 if name in SHORT_WINDOWS else 2)
     assert torch.equal(found, logits_of(by_layers(other)))
 
 
@@ -133,7 +133,7 @@ def test_each_thread_that_stores_states_has_memory_of_its_own():
     assert len(short.held[-1]) == 2 * scratch_size(short.parents.shape[1], *states.shape[2:])
 
 
-@pytest.mark.parametrize("name", ["mistral", "gemma3_text", "exaone4"])
+@pytest.mark.parametrize("name", SHORT_WINDOWS)
 def test_chains_in_windows(name, programs):
     model = model_of(name)
     forward, other, found = tried(model), by_layers(copy.deepcopy(model)), []
