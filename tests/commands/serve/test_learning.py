@@ -212,9 +212,9 @@ def test_the_command_learns_and_learns_on_after_a_new_start(tmp_path):
             process.kill()
             process.join()
     # Not before the new start: that server has found the untrained draft useless, and of four texts, too few are held
-    # out to show that it no longer is.
-    first, again = (sum(lengths[place : place + 4]) / 4 for place in (0, 16))
-    assert first < 1.2 < again
+    # out to show that it no longer is. Of the new start, the first text: for how many of the others it drafts, once a
+    # draft was wrong, depends on the times that it measures.
+    assert max(lengths[:4]) < 1.2 < lengths[16]
 
 
 @pytest.mark.parametrize(
