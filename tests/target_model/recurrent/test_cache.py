@@ -182,7 +182,7 @@ def test_a_draft_that_grows_in_bfloat16_is_that_of_one_forward():
 
 @torch.no_grad()
 def test_pieces_of_prompts_in_bfloat16_are_as_near_to_float32_as_the_models_own_forward():
-    """With whole pieces, whose convolutions are compiled, and the rest of each prompt."""
+    """Run whole pieces, whose convolutions are compiled, and the rest of each prompt."""
     model, rng = new_model("qwen3_5_text").bfloat16(), np.random.default_rng(0)
     texts, found = [rng.integers(3, VOCAB_SIZE, length) for length in (40, 15, 3)], []
     wide = copy.deepcopy(model).float()
