@@ -70,7 +70,7 @@ def test_results_are_those_of_torch(kv_heads, groups, size, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("kv_heads", "groups"), [(1, 1), (2, 3), (3, 8)])
 def test_sinks_join_the_scores_and_have_no_value(kv_heads, groups, dtype):
-    """Low ones, high ones, and one that leaves nothing."""
+    """Try low ones, high ones, and one that leaves nothing."""
     rows, heads = np.array([0, 1, 2, 2]), kv_heads * groups
     lines = SeenLines(rows * _STRIDE, np.array([1, 33, 80, 81]), runs_of(rows))
     keys, values = (numbers(3 * _STRIDE + shift, kv_heads, 32).to(dtype)[shift:] for shift in (0, 1))

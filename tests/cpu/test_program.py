@@ -30,7 +30,7 @@ def test_a_thread_that_is_late_is_not_waited_for_and_does_nothing():
 @pytest.mark.parametrize("num_tokens", [6, 32])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_thread_that_enters_when_no_share_is_left_writes_nothing(dtype, num_tokens):
-    """Few tokens; and many, whose products are computed in parts where the CPU has AVX-512."""
+    """Try few tokens, and many, whose products are computed in parts where the CPU has AVX-512."""
     weight, tokens = torch.randn(48, 32).to(dtype), torch.randn(num_tokens, 32).to(dtype)
     size = num_tokens * max(32, 12 * 16)
     outputs, scratch = torch.zeros(num_tokens, 48, dtype=dtype), torch.zeros(2, size)

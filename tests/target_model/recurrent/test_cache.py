@@ -161,7 +161,7 @@ def test_drafts_that_grow_by_several_forwards(architecture, build):
 
 @torch.no_grad()
 def test_a_draft_that_grows_in_bfloat16_is_that_of_one_forward():
-    """Up to rounding, as are the states after it, and what follows."""
+    """Compare logits, the states after the draft, and what follows, up to rounding."""
     model, rng = shared_model("qwen3_5_text", dtype=torch.bfloat16), np.random.default_rng(0)
     text, tree, found = rng.integers(3, VOCAB_SIZE, 9), random_tree(rng, 6), []
     parts = [DraftTree(tree.tokens[:end], tree.parents[:end], tree.probs[:end]) for end in (2, 6)]
