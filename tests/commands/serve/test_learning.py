@@ -11,7 +11,6 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("transformers.cli.serving.server")
 import httpx
-import numpy as np
 import torch
 from starlette.testclient import TestClient
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -191,7 +190,7 @@ def test_the_command_learns_and_learns_on_after_a_new_start(tmp_path):
     options = json.dumps(OPTIONS | {"background": False})
     words = ["--port", "0", "--dtype", "float32", "--assistant", "none", "--draft", str(draft)]
     words += ["--learn", str(tmp_path / "learnt"), "--learn-options", options]
-    counts: list[tuple[int, int]] = []  # tokens that were drafted, and accepted ones, of each request
+    losses = []
     for turn, num_rounds in enumerate((4, 1)):
         said = tmp_path / f"said{turn}"
         process = processes.start(processes.run_logged, ["serve", f"demo={EMBEDDED}", *words], said)
@@ -202,22 +201,18 @@ def test_the_command_learns_and_learns_on_after_a_new_start(tmp_path):
                         body = {"prompt": prompt, "max_tokens": NUM_TOKENS}
                         found = client.post("/v1/completions", json=body).json()
                         assert found["choices"][0]["text"] == answer
-                        told = found["metrics"]["speculative_decoding"]
-                        counts.append((told["num_draft_tokens"], told["num_accepted_draft_tokens"]))
-                name = 'smartspec:learning_requests_total{model_name="demo"} '
-                (line,) = [line for line in client.get("/metrics").text.splitlines() if line.startswith(name)]
-                assert float(line.removeprefix(name)) >= 16 + 4 * turn, "a new start goes on counting"
+                lines = [line.split('{model_name="demo"} ') for line in client.get("/metrics").text.splitlines()]
+                metrics = {name: float(value) for name, value in filter(lambda words: len(words) == 2, lines)}
+                assert metrics["smartspec:learning_requests_total"] == 16 + 4 * turn, "a new start goes on counting"
+                losses.append(metrics["smartspec:learning_loss"])
             process.terminate()
             process.join(TIMEOUT)
             assert process.exitcode == 0
         finally:
             process.kill()
             process.join()
-    # Not before the new start: that server has found the untrained draft useless, and of four texts, too few are held
-    # out to show that it no longer is.
-    # For how many tokens drafts are asked depends on times that are measured, so that those that are drafted count.
-    (_, accepted), (drafted, accepted_again) = (np.sum(part, axis=0) for part in (counts[:4], counts[16:]))
-    assert accepted <= 2 and drafted and accepted_again / drafted > 0.25
+    # Whether the draft is asked depends on times that are measured, as on how many tokens; what it learnt does not.
+    assert losses[1] < losses[0] < 0.5, "a new start goes on from the learnt weights"
 
 
 @pytest.mark.parametrize(
