@@ -1,10 +1,11 @@
-"""RMS norms of a few tokens on a CPU, in one call where torch makes ten."""
+"""Norms of a few tokens on a CPU, in one call where torch makes up to ten."""
 
 from functools import cache
 
 import torch
 
 from .few_tokens import has_kernels, most_tokens
+from .kernels.norms import CENTERED, ONCE, PLAIN, SHIFTED
 from .kernels.program import GATED_NORM, NORM
 from .program import DTYPES, run_operator
 from .tensor_checks import is_plain, is_vector
@@ -12,7 +13,7 @@ from .tensor_checks import is_plain, is_vector
 _SMALL = 2**15  # numbers that one thread has normalized before a second one has begun
 
 
-def can_norm(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def can_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
     """
     Return whether compiled code is faster for norms over the last dimension, and can read the tensors as they lie.
     """
@@ -23,21 +24,25 @@ def can_norm(x: torch.Tensor, weight: torch.Tensor) -> bool:
         and x.numel() > 0
         and not x.shape[-1] % 16
         and is_vector(weight, x.shape[-1])
-        and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
+        and (bias is None or (bias.dtype is x.dtype and is_vector(bias, x.shape[-1])))
+        and not (torch.is_grad_enabled() and any(item.requires_grad for item in (x, weight, bias) if item is not None))
         and has_norms(x.dtype)
     )
 
 
-def few_token_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, is_shifted: bool) -> torch.Tensor:
+def few_token_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, form: int
+) -> torch.Tensor:
     """
-    Return `x / sqrt(mean(x ** 2) + eps)`, rounded, times `weight`; if `is_shifted`, times `1 + weight` and rounded
-    once. Arguments must pass `can_norm`.
+    Return the norm of a `form`: `x / sqrt(mean(x ** 2) + eps)` times `weight`, rounded in between, too (`PLAIN`), or
+    once (`ONCE`), or times `1 + weight` and rounded once (`SHIFTED`); or the layer norm, with a bias if there is one,
+    rounded once (`CENTERED`). Arguments must pass `can_norm`.
     """
     x, size = x.contiguous(), x.shape[-1]
     outputs = x.new_empty(x.shape)
-    addresses = x.data_ptr(), weight.data_ptr(), outputs.data_ptr()
+    addresses = x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), outputs.data_ptr()
     num_threads = torch.get_num_threads() if x.numel() > _SMALL else 1
-    fields = x.numel() // size, 1, size, size, size, size, is_shifted, *addresses, 0, eps, 1.0
+    fields = x.numel() // size, 1, size, size, size, size, form, *addresses, 0, eps, 1.0
     run_operator(x.dtype, NORM, num_threads, *fields)
     return outputs
 
@@ -60,8 +65,8 @@ def can_norm_gated(x: torch.Tensor, gates: torch.Tensor, weight: torch.Tensor) -
 
 def gated_rms_norm(x: torch.Tensor, gates: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """
-    Return `few_token_rms_norm` of `x`, `[N, heads, size]` in float32, times the SiLU of gates, `[N, heads * size]`,
-    rounded to the dtype of these as `few_token_rms_norm` rounds. Arguments must pass `can_norm_gated`.
+    Return the RMS norm of `x`, `[N, heads, size]` in float32, times the SiLU of gates, `[N, heads * size]`, rounded to
+    the dtype of these as a `PLAIN` norm rounds. Arguments must pass `can_norm_gated`.
     """
     x, (num, heads, size), outputs = x.contiguous(), x.shape, x.new_empty(x.shape, dtype=gates.dtype)
     addresses = x.data_ptr(), weight.data_ptr(), gates.data_ptr(), gates.stride(0), outputs.data_ptr()
@@ -77,10 +82,14 @@ def has_norms(dtype: torch.dtype) -> bool:
         return False
     try:
         generator = torch.Generator().manual_seed(0)
-        x, weight = (torch.randn(shape, generator=generator, device="cpu").to(dtype) for shape in ((3, 48), (48,)))
-        found = [few_token_rms_norm(x, weight, 0.5, is_shifted).double() for is_shifted in (False, True)]
-        normalized = torch.rms_norm(x.double(), (48,), None, 0.5)
-        expected = [normalized * weight.double(), normalized * (weight.double() + 1)]
+        shapes = (3, 48), (48,), (48,)
+        x, weight, bias = (torch.randn(shape, generator=generator, device="cpu").to(dtype) for shape in shapes)
+        forms = PLAIN, ONCE, SHIFTED, CENTERED
+        found = [few_token_norm(x, weight, bias if form == CENTERED else None, 0.5, form).double() for form in forms]
+        x, weight, bias = x.double(), weight.double(), bias.double()
+        normalized = torch.rms_norm(x, (48,), None, 0.5)
+        expected = [normalized * factor for factor in (weight, weight, weight + 1)]
+        expected.append(torch.layer_norm(x, (48,), weight, bias, 0.5))
         return all(torch.allclose(*pair, rtol=2e-2, atol=1e-5) for pair in zip(found, expected))
     except Exception:  # compilers raise errors of many types
         return False

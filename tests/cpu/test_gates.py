@@ -1,12 +1,12 @@
-"""Gated activations: the numbers of torch, to the last bit where torch computes them in vectors."""
+"""Activations: the numbers of torch, to the last bit where torch computes them in vectors."""
 
 import pytest
 import torch
-from torch.nn.functional import gelu, silu
+from torch.nn.functional import relu, silu
 
 from hf_smartspec.cpu import gates
-from hf_smartspec.cpu.gates import can_gate, gated
-from hf_smartspec.cpu.kernels.gates import GELU_TANH, SILU
+from hf_smartspec.cpu.gates import FUNCTIONS, activated, can_gate, gated
+from hf_smartspec.cpu.kernels.gates import GELU, GELU_TANH, RELU, RELU_SQUARED, SILU
 
 pytestmark = pytest.mark.skipif(not gates.has_gates(torch.float32), reason="there is no compiled code for this CPU")
 
@@ -27,22 +27,37 @@ def test_silu_is_torchs_bit_for_bit(size, scale, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gelu_is_as_near_as_torchs(dtype):
-    hidden = numbers(7, 544, 3.0).to(dtype)
+@pytest.mark.parametrize("scale", [0.1, 3.0, 40.0])
+@pytest.mark.parametrize("activation", [GELU_TANH, GELU])
+def test_gelu_is_as_near_as_torchs(activation, scale, dtype):
+    hidden, function = numbers(7, 544, scale).to(dtype), FUNCTIONS[activation]
     gate, up = hidden.chunk(2, dim=1)
-    exact = gelu(gate.double(), approximate="tanh") * up.double()
-    errors = [
-        (found.double() - exact).abs().max()
-        for found in (gated(hidden, GELU_TANH), gelu(gate, approximate="tanh") * up)
-    ]
+    exact = function(gate.double()) * up.double()
+    errors = [(found - exact).abs().max() for found in (gated(hidden, activation), function(gate) * up)]
+    assert errors[0] <= 2 * errors[1]
+    exact = function(hidden.double())
+    errors = [(found - exact).abs().max() for found in (activated(hidden, activation), function(hidden))]
     assert errors[0] <= 2 * errors[1]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_no_number_stays_so(dtype):
+@pytest.mark.parametrize("activation", [RELU, RELU_SQUARED])
+def test_relu_is_torchs_bit_for_bit(activation, dtype):
+    hidden, function = numbers(7, 544, 3.0).to(dtype), FUNCTIONS[activation]
+    gate, up = hidden.chunk(2, dim=1)
+    assert torch.equal(gated(hidden, activation), function(gate) * up)
+    expected = relu(hidden.float()) if activation == RELU else relu(hidden.float()).square()
+    assert torch.equal(activated(hidden, activation), expected.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", FUNCTIONS)
+def test_what_is_no_number_stays_so(activation, dtype):
     gate = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 200.0, -200.0, -90.0] * 4).to(dtype)
     hidden = torch.cat([gate, torch.ones_like(gate)])[None]
-    torch.testing.assert_close(gated(hidden, SILU)[0], silu(gate), equal_nan=True, rtol=0, atol=0)
+    expected = FUNCTIONS[activation](gate)
+    for found in (gated(hidden, activation)[0], activated(gate[None], activation)[0]):
+        torch.testing.assert_close(found, expected, equal_nan=True, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from weakref import WeakMethod
 import torch
 from torch import nn
 
+from ....cpu.kernels.norms import PLAIN
 from ....cpu.program import DTYPES
 from ....cpu.quantized import Int8Linear
 from ....cpu.quantized.product import has_right_kernels
@@ -15,7 +16,9 @@ from ....target_model.drafters.features import FeatureStep
 from ....target_model.logits import LogitScaling
 from ....target_model.written.decoder import WrittenDecoder
 from ....target_model.written.inputs import Features
-from ....target_model.written.parts import MLP, Called, Fused, Halves, Map, RMSNorm, written_activation, written_map
+from ....target_model.written.mlps import MLP, written_activation
+from ....target_model.written.norms import Norm
+from ....target_model.written.parts import Called, Fused, Halves, Map, written_map
 from ....target_model.written.plan import DecoderPlan, FeaturePlan, LayerPlan
 from ....target_model.written.watch import Watch
 from .config import window_of
@@ -176,9 +179,9 @@ def _in_int8(module: nn.Module, rounded: _Rounded) -> nn.Module:
     return rounded[module]
 
 
-def _norm(heads: Heads, name: str, layer: int = 0) -> RMSNorm | None:
+def _norm(heads: Heads, name: str, layer: int = 0) -> Norm | None:
     return _written_norm(heads, heads.part(name, layer)) if numbered(name, layer) in heads.parts else None
 
 
-def _written_norm(heads: Heads, norm: nn.Module) -> RMSNorm:
-    return RMSNorm(norm, heads.config.rms_norm_eps, is_shifted=False)
+def _written_norm(heads: Heads, norm: nn.Module) -> Norm:
+    return Norm(norm, heads.config.rms_norm_eps, PLAIN)

@@ -1,4 +1,4 @@
-"""RMS norms of tokens, and the residual sums before them."""
+"""Norms of tokens, and the residual sums before them."""
 
 from math import sqrt
 
@@ -7,22 +7,26 @@ import numpy as np
 from ...jit import inner
 from ...jit.pointers import ahead, float32_at, get, int64_at, like, put, rounded, take
 from .gates import exponential
-from .tiles import sum_of_squares
+from .tiles import sum_of, sum_of_squares
 
 # Compiled code is called with the address of these numbers, int64 each but for `eps` and `factor`, which are float64.
 # next: incremented by the thread that takes the next token.
 # vectors: number of vectors of a token that are normalized, each of `size` numbers, `vector_stride` numbers apart.
 # in_stride, out_stride: numbers from one token to the next.
-# x, weight, outputs: addresses of numbers of one kind. is_shifted: one is added to weights.
+# form: which norm, and where it rounds; see below.
+# x, weight, bias, outputs: addresses of numbers of one kind; there may be no bias, 0.
 # added: 0, or the address of numbers laid out as `x`: `x` becomes `x + factor * added` before it is normalized.
 NORM_FIELDS = tuple(
-    "next threads num_tokens vectors size vector_stride in_stride out_stride is_shifted x weight outputs added eps "
+    "next threads num_tokens vectors size vector_stride in_stride out_stride form x weight bias outputs added eps "
     "factor".split()
 )
 (
-    _NEXT, _THREADS, _NUM_TOKENS, _VECTORS, _SIZE, _VECTOR_STRIDE, _IN_STRIDE, _OUT_STRIDE, _IS_SHIFTED, _X, _WEIGHT,
+    _NEXT, _THREADS, _NUM_TOKENS, _VECTORS, _SIZE, _VECTOR_STRIDE, _IN_STRIDE, _OUT_STRIDE, _FORM, _X, _WEIGHT, _BIAS,
     _OUTPUTS, _ADDED, _EPS, _FACTOR,
-) = range(15)  # fmt: skip
+) = range(16)  # fmt: skip
+# RMS norms: rounded before the weight is multiplied, too; rounded once; with a factor of one plus the weight, rounded
+# once. Layer norms: minus the mean, rounded once. These alone have a bias.
+PLAIN, ONCE, SHIFTED, CENTERED = range(4)
 # The norms of recurrent layers. x: address of float32 `[num_tokens, vectors, size]`; gates: of the kind, `gate_stride`
 # from one token to the next, whose SiLU the normalized numbers are multiplied by; outputs: of the kind, laid out as x.
 GATED_NORM_FIELDS = tuple("next threads num_tokens vectors size x weight gates gate_stride outputs eps".split())
@@ -33,7 +37,7 @@ _GATED_VECTORS, _GATED_SIZE = 3, 4
 # lines: 0, or the address of int64 `[num_tokens]`: the line of each token in `x` and `added`.
 ADD_FIELDS = tuple("next threads num_tokens size x added outputs lines factor".split())
 _ADD_SIZE, _ADD_X, _ADD_ADDED, _ADD_OUTPUTS, _ADD_LINES, _ADD_FACTOR = range(3, 9)
-_ONE = np.float32(1)
+_ZERO, _ONE = np.float32(0), np.float32(1)
 
 
 @inner
@@ -48,7 +52,11 @@ def norm(a, numbers, kind):
             _add(x, ahead(like(kind, a[_ADDED]), token * a[_IN_STRIDE]), size, np.float32(numbers[_FACTOR]))
         for vector in range(a[_VECTORS]):
             begin = vector * a[_VECTOR_STRIDE]
-            _norm(ahead(x, begin), weight, ahead(outputs, begin), size, a[_IS_SHIFTED], numbers[_EPS])
+            if a[_FORM] == CENTERED:
+                bias = like(kind, a[_BIAS])
+                _center(ahead(x, begin), weight, bias, a[_BIAS], ahead(outputs, begin), size, numbers[_EPS])
+            else:
+                _norm(ahead(x, begin), weight, ahead(outputs, begin), size, a[_FORM], numbers[_EPS])
         token = take(ahead(a, _NEXT))
 
 
@@ -62,7 +70,7 @@ def gated_norm(a, numbers, kind):
             begin = (token * num + vector) * size
             outputs = ahead(like(kind, a[_GATED_OUTPUTS]), begin)
             gates = ahead(like(kind, a[_GATES]), token * a[_GATE_STRIDE] + vector * size)
-            _norm(ahead(float32_at(a[_GATED_X]), begin), weight, outputs, size, False, numbers[_GATED_EPS])
+            _norm(ahead(float32_at(a[_GATED_X]), begin), weight, outputs, size, PLAIN, numbers[_GATED_EPS])
             for index in range(size):
                 gate = get(gates, index)
                 put(outputs, index, get(outputs, index) * (gate / (_ONE + exponential(-gate))))
@@ -70,16 +78,35 @@ def gated_norm(a, numbers, kind):
 
 
 @inner
-def _norm(x, weight, outputs, size, is_shifted, eps):
-    """Round where models do: after the normalization, too, unless weights are shifted."""
-    square = np.float32(sum_of_squares(x, size) / np.float32(size) + np.float32(eps))
-    scale = _ONE / np.float32(sqrt(square))
-    if is_shifted:
-        for index in range(size):
-            put(outputs, index, get(x, index) * scale * (get(weight, index) + _ONE))
-    else:
+def _norm(x, weight, outputs, size, form, eps):
+    scale = _scale(x, size, _ZERO, eps)
+    if form == PLAIN:
         for index in range(size):
             put(outputs, index, rounded(outputs, get(x, index) * scale) * get(weight, index))
+    elif form == ONCE:
+        for index in range(size):
+            put(outputs, index, get(x, index) * scale * get(weight, index))
+    else:
+        for index in range(size):
+            put(outputs, index, get(x, index) * scale * (get(weight, index) + _ONE))
+
+
+@inner
+def _center(x, weight, bias, has_bias, outputs, size, eps):
+    mean = np.float32(sum_of(x, size) / np.float32(size))
+    scale = _scale(x, size, mean, eps)
+    if has_bias:
+        for index in range(size):
+            put(outputs, index, (get(x, index) - mean) * scale * get(weight, index) + get(bias, index))
+    else:
+        for index in range(size):
+            put(outputs, index, (get(x, index) - mean) * scale * get(weight, index))
+
+
+@inner
+def _scale(x, size, center, eps):
+    square = np.float32(sum_of_squares(x, size, center) / np.float32(size) + np.float32(eps))
+    return _ONE / np.float32(sqrt(square))
 
 
 @inner

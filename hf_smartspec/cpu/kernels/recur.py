@@ -176,13 +176,13 @@ def _prepare(a, numbers, of_row, head, keys, queries, rates, kind):
         key = ahead(float32_at(a[_KEYS]), place * a[_KEY_STRIDE] + own)
         by_key, by_query = _ONE, scale
         if eps:
-            by_key = _ONE / np.float32(sqrt(sum_of_squares(key, size) + eps))
+            by_key = _ONE / np.float32(sqrt(sum_of_squares(key, size, _ZERO) + eps))
         for index in range(size):
             keys[token * size + index] = key[index] * by_key
         if a[_RESULTS]:
             query = ahead(float32_at(a[_QUERIES]), place * a[_QUERY_STRIDE] + own)
             if eps:
-                by_query = scale / np.float32(sqrt(sum_of_squares(query, size) + eps))
+                by_query = scale / np.float32(sqrt(sum_of_squares(query, size, _ZERO) + eps))
             for index in range(size):
                 queries[token * size + index] = query[index] * by_query
 

@@ -1,11 +1,13 @@
 """Sums of products of float32 or bfloat16, in vectors as wide as the CPU has them."""
 
+from collections.abc import Callable
+
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ...jit.writing import I32, I64, prefetch
+from ...jit.writing import FLOAT, I32, I64, prefetch
 from .packed import Packed, can_unpack
 from .vectors import Lanes, Pairs, has_pairs, num_lanes
 
@@ -131,19 +133,40 @@ def tile_part(
 
 
 @intrinsic
-def sum_of_squares(typing_context, numbers, length):
-    """Return the sum of squares of `length` numbers, a multiple of 16, as float32."""
+def sum_of(typing_context, numbers, length):
+    """Return the sum of `length` numbers, a multiple of 16, as float32."""
 
     def generate(context, builder, signature, arguments):
-        pointer, length = arguments
         vectors = Lanes(builder, num_lanes(), signature.args[0].dtype)
-        sums = vectors.zeros()
-        with cgutils.for_range_slice(builder, I64(0), length, I64(vectors.number), I64) as (begin, _):
-            own = vectors.load(pointer, begin)
-            vectors.add_products(sums, own, own)
-        return builder.extract_element(vectors.totals([sums]), I32(0))
+        one = vectors.filled_with(FLOAT(1.0))
+        return _summed(vectors, *arguments, lambda own: (own, one))
 
     return types.float32(numbers, types.int64), generate
+
+
+@intrinsic
+def sum_of_squares(typing_context, numbers, length, center):
+    """Return the sum of squares of `length` numbers, a multiple of 16, minus `center` each, as float32."""
+
+    def generate(context, builder, signature, arguments):
+        vectors = Lanes(builder, num_lanes(), signature.args[0].dtype)
+        centers = vectors.filled_with(arguments[2])
+
+        def factors(own):
+            own = builder.fsub(own, centers)
+            return own, own
+
+        return _summed(vectors, *arguments[:2], factors)
+
+    return types.float32(numbers, types.int64, types.float32), generate
+
+
+def _summed(vectors: Lanes, pointer: ir.Value, length: ir.Value, factors: Callable) -> ir.Value:
+    """Return the sum of the products of two factors of each number."""
+    sums = vectors.zeros()
+    with cgutils.for_range_slice(vectors.builder, I64(0), length, I64(vectors.number), I64) as (begin, _):
+        vectors.add_products(sums, *factors(vectors.load(pointer, begin)))
+    return vectors.builder.extract_element(vectors.totals([sums]), I32(0))
 
 
 @intrinsic

@@ -26,10 +26,13 @@ from ..layout.step_layout import StepLayout
 from ..recurrent.cache import StateCache
 from .copies import KeptCopy
 from .delta import can_compile_delta
+from .forward_writer import ForwardWriter, products_of
 from .inputs import DecoderInput
-from .parts import MLP, Fused, Halves, RMSNorm, gate_of
+from .mlps import MLP
+from .norms import Norm
+from .parts import Fused, Halves
 from .plan import DecoderPlan, FeaturePlan, LayerPlan
-from .program import ForwardProgram, products_of
+from .program import ForwardProgram
 
 # Programs have room for powers of two from `_LEAST` to `_USUAL` tokens. One more, for longer forwards, has room for as
 # many as take `_MOST_BYTES`, and `_MOST` at most. Their memory is kept.
@@ -55,7 +58,7 @@ class CompiledDecoder:
     def __init__(self, plan: DecoderPlan, whole: "CompiledDecoder | None" = None):
         self.plan = plan
         norm: Any = plan.final_norm
-        self.dtype = norm.weight().dtype
+        self.dtype = norm.weights()[0].dtype
         self._most = _USUAL  # tokens of a forward, until a program shows what more would take
         self._most_weights = max(item.shape[0] * item.shape[1] for item in products_of(plan))
         self._free: defaultdict[tuple, list[ForwardProgram]] = defaultdict(list)  # by what they are built for
@@ -113,7 +116,7 @@ class CompiledDecoder:
         try:  # each thread has a forward of its own
             forward = self._free.get(key, []).pop()
         except IndexError:
-            forward = ForwardProgram(self.plan, given.x, *key)
+            forward = ForwardProgram(ForwardWriter(self.plan, given.x, *key))
             with self._lock:
                 if self._most == _USUAL:  # else it stays as it is, since forwards that it serves may be about to run
                     self._most = min(max(_MOST_BYTES // forward.bytes_per_token, _USUAL), _MOST)
@@ -183,7 +186,7 @@ def _compact_of(plan: DecoderPlan) -> Iterator[CompactWeights | None]:
     many, and one weight every few forwards. Raise `MemoryError` where memory is scarce.
     """
     norm: Any = plan.final_norm
-    is_packed = norm.weight().dtype is torch.bfloat16
+    is_packed = norm.weights()[0].dtype is torch.bfloat16
     for _ in range(_PACKING if is_packed else 0):
         yield None
     items = [item for item in products_of(plan) if item.whole().scale is None and has_sums_of_bits(item.whole().weight)]
@@ -208,9 +211,9 @@ def _is_compact_of(plan: DecoderPlan, compact: CompactWeights, thoroughly: bool)
 
 def can_compile(plan: DecoderPlan) -> bool:
     """Return whether all parts of a decoder are of kinds that there is compiled code for."""
-    if not isinstance(plan.final_norm, RMSNorm):
+    if not isinstance(plan.final_norm, Norm):
         return False
-    dtype = plan.final_norm.weight().dtype
+    dtype = plan.final_norm.weights()[0].dtype
     if dtype not in DTYPES or not all([has_norms(dtype), has_attention(dtype), has_gates(dtype)]):
         return False
     if plan.calls_modules or not _is_plain(plan.head, dtype) or not _is_norm(plan.final_norm, dtype):
@@ -236,13 +239,11 @@ def _can_compile_layer(plan: LayerPlan, dtype: torch.dtype) -> bool:
     is_known = not plan.head_dim % 16 if plan.delta is None else can_compile_delta(plan.delta, dtype)
     return (
         is_known
-        and not plan.is_parallel
         and all(norm is None or _is_norm(norm, dtype) for norm in norms)
         and plan.softcap is None
         and (plan.rotation is None or isinstance(plan.rotation, Halves))
         and isinstance(mlp, MLP)
-        and mlp.is_gated
-        and gate_of(mlp.activation) is not None
+        and isinstance(mlp.activation, int)
         and all(
             _is_plain(item, dtype) for item in (plan.query_key_value, plan.attention_output, mlp.inputs, mlp.output)
         )
@@ -250,10 +251,9 @@ def _can_compile_layer(plan: LayerPlan, dtype: torch.dtype) -> bool:
 
 
 def _is_norm(norm: Any, dtype: torch.dtype) -> bool:
-    if not isinstance(norm, RMSNorm) or len(norm.shape) != 1 or norm.shape[0] % 16:
+    if not isinstance(norm, Norm) or len(norm.shape) != 1 or norm.shape[0] % 16:
         return False
-    weight = norm.weight()
-    return weight.dtype is dtype and is_vector(weight, norm.shape[0])
+    return all(item is None or (item.dtype is dtype and is_vector(item, norm.shape[0])) for item in norm.weights())
 
 
 def _is_plain(item: Any, dtype: torch.dtype) -> bool:

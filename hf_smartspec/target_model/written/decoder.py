@@ -222,7 +222,7 @@ def run_layer(
     if plan.after_attention is not None:
         attended = plan.after_attention(attended)
     if plan.is_parallel:
-        return attended.add_(plan.mlp(normed)).add_(x)
+        return attended.add_(plan.mlp(normed if plan.before_mlp is None else plan.before_mlp(x))).add_(x)
     x = _add(plan, x, attended)
     out = plan.mlp(x if plan.before_mlp is None else plan.before_mlp(x))
     return _add(plan, x, out if plan.after_mlp is None else plan.after_mlp(out))

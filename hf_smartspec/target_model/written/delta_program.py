@@ -1,7 +1,7 @@
 """Operators of gated delta rules in the program of a decoder's forward."""
 
 from collections.abc import Mapping
-from functools import cache, cached_property
+from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -9,7 +9,7 @@ import torch
 
 from ...cpu.kernels import program as codes
 from ...cpu.kernels.recur import scratch_size
-from ...cpu.program import Program, column
+from ...cpu.program import column
 from ..cache.slot_cache import SlotCache
 from ..recurrent.cache import StateCache
 from .delta import NORM_EPS, DeltaPlan
@@ -19,9 +19,8 @@ _WIDE = 4  # bytes of float32, in which all is computed from what maps return
 
 
 class Writer(Protocol):
-    """Attributes of a `ForwardProgram` that are used here."""
+    """Attributes of a `ForwardWriter` that are used here."""
 
-    program: Program
     attended: torch.Tensor
     recurred: torch.Tensor
 
@@ -31,24 +30,19 @@ class Writer(Protocol):
 
 
 class DeltaOperators:
-    """
-    The operators of all layers with a delta rule.
+    """The operators of all layers with a delta rule."""
 
-    Args:
-        program (`ForwardProgram`): The program that they are part of.
-    """
-
-    def __init__(self, program: Writer):
-        self.program = program
+    def __init__(self) -> None:
         self.plans: list[DeltaPlan] = []
         self._widths: list[int] = []  # outputs of the layers' maps
         self._operators: list[list[int]] = []  # for each layer: map, convolution, recurrence, norm
         self._addresses = np.zeros((2, 0), np.int64)  # of windows and states, for each layer, in the memory
         self._memory_id: object = None
+        self._indices: np.ndarray | None = None
 
-    def add(self, plan: DeltaPlan, inputs: Any, x: torch.Tensor) -> None:
+    def add(self, own: Writer, plan: DeltaPlan, inputs: Any, x: torch.Tensor) -> None:
         """Write a layer's operators from its input `x` to `attended`."""
-        own, channels = self.program, plan.sizes[0]
+        channels = plan.sizes[0]
         number = own.multiply(inputs, x, x)  # outputs are set later
         weight, bias = plan.convolution.weight(), plan.convolution.bias()
         width = inputs.shape[0]
@@ -92,27 +86,27 @@ class DeltaOperators:
         self._widths.append(width)
         self._operators.append([number, convolution, recurrence, norm])
 
-    @cached_property
-    def _index(self) -> np.ndarray:
+    def _index(self, rows: np.ndarray) -> np.ndarray:
         """
-        For each layer: its map's operator and the place of outputs there, convolution, recurrence, norm; outputs of the
-        map, numbers of queries, keys and values, of values, and heads. `[9, layers]`
+        Return for each layer: its map's operator and the place of outputs there, convolution, recurrence, norm; outputs
+        of the map, numbers of queries, keys and values, of values, and heads. `[9, layers]`
         """
-        rows, places = self.program.program.rows, []
+        places = []
         for plan, width, (number, *others) in zip(self.plans, self._widths, self._operators):
             places.append([number, column(rows[number, 0], "outputs"), *others, width, *plan.sizes[:3]])
         return np.array(places).T
 
-    def place(self, x: torch.Tensor, cache: SlotCache) -> list[torch.Tensor]:
+    def place(self, rows: np.ndarray, x: torch.Tensor, cache: SlotCache) -> list[torch.Tensor]:
         """
-        Set the memory of a forward of embeddings `x`; return what must stay meanwhile. Without drafts, states are
-        stored at once, and all layers use the same memory for the rest.
+        Set the memory of a forward of embeddings `x` in the program's `rows`; return what must stay meanwhile. Without
+        drafts, states are stored at once, and all layers use the same memory for the rest.
         """
-        rows = self.program.program.rows
         assert isinstance(cache, StateCache), "the cache that the model needs"
         num, short, itemsize = len(x), cache.step.short, x.itemsize
         assert short is not None, "`CompiledDecoder.serves`"
-        maps, outputs, convolutions, recurrences, norms, widths, channels, values, heads = self._index
+        if self._indices is None:
+            self._indices = self._index(rows)
+        maps, outputs, convolutions, recurrences, norms, widths, channels, values, heads = self._indices
         totals = num * (_as_wide(widths, itemsize) + channels + values)
         self._offsets = np.zeros_like(totals) if short.stores_all else np.cumsum(totals) - totals
         short.num_bytes, short.dtype = _WIDE * int(totals.sum()), x.dtype
@@ -148,9 +142,8 @@ class DeltaOperators:
             states.append(cache.states(key, wide, *shape).data_ptr())
         return np.array([windows, states])
 
-    def keep(self, num: int, cache: SlotCache, held: list[torch.Tensor]) -> None:
+    def keep(self, rows: np.ndarray, num: int, cache: SlotCache, held: list[torch.Tensor]) -> None:
         """Keep what `ShortTails.store` and longer drafts read after a forward of `num` tokens."""
-        rows = self.program.program.rows
         assert isinstance(cache, StateCache) and cache.step.short is not None
         short, memory = cache.step.short, held[0]
         if short.stores_all:

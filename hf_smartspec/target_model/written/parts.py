@@ -1,6 +1,5 @@
-"""Parts of a written-out layer: norms, linear layers side by side, activations and rotary embeddings."""
+"""Parts of a written-out layer: linear layers side by side, and rotary embeddings."""
 
-import copy
 import weakref
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -9,23 +8,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.functional import gelu, layer_norm, silu
 
 from ...cpu.few_tokens import product
-from ...cpu.gates import can_gate, gated
 from ...cpu.kernels.dots import SIDE
-from ...cpu.kernels.gates import GELU_TANH, SILU
-from ...cpu.norms import can_norm, few_token_rms_norm
 from ...cpu.quantized import Int8Linear
 from ...cpu.quantized.product import int8_linear
-from ...gpu import elementwise
 from ..forward_code import rotation_function
 
 Map = Callable[[torch.Tensor], torch.Tensor]  # [N, in] -> [N, out]
 
-_EPS = ("variance_epsilon", "eps")  # its names in RMS norms
 _DIM = 8  # size of heads with which functions are tried out
-_norms: dict[tuple, bool | None] = {}  # by kind, eps and dtype: whether norms are shifted; None for other norms
 
 
 class Called:
@@ -64,79 +56,6 @@ class Weighted:
     def _parameters(self) -> dict[str, Any]:
         module: Any = self._module()
         return module._parameters
-
-
-class RMSNorm(Weighted):
-    """
-    `x / sqrt(mean(x ** 2) + eps) * weight` over the last dimension, rounded where the model's own norm rounds.
-
-    Args:
-        eps (`float`): Added to the mean square.
-        is_shifted (`bool`): Whether the factor is `1 + weight`, in float32 (Gemma).
-    """
-
-    def __init__(self, module: nn.Module, eps: float, is_shifted: bool):
-        super().__init__(module)
-        self.eps, self.is_shifted = eps, is_shifted
-        self.shape = tuple(module.weight.shape)  # type: ignore[arg-type]
-
-    def weight(self) -> torch.Tensor:
-        found: torch.Tensor = self._parameters()["weight"]
-        return found
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        weight = self.weight()
-        if can_norm(x, weight):
-            return few_token_rms_norm(x, weight, self.eps, self.is_shifted)
-        if elementwise.can_norm(x, weight):
-            return elementwise.rms_norm(x, weight, self.eps, self.is_shifted)
-        return self.by_torch(x, weight)
-
-    def by_torch(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        if self.is_shifted:
-            return torch.rms_norm(x.float(), self.shape, weight.float() + 1.0, self.eps).to(x.dtype)
-        return torch.rms_norm(x, self.shape, None, self.eps).mul_(weight)
-
-
-class LayerNorm(Weighted):
-    """`nn.LayerNorm` without the module around it."""
-
-    def __init__(self, module: nn.LayerNorm):
-        super().__init__(module)
-        self.shape, self.eps = module.normalized_shape, module.eps
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        parameters = self._parameters()
-        return layer_norm(x, self.shape, parameters["weight"], parameters["bias"], self.eps)
-
-
-def written_norm(module: nn.Module) -> Map:
-    """Return a norm in as few calls as compute the same; a norm of an unknown kind is called as it is."""
-    if type(module) is nn.LayerNorm:
-        return LayerNorm(module)
-    eps = next((getattr(module, name) for name in _EPS if isinstance(getattr(module, name, None), float)), None)
-    weight = module._parameters.get("weight")
-    if eps is None or weight is None or weight.dim() != 1 or len(list(module.parameters())) != 1:
-        return Called(module)
-    key = type(module), type(module).forward, eps, weight.dtype, weight.device.type, len(weight)
-    if key not in _norms:
-        _norms[key] = _is_shifted(module, eps)
-    is_shifted = _norms[key]
-    return Called(module) if is_shifted is None else RMSNorm(module, eps, is_shifted)
-
-
-@torch.no_grad()
-def _is_shifted(module: nn.Module, eps: float) -> bool | None:
-    """Return whether an RMS norm is shifted, found by trying it with other weights; None if it is not such a norm."""
-    weight: Any = module._parameters["weight"]
-    numbers = torch.rand(4, len(weight), generator=torch.Generator().manual_seed(0)) + 0.5
-    numbers = numbers.to(weight.device, weight.dtype)
-    probe = copy.copy(module)
-    probe._parameters = {"weight": nn.Parameter(numbers[0], requires_grad=False)}
-    x = (numbers[1:] - 1) * eps**0.5  # small numbers, so that eps counts
-    expected = type(module).forward(probe, x)  # without hooks, which are not the norm's
-    norms = {kind: RMSNorm(probe, eps, kind).by_torch(x, numbers[0]) for kind in (False, True)}
-    return next((kind for kind, found in norms.items() if torch.equal(found, expected)), None)
 
 
 class Fused:
@@ -275,66 +194,6 @@ class Beside:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([item(x) for item in self.maps], dim=-1)
-
-
-def written_activation(module: nn.Module | Callable) -> Map:
-    """Return an activation, which may write to its input."""
-    if type(module).__name__ in ("SiLU", "SiLUActivation"):
-        return _silu
-    if type(module).__name__ in ("PytorchGELUTanh", "GELUTanh"):
-        return _gelu_tanh
-    return Called(module) if isinstance(module, nn.Module) else module
-
-
-def _silu(x: torch.Tensor) -> torch.Tensor:
-    return silu(x, inplace=True)
-
-
-def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    return gelu(x, approximate="tanh")
-
-
-def gate_of(activation: Map) -> int | None:
-    """Return the number by which compiled code knows an activation, if it does."""
-    return _GATES.get(activation)
-
-
-_GATES: dict[Map, int] = {_silu: SILU, _gelu_tanh: GELU_TANH}
-
-
-class MLP:
-    """
-    `output(activation(gate) * up)`, or without a gate `output(activation(input))`.
-
-    Args:
-        inputs (`Callable`): Returns gate and up side by side.
-    """
-
-    def __init__(self, inputs: Map, activation: Map, output: Map, is_gated: bool):
-        self.inputs, self.activation, self.output, self.is_gated = inputs, activation, output, is_gated
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.inputs(x)
-        if not self.is_gated:
-            return self.output(self.activation(hidden))
-        activation = gate_of(self.activation)
-        if activation is not None and can_gate(hidden):
-            return self.output(gated(hidden, activation))
-        if activation == SILU and elementwise.can_gate(hidden):
-            return self.output(elementwise.silu_gated(hidden))
-        gate, up = hidden.chunk(2, dim=-1)
-        return self.output(self.activation(gate).mul_(up))
-
-
-class CalledMLP:
-    """A module that is called as it is, such as a mixture of experts."""
-
-    def __init__(self, module: nn.Module):
-        self.module = Called(module)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        output = self.module(x[None])
-        return (output if isinstance(output, torch.Tensor) else output[0])[0]
 
 
 class Halves:

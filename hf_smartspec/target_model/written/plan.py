@@ -14,20 +14,9 @@ from ..compat import shared_value
 from ..forward_code import foreign_code, mentions, unknown_mentions
 from ..logits import LogitScaling
 from .delta import MAPS, DeltaPlan, delta_plan
-from .parts import (
-    MLP,
-    Called,
-    CalledMLP,
-    Fused,
-    Halves,
-    Map,
-    OwnRotation,
-    is_plain_map,
-    written_activation,
-    written_map,
-    written_norm,
-    written_rotation,
-)
+from .mlps import MLP, CalledMLP, written_activation
+from .norms import written_norm
+from .parts import Called, Fused, Halves, Map, OwnRotation, is_plain_map, written_map, written_rotation
 
 # Names of layers' norms: before attention, after it, before the MLP, after it. The first row that fits counts.
 _NORMS = (

@@ -1,4 +1,4 @@
-"""The program of a decoder's forward: its operators, their memory, and what is set before each run."""
+"""The program of a decoder's forward, and what is set before each run."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -9,20 +9,14 @@ import numpy as np
 import torch
 
 from ...cpu.attention import division
-from ...cpu.compact import CompactWeights
-from ...cpu.few_tokens import ROWS, needs_scratch
+from ...cpu.few_tokens import needs_scratch
 from ...cpu.kernels import program as codes
-from ...cpu.kernels.multiply import part_rows, scratch_size, tokens_at_once
-from ...cpu.program import ON_TOKENS, Program, column
-from ...cpu.quantized.native import Rounded, blocks_of, num_groups
-from ...cpu.screening import Picks, Screen, ScreenOperators
-from ...cpu.threads import share_of
+from ...cpu.program import Program, column
+from ...cpu.screening import Picks
 from ..attention.seen_lines import kept_lines_of, lines_of
 from ..cache.slot_cache import SlotCache
-from .delta_program import DeltaOperators
+from .forward_writer import ForwardWriter
 from .inputs import DecoderInput
-from .parts import gate_of
-from .plan import DecoderPlan, LayerPlan
 
 Places = tuple[np.ndarray, list[int]]  # indices of fields of some operators in `Program.rows`
 # Fields that are set before every forward.
@@ -32,321 +26,80 @@ _ATTEND = "scratch num_runs parts scratch_size runs firsts counts nodes bits dis
 
 
 class ForwardProgram:
-    """
-    A program for up to `room` tokens, with its own memory; one thread at a time runs it. That of heads begins with the
-    target's hidden states if `reads_states`, or else with features. With a `screen` of the head, it ends with the best
-    tokens in place of logits. Of tokens that are not kept, the last layer computes queries, keys and values only.
-    Weights are read from their `compact` copies, where there are any.
-    """
+    """A program of what a `ForwardWriter` has written, with its memory; one thread at a time runs it."""
 
-    def __init__(
-        self,
-        plan: DecoderPlan,
-        x: torch.Tensor,
-        room: int,
-        num_threads: int,
-        layers: frozenset[int],
-        reads_states: bool,
-        screen: Screen | None = None,
-        compact: CompactWeights | None = None,
-    ):
-        self.plan, self.room, self.num_threads, self.layers = plan, room, num_threads, layers
-        self.compact = {} if compact is None else compact.copies
-        self.operators: list[tuple[int, dict[str, float]]] = []
-        self.on_all: list[int] = []  # operators on all tokens
-        self.on_kept: list[int] = []  # operators on the tokens that are kept, which come last
-        self.gathers: dict[int, str] = {}  # operators that read these among all, and which field says where
-        self.memory: list[torch.Tensor] = []
-        self.deltas = DeltaOperators(self)
-        self.rotated: list[int] = []  # operators of each kind
-        self.attending: list[int] = []
-        self.multiplied: list[int] = []
-        self.kept: dict[int, int] = {}  # by layer, the operators that store hidden states
+    def __init__(self, written: ForwardWriter):
+        self.written, self.plan = written, written.plan
         self.kept_in: tuple[Any, int, int] | None = None  # the cache whose memory is set, and its state then
-        self.dtype, self.size = x.dtype, x.shape[1]
-        self._write(reads_states, screen)
-        self.program = Program(self.dtype, self.operators)
+        self.program = Program(written.dtype, written.operators)
         self._index()
-        self.bytes_per_token = sum(item.nbytes for item in self.memory) // room  # without int8 and screens
-
-    def _write(self, reads_states: bool, screen: Screen | None) -> None:
-        self.x, self.normed, self.out = (self._new(self.size) for _ in range(3))
-        self.embedded = self.given = self.x  # what tokens are copied to, and features
-        groups = [num_groups(item.shape[1]) for item in products_of(self.plan) if item.whole().scale is not None]
-        groups += [] if screen is None else [num_groups(self.size)]
-        self.rounded = Rounded(self.room, max(groups, default=0))  # for products in int8
-        layers = self.plan.layers
-        self.queries = self._new(max(layer.num_heads * layer.head_dim for layer in layers))
-        sizes = [layer.delta.sizes[1] if layer.delta else layer.num_heads * layer.head_dim for layer in layers]
-        self.attended = self._new(max(sizes))
-        self.recurred = self._new(max([own.delta.sizes[1] for own in layers if own.delta], default=0), torch.float32)
-        maps: list[Any] = [layer.query_key_value for layer in layers if layer.delta is None]
-        self.states = self._new(max([item.shape[0] for item in maps], default=0))
-        mlps: list[Any] = [layer.mlp for layer in layers]
-        self.hidden = self._new(max(mlp.inputs.shape[0] for mlp in mlps))
-        self.gated = self._new(self.hidden.shape[1] // 2)
-        self.pending: tuple[torch.Tensor, float] | None = None  # what is to be added to `x`
-        normed = None if self.plan.features is None else self._first_input(self.plan.features, reads_states)
-        for index, layer in enumerate(layers):
-            if index in self.layers:
-                self.kept[index] = self._sum()
-            self._write_layer(layer, None if index else normed, index == len(layers) - 1 and self._keeps_early)
-        if len(layers) in self.layers:
-            self.kept[len(layers)] = self._sum()
-        if -1 in self.layers:
-            self._settle()
-            self.kept[-1] = self._norm(self.plan.final_norm, self.x, self.x)
-        if not self.gathers:
-            self._keep_tokens()
-        self._norm(self.plan.final_norm, self.x, self.normed)
-        head: Any = self.plan.head
-        self.screening: ScreenOperators | None = None
-        if screen is None:  # outputs are set later
-            self.head = self.multiply(head, self.normed, self.normed)
-        else:
-            self.screening = ScreenOperators(screen, head.whole().weight, self.normed, self.rounded, self.add)
-
-    @property
-    def _keeps_early(self) -> bool:
-        """Return whether nobody asks for the last layer's results of tokens that are not kept; of heads nobody does."""
-        is_asked = self.plan.features is None and not self.layers.isdisjoint({-1, len(self.plan.layers)})
-        return self.plan.layers[-1].delta is None and not is_asked
-
-    def _new(self, size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        self.memory.append(torch.empty(self.room, size, dtype=dtype or self.dtype, device="cpu"))
-        return self.memory[-1]
-
-    def add(self, code: int, /, **fields: float) -> int:
-        """Append an operator; return its number."""
-        number = len(self.operators)
-        self.operators.append((code, fields))
-        if code in ON_TOKENS:
-            (self.on_kept if self.gathers else self.on_all).append(number)
-        return number
-
-    def _settle(self) -> None:
-        """Add to `x` what is pending."""
-        if self.pending is not None:
-            self._sum()
-
-    def _sum(self) -> int:
-        """Write an operator that adds to `x` what is pending, and copies it to its outputs, where they are set."""
-        added, factor = self.pending or (None, 1.0)
-        self.pending = None
-        address = 0 if added is None else added.data_ptr()
-        return self.add(codes.ADD, size=self.size, x=self.x.data_ptr(), added=address, factor=factor)
-
-    def _keep_tokens(self) -> None:
-        """Go on with the tokens that are kept, as a new `x`."""
-        number, kept = len(self.operators), self._new(self.size)
-        self.gathers[number] = "lines"  # first, as from this operator on all are on these tokens
-        self._sum()
-        self.operators[number][1]["outputs"] = kept.data_ptr()
-        self.x = kept
-
-    def _norm(self, norm: Any, x: torch.Tensor, outputs: torch.Tensor) -> int:
-        """Normalize tokens of `size` numbers; `x` after what is pending was added to it."""
-        fields: dict[str, float] = {"x": x.data_ptr(), "outputs": outputs.data_ptr()}
-        if x is self.x and self.pending is not None:
-            fields |= {"added": self.pending[0].data_ptr(), "factor": self.pending[1]}
-            self.pending = None
-        return self.norm_vectors(norm, 1, (self.size, self.size), **fields)
-
-    def norm_vectors(self, norm: Any, vectors: int, strides: tuple[int, int], /, **fields: float) -> int:
-        own = {
-            "size": norm.shape[0],
-            "vector_stride": norm.shape[0],
-            "in_stride": strides[0],
-            "out_stride": strides[1],
-            "is_shifted": norm.is_shifted,
-            "weight": norm.weight().data_ptr(),
-            "eps": norm.eps,
-        }
-        return self.add(codes.NORM, vectors=vectors, **own | fields)
-
-    def multiply(self, item: Any, x: torch.Tensor, outputs: torch.Tensor) -> int:
-        """Write a product; return the number of its last operator."""
-        weight, bias, scale = item.whole()
-        num_outputs, num_inputs = item.shape
-        fields = {
-            "num_outputs": num_outputs,
-            "weight": weight.data_ptr(),
-            "bias": 0 if bias is None else bias.data_ptr(),
-            "outputs": outputs.data_ptr(),
-        }
-        if scale is not None:
-            rounded = dict(zip(("levels", "steps", "offsets"), self.rounded.addresses))
-            self.add(codes.LEVELS, size=num_inputs, tokens=x.data_ptr(), **rounded)
-            fields |= {"num_groups": weight.shape[1], "share": blocks_of(num_outputs, num_inputs), **rounded}
-            return self.add(codes.INT8, scales=scale.data_ptr(), **fields)
-        at_once = tokens_at_once(self.room, num_inputs, self.dtype.itemsize)
-        size = scratch_size(self.room, num_inputs, self.dtype.itemsize)
-        rows = part_rows(num_outputs, num_inputs, self.dtype.itemsize, self.num_threads)
-        fields |= {"at_once": at_once, "scratch_size": size, "part_rows": rows}
-        share = share_of(num_outputs, num_inputs, ROWS)
-        code, copy = codes.MULTIPLY, self.compact.get(weight.data_ptr())
-        if copy is not None and self.dtype is torch.bfloat16:
-            fields["packed"] = copy.data_ptr()
-        elif copy is not None:
-            code, fields["weight"] = codes.NARROW, copy.data_ptr()
-        number = self.add(code, num_inputs=num_inputs, share=share, tokens=x.data_ptr(), **fields)
-        self.multiplied.append(number)
-        return number
-
-    def _first_input(self, plan: Any, reads_states: bool) -> torch.Tensor:
-        """Write `first_input`; return the input of attention. The features become `x`."""
-        features = self.out if plan.adds_normed else self.x
-        self.embedded, self.given, both = self._new(self.size), features, self._new(2 * self.size)
-        if reads_states:
-            self.given = self._new(plan.states_map.shape[1])
-            place = self.given.data_ptr()
-            for norm in plan.states_norms:
-                self.norm_vectors(norm, 1, (self.given.shape[1],) * 2, x=place, outputs=place)
-                place += norm.shape[0] * self.given.itemsize
-            self.multiply(plan.states_map, self.given, features)
-        if plan.adds_normed:
-            self._norm(plan.feature_norm, features, self.x)
-        halves = both.data_ptr(), both.data_ptr() + self.size * both.itemsize
-        for norm, x, place in zip((plan.embedding_norm, plan.feature_norm), (self.embedded, features), halves):
-            self.norm_vectors(norm, 1, (self.size, 2 * self.size), x=x.data_ptr(), outputs=place)
-        return both
-
-    def _write_layer(self, plan: LayerPlan, normed: torch.Tensor | None, keeps: bool) -> None:
-        """Write a layer; if it `keeps`, what comes after keys and values is of the tokens that are kept."""
-        normed = self._input(plan.before_attention) if normed is None else normed
-        if plan.delta is None:
-            self._write_attention(plan, normed, keeps)
-        else:
-            self.deltas.add(plan.delta, plan.query_key_value, normed)
-            self.multiply(plan.attention_output, self.attended, self.out)
-        if plan.after_attention is not None:
-            self._norm(plan.after_attention, self.out, self.out)
-        self.pending = self.out, plan.multiplier
-        self._write_mlp(plan, self._input(plan.before_mlp), self.out)
-        if plan.after_mlp is not None:
-            self._norm(plan.after_mlp, self.out, self.out)
-        self.pending = self.out, plan.multiplier
-
-    def _input(self, norm: Any) -> torch.Tensor:
-        """Return the input of attention or of an MLP: `x`, or `normed`."""
-        if norm is None:
-            self._settle()
-            return self.x
-        self._norm(norm, self.x, self.normed)
-        return self.normed
-
-    def _write_attention(self, plan: LayerPlan, normed: torch.Tensor, keeps: bool) -> None:
-        heads, kv_heads, size = plan.num_heads, plan.kv_heads, plan.head_dim
-        maps: Any = plan.query_key_value
-        self.multiply(maps, normed, self.states)
-        step, stride = 2 if plan.has_gates else 1, maps.shape[0]  # from one query to the next, and to the next token's
-        for norm, first, number, apart in (
-            (plan.query_norm, 0, heads, step),
-            (plan.key_norm, step * heads, kv_heads, 1),
-        ):
-            if norm is not None:
-                place = self.states.data_ptr() + first * size * self.states.itemsize
-                number = number if plan.norms_heads else 1
-                fields = {"x": place, "outputs": place, "vector_stride": apart * size}
-                self.norm_vectors(norm, number, (stride, stride), **fields)
-        fields = {"states": self.states.data_ptr(), "queries": self.queries.data_ptr(), "has_gates": plan.has_gates}
-        self.rotated.append(self.add(codes.ROTATE, heads=heads, kv_heads=kv_heads, size=size, **fields))
-        if keeps:
-            self._keep_tokens()
-        gates = {}
-        if plan.has_gates:
-            gates = {"gates": self.states.data_ptr() + size * self.states.itemsize, "gate_stride": stride}
-        attention = self.add(
-            codes.ATTEND,
-            kv_heads=kv_heads,
-            groups=heads // kv_heads,
-            size=size,
-            queries=self.queries.data_ptr(),
-            outputs=self.attended.data_ptr(),
-            scale=plan.scaling,
-            **gates,
-        )
-        self.attending.append(attention)
-        if keeps:
-            self.gathers[attention] = "places"
-        self.multiply(plan.attention_output, self.attended, self.out)
-
-    def _write_mlp(self, plan: LayerPlan, x: torch.Tensor, outputs: torch.Tensor) -> None:
-        mlp: Any = plan.mlp
-        activation = gate_of(mlp.activation)
-        assert activation is not None
-        self.multiply(mlp.inputs, x, self.hidden)
-        self.add(
-            codes.GATE,
-            size=mlp.inputs.shape[0] // 2,
-            activation=activation,
-            inputs=self.hidden.data_ptr(),
-            outputs=self.gated.data_ptr(),
-        )
-        self.multiply(mlp.output, self.gated, outputs)
+        self.bytes_per_token = sum(item.nbytes for item in written.memory) // written.room  # without int8 and screens
 
     def _index(self) -> None:
         """Note where the fields are that are set before every forward."""
-        rows = self.program.rows
+        rows, own = self.program.rows, self.written
         self.token_counts = rows[:, column(codes.ADD, "num_tokens")]
         # Indices of numpy's own, since every use of a list would make them anew.
         self.sized, self.sized_kept, self.on_scratch, self.on_lines = (
-            np.array(numbers, np.int64) for numbers in (self.on_all, self.on_kept, self.multiplied, self.rotated)
+            np.array(numbers, np.int64) for numbers in (own.on_all, own.on_kept, own.multiplied, own.rotated)
         )
         self.scratch = column(codes.MULTIPLY, "scratch")
-        self.most_scratch = int(rows[self.multiplied, column(codes.MULTIPLY, "scratch_size")].max(initial=0))
+        self.most_scratch = int(rows[own.multiplied, column(codes.MULTIPLY, "scratch_size")].max(initial=0))
         layers = [layer for layer in self.plan.layers if layer.delta is None]
         self.lines = column(codes.ROTATE, "lines")
-        pairs = (codes.ROTATE, self.rotated), (codes.ATTEND, self.attending)
+        pairs = (codes.ROTATE, own.rotated), (codes.ATTEND, own.attending)
         self.memory_places = [_places(*pair, _MEMORY) for pair in pairs]
         types = [layer.layer_type for layer in layers if layer.rotation is not None]
-        numbers = [number for number, layer in zip(self.rotated, layers) if layer.rotation is not None]
+        numbers = [number for number, layer in zip(own.rotated, layers) if layer.rotation is not None]
         self.rotations = _places_by(types, codes.ROTATE, numbers, _ROTATE)  # elsewhere, these fields stay 0
-        own = [(layer.window, layer.num_heads, layer.kv_heads, layer.head_dim) for layer in layers]
-        kinds = [(number in self.gathers, *kind) for number, kind in zip(self.attending, own)]
-        self.attentions = _places_by(kinds, codes.ATTEND, self.attending, _ATTEND)
+        kinds = [
+            (number in own.gathers, layer.window, layer.num_heads, layer.kv_heads, layer.head_dim)
+            for number, layer in zip(own.attending, layers)
+        ]
+        self.attentions = _places_by(kinds, codes.ATTEND, own.attending, _ATTEND)
 
     def __call__(self, given: DecoderInput, keep: Callable[[int, torch.Tensor], None] | None) -> torch.Tensor | Picks:
         x, num, program, lines = given.x, len(given.x), self.program, given.layout.kept
+        own = self.written
         head: Any = self.plan.head
-        self.embedded[:num].copy_(x)
+        own.embedded[:num].copy_(x)
         if given.features is not None:
-            self.given[:num].copy_(given.features.values)
-        num_kept, dtype = num if lines is None else len(lines), x.dtype if self.screening is None else torch.float32
+            own.given[:num].copy_(given.features.values)
+        num_kept, dtype = num if lines is None else len(lines), x.dtype if own.screening is None else torch.float32
         logits, scratch = x.new_empty(num_kept, head.shape[0], dtype=dtype), self._set_places(given)
-        kept = [x.new_empty(num_kept if number in self.on_kept else num, self.size) for number in self.kept.values()]
-        for number, states in zip(self.kept.values(), kept):
+        kept = [x.new_empty(num_kept if number in own.on_kept else num, own.size) for number in own.kept.values()]
+        for number, states in zip(own.kept.values(), kept):
             program.set(number, "outputs", states.data_ptr())
         self.token_counts[self.sized], self.token_counts[self.sized_kept] = num, num_kept
-        for number, field in self.gathers.items():
+        for number, field in own.gathers.items():
             program.set(number, field, 0 if lines is None else lines.data_ptr())
-        if self.screening is None:
-            program.set(self.head, "outputs", logits.data_ptr())
+        if own.screening is None:
+            program.set(own.head, "outputs", logits.data_ptr())
         else:
-            self.screening.set_scores(program, logits)
-        program.run(self.num_threads)
-        if self.deltas.plans:
-            self.deltas.keep(num, given.cache, scratch[:2])
+            own.screening.set_scores(program, logits)
+        program.run(own.num_threads)
+        if own.deltas.plans:
+            own.deltas.keep(program.rows, num, given.cache, scratch[:2])
         del scratch  # until here, only its addresses were known
-        for layer, states in zip(self.kept, kept):
+        for layer, states in zip(own.kept, kept):
             assert keep is not None, "`layers` come with `keep`"
             if lines is not None and len(states) < num:
-                states = x.new_zeros(num, self.size).index_copy_(0, lines, states)
+                states = x.new_zeros(num, own.size).index_copy_(0, lines, states)
             keep(layer, states)
-        if self.screening is None:
+        if own.screening is None:
             return logits
-        tokens = self.screening.tokens(num_kept)
+        tokens = own.screening.tokens(num_kept)
         if tokens is None:
-            return head(self.normed[:num_kept])
-        return Picks(tokens, logits, self.screening.bounds[:num_kept].copy())
+            return head(own.normed[:num_kept])
+        return Picks(tokens, logits, own.screening.bounds[:num_kept].copy())
 
     def _set_places(self, given: DecoderInput) -> list[torch.Tensor]:
         """Set the memory of layers, what tokens attend to, and rotary embeddings; return what must stay meanwhile."""
-        (x, layout, cache, tables, _), rows = given, self.program.rows
+        (x, layout, cache, tables, _), rows, own = given, self.program.rows, self.written
         if self.kept_in != (ref(cache), cache.num_moves, len(cache.layers)):  # a look at every layer takes long
             self._set_memory(x, cache)
-        assert all(part.dtype is self.dtype for pair in tables.values() for part in pair)
-        held: list[torch.Tensor] = self.deltas.place(x, cache) if self.deltas.plans else []
+        assert all(part.dtype is own.dtype for pair in tables.values() for part in pair)
+        held: list[torch.Tensor] = own.deltas.place(rows, x, cache) if own.deltas.plans else []
         rows[self.on_lines, self.lines] = layout.lines.data_ptr()
         for name, where in self.rotations.items():
             cos, sin = (part.contiguous() for part in tables[name])
@@ -355,12 +108,12 @@ class ForwardProgram:
 
         for (is_of_kept, window, heads, kv_heads, head_dim), where in self.attentions.items():
             seen = kept_lines_of(layout, window) if is_of_kept else lines_of(layout, layout.parts, window)
-            parts, size = division(seen, heads, kv_heads, head_dim, self.num_threads)
-            held.append(x.new_empty(self.num_threads * size, dtype=torch.float32))
+            parts, size = division(seen, heads, kv_heads, head_dim, own.num_threads)
+            held.append(x.new_empty(own.num_threads * size, dtype=torch.float32))
             rows[where] = held[-1].data_ptr(), len(seen.runs) - 1, parts, size, *seen.addresses
 
-        if needs_scratch(self.dtype, len(x)):
-            held.append(x.new_empty(self.num_threads * self.most_scratch, dtype=torch.float32))
+        if needs_scratch(own.dtype, len(x)):
+            held.append(x.new_empty(own.num_threads * self.most_scratch, dtype=torch.float32))
             rows[self.on_scratch, self.scratch] = held[-1].data_ptr()
         else:
             rows[self.on_scratch, self.scratch] = 0
@@ -390,11 +143,3 @@ def _places_by(kinds: list[Any], code: int, operators: list[int], names: list[st
     for kind, number in zip(kinds, operators):
         by_kind[kind].append(number)
     return {kind: _places(code, own, names) for kind, own in by_kind.items()}
-
-
-def products_of(plan: DecoderPlan) -> list[Any]:
-    """Return all products of a forward."""
-    mlps: list[Any] = [layer.mlp for layer in plan.layers]
-    others: list[Any] = [item for layer in plan.layers for item in (layer.query_key_value, layer.attention_output)]
-    others += [] if plan.features is None else [plan.features.states_map]
-    return [plan.head, *others, *[item for mlp in mlps for item in (mlp.inputs, mlp.output)]]

@@ -24,7 +24,7 @@ from ..layout.step_layout import StepLayout
 from ..recurrent.cache import StateCache
 from ..support.twin import TWIN_REACH, borders, float32_copy, small_twin
 from .decoder import Tables, WrittenDecoder, run_layer
-from .parts import CalledMLP
+from .mlps import CalledMLP
 from .plan import UnknownStructureError, make_plan
 
 _NUM_TOKENS = 24  # tokens of the shorter text, where no border has to be passed

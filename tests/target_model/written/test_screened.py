@@ -26,9 +26,12 @@ def screened(monkeypatch):
     monkeypatch.setattr(screening, "_LEAST", 1)
     monkeypatch.setattr(copies, "_LEAST_WAIT", 0)
     found, run = [], ForwardProgram.__call__
-    monkeypatch.setattr(
-        ForwardProgram, "__call__", lambda self, *args: found.append(self.screening is not None) or run(self, *args)
-    )
+
+    def noting(self, *args):
+        found.append(self.written.screening is not None)
+        return run(self, *args)
+
+    monkeypatch.setattr(ForwardProgram, "__call__", noting)
     return found
 
 

@@ -10,11 +10,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
+from hf_smartspec.cpu.kernels.norms import SHIFTED
 from hf_smartspec.cpu.quantized import quantize
 from hf_smartspec.target_model.logits import LogitScaling
 from hf_smartspec.target_model.written import registry, trial, written_decoder
 from hf_smartspec.target_model.written.decoder import WrittenDecoder
-from hf_smartspec.target_model.written.parts import RMSNorm
+from hf_smartspec.target_model.written.norms import Norm
 from hf_smartspec.target_model.written.plan import UnknownStructureError, make_plan
 from hf_smartspec.target_model.written.trial import check
 
@@ -62,9 +63,9 @@ def _with_wrong_residual(layer):
 
 
 def _with_shifted_norm(layer):
-    assert isinstance(layer.before_mlp, RMSNorm)
+    assert isinstance(layer.before_mlp, Norm)
     layer.before_mlp = copy.copy(layer.before_mlp)
-    layer.before_mlp.is_shifted = True
+    layer.before_mlp.form = SHIFTED
 
 
 def _with_swapped_norms(layer):

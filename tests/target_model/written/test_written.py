@@ -11,11 +11,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Ministral3Config, Ministral3ForCausalLM
 
+from hf_smartspec.cpu.kernels.norms import CENTERED, PLAIN, SHIFTED
 from hf_smartspec.drafts.tree import DraftTree
 from hf_smartspec.target_model.forward.packed import PackedForward
 from hf_smartspec.target_model.layout.rows import RowInput
 from hf_smartspec.target_model.written import packed_forward, written_decoder, written_decoders
-from hf_smartspec.target_model.written.parts import Fused, Halves, LayerNorm, RMSNorm, written_norm, written_rotation
+from hf_smartspec.target_model.written.norms import written_norm
+from hf_smartspec.target_model.written.parts import Fused, Halves, written_rotation
 
 from ...models import new_model, shared_model
 
@@ -348,12 +350,10 @@ def test_hidden_states_are_those_of_hooks():
 def test_norms_are_told_by_what_they_compute():
     norms = [shared_model(name).model.layers[0].input_layernorm for name in ("llama", "gemma2", "starcoder2")]
     written = [written_norm(norm) for norm in norms]
-    assert [type(norm) for norm in written] == [RMSNorm, RMSNorm, LayerNorm]
-    assert [norm.is_shifted for norm in written[:2]] == [False, True]
+    assert [norm.form for norm in written] == [PLAIN, SHIFTED, CENTERED]
     x = torch.randn(4, 32)
     for norm, own in zip(written, norms):
-        by_torch = norm.by_torch(x, own.weight) if isinstance(norm, RMSNorm) else norm(x)
-        assert torch.equal(by_torch, own(x))
+        assert torch.equal(norm.by_torch(x), own(x))
         torch.testing.assert_close(norm(x), own(x))  # compiled norms add up in an order of their own
 
 

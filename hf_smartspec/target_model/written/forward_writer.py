@@ -1,0 +1,290 @@
+"""What a decoder's forward consists of: compiled operators, and the memory that they share."""
+
+from typing import Any
+
+import torch
+
+from ...cpu.compact import CompactWeights
+from ...cpu.few_tokens import ROWS
+from ...cpu.kernels import program as codes
+from ...cpu.kernels.multiply import part_rows, scratch_size, tokens_at_once
+from ...cpu.program import ON_TOKENS
+from ...cpu.quantized.native import Rounded, blocks_of, num_groups
+from ...cpu.screening import Screen, ScreenOperators
+from ...cpu.threads import share_of
+from .delta_program import DeltaOperators
+from .plan import DecoderPlan, LayerPlan
+
+
+class ForwardWriter:
+    """
+    Writer of the operators of a forward of up to `room` tokens. That of heads begins with the target's hidden states if
+    it `reads_states`, or else with features. With a `screen` of the head, it ends with the best tokens in place of
+    logits. Of tokens that are not kept, the last layer computes queries, keys and values only. Weights are read from
+    their `compact` copies, where there are any.
+    """
+
+    def __init__(
+        self,
+        plan: DecoderPlan,
+        x: torch.Tensor,
+        room: int,
+        num_threads: int,
+        layers: frozenset[int],
+        reads_states: bool,
+        screen: Screen | None = None,
+        compact: CompactWeights | None = None,
+    ):
+        self.plan, self.room, self.num_threads, self.layers = plan, room, num_threads, layers
+        self.dtype, self.size = x.dtype, x.shape[1]
+        self.compact = {} if compact is None else compact.copies
+        self.operators: list[tuple[int, dict[str, float]]] = []
+        self.on_all: list[int] = []  # operators on all tokens
+        self.on_kept: list[int] = []  # operators on the tokens that are kept, which come last
+        self.gathers: dict[int, str] = {}  # operators that read these among all, and which field says where
+        self.memory: list[torch.Tensor] = []
+        self.deltas = DeltaOperators()
+        self.rotated: list[int] = []  # operators of each kind
+        self.attending: list[int] = []
+        self.multiplied: list[int] = []
+        self.kept: dict[int, int] = {}  # by layer, the operators that store hidden states
+        self._write(reads_states, screen)
+
+    def _write(self, reads_states: bool, screen: Screen | None) -> None:
+        self.x, self.normed, self.out = (self._new(self.size) for _ in range(3))
+        self.embedded = self.given = self.x  # what tokens are copied to, and features
+        groups = [num_groups(item.shape[1]) for item in products_of(self.plan) if item.whole().scale is not None]
+        groups += [] if screen is None else [num_groups(self.size)]
+        self.rounded = Rounded(self.room, max(groups, default=0))  # for products in int8
+        layers = self.plan.layers
+        self.queries = self._new(max(layer.num_heads * layer.head_dim for layer in layers))
+        sizes = [layer.delta.sizes[1] if layer.delta else layer.num_heads * layer.head_dim for layer in layers]
+        self.attended = self._new(max(sizes))
+        self.recurred = self._new(max([own.delta.sizes[1] for own in layers if own.delta], default=0), torch.float32)
+        maps: list[Any] = [layer.query_key_value for layer in layers if layer.delta is None]
+        self.states = self._new(max([item.shape[0] for item in maps], default=0))
+        mlps: list[Any] = [layer.mlp for layer in layers]
+        self.hidden = self._new(max(mlp.inputs.shape[0] for mlp in mlps))
+        self.activated = self._new(max(mlp.output.shape[1] for mlp in mlps))
+        self.beside = self._new(self.size if any(layer.is_parallel for layer in layers) else 0)
+        self.pending: tuple[torch.Tensor, float] | None = None  # what is to be added to `x`
+        normed = None if self.plan.features is None else self._first_input(self.plan.features, reads_states)
+        for index, layer in enumerate(layers):
+            if index in self.layers:
+                self.kept[index] = self._sum()
+            self._write_layer(layer, None if index else normed, index == len(layers) - 1 and self._keeps_early)
+        if len(layers) in self.layers:
+            self.kept[len(layers)] = self._sum()
+        if -1 in self.layers:
+            self._settle()
+            self.kept[-1] = self._norm(self.plan.final_norm, self.x, self.x)
+        if not self.gathers:
+            self._keep_tokens()
+        self._norm(self.plan.final_norm, self.x, self.normed)
+        head: Any = self.plan.head
+        self.screening: ScreenOperators | None = None
+        if screen is None:  # outputs are set later
+            self.head = self.multiply(head, self.normed, self.normed)
+        else:
+            self.screening = ScreenOperators(screen, head.whole().weight, self.normed, self.rounded, self.add)
+
+    @property
+    def _keeps_early(self) -> bool:
+        """Return whether nobody asks for the last layer's results of tokens that are not kept; of heads nobody does."""
+        is_asked = self.plan.features is None and not self.layers.isdisjoint({-1, len(self.plan.layers)})
+        return self.plan.layers[-1].delta is None and not is_asked
+
+    def _new(self, size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        self.memory.append(torch.empty(self.room, size, dtype=dtype or self.dtype, device="cpu"))
+        return self.memory[-1]
+
+    def add(self, code: int, /, **fields: float) -> int:
+        """Append an operator; return its number."""
+        number = len(self.operators)
+        self.operators.append((code, fields))
+        if code in ON_TOKENS:
+            (self.on_kept if self.gathers else self.on_all).append(number)
+        return number
+
+    def _settle(self) -> None:
+        """Add to `x` what is pending."""
+        if self.pending is not None:
+            self._sum()
+
+    def _sum(self) -> int:
+        """Write an operator that adds to `x` what is pending, and copies it to its outputs, where they are set."""
+        added, factor = self.pending or (None, 1.0)
+        self.pending = None
+        address = 0 if added is None else added.data_ptr()
+        return self.add(codes.ADD, size=self.size, x=self.x.data_ptr(), added=address, factor=factor)
+
+    def _keep_tokens(self) -> None:
+        """Go on with the tokens that are kept, as a new `x`."""
+        self.gathers[len(self.operators)] = "lines"  # first, as from this operator on all are on these tokens
+        number, kept = self._sum(), self._new(self.size)
+        self.operators[number][1]["outputs"] = kept.data_ptr()
+        self.x = kept
+
+    def _kept(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `[room, size]` of the tokens that are kept."""
+        kept = self._new(self.size)
+        number = self.add(codes.ADD, size=self.size, x=x.data_ptr(), outputs=kept.data_ptr())
+        self.gathers[number] = "lines"
+        return kept
+
+    def _norm(self, norm: Any, x: torch.Tensor, outputs: torch.Tensor) -> int:
+        """Normalize tokens of `size` numbers; `x` after what is pending was added to it."""
+        fields: dict[str, float] = {"x": x.data_ptr(), "outputs": outputs.data_ptr()}
+        if x is self.x and self.pending is not None:
+            fields |= {"added": self.pending[0].data_ptr(), "factor": self.pending[1]}
+            self.pending = None
+        return self.norm_vectors(norm, 1, (self.size, self.size), **fields)
+
+    def norm_vectors(self, norm: Any, vectors: int, strides: tuple[int, int], /, **fields: float) -> int:
+        weight, bias = norm.weights()
+        own = {
+            "size": norm.shape[0],
+            "vector_stride": norm.shape[0],
+            "in_stride": strides[0],
+            "out_stride": strides[1],
+            "form": norm.form,
+            "weight": weight.data_ptr(),
+            "bias": 0 if bias is None else bias.data_ptr(),
+            "eps": norm.eps,
+        }
+        return self.add(codes.NORM, vectors=vectors, **own | fields)
+
+    def multiply(self, item: Any, x: torch.Tensor, outputs: torch.Tensor) -> int:
+        """Write a product; return the number of its last operator."""
+        weight, bias, scale = item.whole()
+        num_outputs, num_inputs = item.shape
+        fields = {
+            "num_outputs": num_outputs,
+            "weight": weight.data_ptr(),
+            "bias": 0 if bias is None else bias.data_ptr(),
+            "outputs": outputs.data_ptr(),
+        }
+        if scale is not None:
+            rounded = dict(zip(("levels", "steps", "offsets"), self.rounded.addresses))
+            self.add(codes.LEVELS, size=num_inputs, tokens=x.data_ptr(), **rounded)
+            fields |= {"num_groups": weight.shape[1], "share": blocks_of(num_outputs, num_inputs), **rounded}
+            return self.add(codes.INT8, scales=scale.data_ptr(), **fields)
+        at_once = tokens_at_once(self.room, num_inputs, self.dtype.itemsize)
+        size = scratch_size(self.room, num_inputs, self.dtype.itemsize)
+        rows = part_rows(num_outputs, num_inputs, self.dtype.itemsize, self.num_threads)
+        fields |= {"at_once": at_once, "scratch_size": size, "part_rows": rows}
+        share = share_of(num_outputs, num_inputs, ROWS)
+        code, copy = codes.MULTIPLY, self.compact.get(weight.data_ptr())
+        if copy is not None and self.dtype is torch.bfloat16:
+            fields["packed"] = copy.data_ptr()
+        elif copy is not None:
+            code, fields["weight"] = codes.NARROW, copy.data_ptr()
+        number = self.add(code, num_inputs=num_inputs, share=share, tokens=x.data_ptr(), **fields)
+        self.multiplied.append(number)
+        return number
+
+    def _first_input(self, plan: Any, reads_states: bool) -> torch.Tensor:
+        """Write `first_input`; return the input of attention. The features become `x`."""
+        features = self.out if plan.adds_normed else self.x
+        self.embedded, self.given, both = self._new(self.size), features, self._new(2 * self.size)
+        if reads_states:
+            self.given = self._new(plan.states_map.shape[1])
+            place = self.given.data_ptr()
+            for norm in plan.states_norms:
+                self.norm_vectors(norm, 1, (self.given.shape[1],) * 2, x=place, outputs=place)
+                place += norm.shape[0] * self.given.itemsize
+            self.multiply(plan.states_map, self.given, features)
+        if plan.adds_normed:
+            self._norm(plan.feature_norm, features, self.x)
+        halves = both.data_ptr(), both.data_ptr() + self.size * both.itemsize
+        for norm, x, place in zip((plan.embedding_norm, plan.feature_norm), (self.embedded, features), halves):
+            self.norm_vectors(norm, 1, (self.size, 2 * self.size), x=x.data_ptr(), outputs=place)
+        return both
+
+    def _write_layer(self, plan: LayerPlan, normed: torch.Tensor | None, keeps: bool) -> None:
+        """Write a layer; if it `keeps`, what comes after keys and values is of the tokens that are kept."""
+        normed = self._input(plan.before_attention) if normed is None else normed
+        if plan.delta is None:
+            self._write_attention(plan, normed, keeps)
+        else:
+            self.deltas.add(self, plan.delta, plan.query_key_value, normed)
+            self.multiply(plan.attention_output, self.attended, self.out)
+        if plan.is_parallel:
+            self._write_parallel_mlp(plan, normed, keeps)
+            return
+        if plan.after_attention is not None:
+            self._norm(plan.after_attention, self.out, self.out)
+        self.pending = self.out, plan.multiplier
+        self._write_mlp(plan, self._input(plan.before_mlp), self.out)
+        if plan.after_mlp is not None:
+            self._norm(plan.after_mlp, self.out, self.out)
+        self.pending = self.out, plan.multiplier
+
+    def _input(self, norm: Any) -> torch.Tensor:
+        """Return the input of attention or of an MLP: `x`, or `normed`."""
+        if norm is None:
+            self._settle()
+            return self.x
+        self._norm(norm, self.x, self.normed)
+        return self.normed
+
+    def _write_attention(self, plan: LayerPlan, normed: torch.Tensor, keeps: bool) -> None:
+        heads, kv_heads, size = plan.num_heads, plan.kv_heads, plan.head_dim
+        maps: Any = plan.query_key_value
+        self.multiply(maps, normed, self.states)
+        step, stride = 2 if plan.has_gates else 1, maps.shape[0]  # from one query to the next, and to the next token's
+        for norm, first, number, apart in (
+            (plan.query_norm, 0, heads, step),
+            (plan.key_norm, step * heads, kv_heads, 1),
+        ):
+            if norm is not None:
+                place = self.states.data_ptr() + first * size * self.states.itemsize
+                number = number if plan.norms_heads else 1
+                fields = {"x": place, "outputs": place, "vector_stride": apart * size}
+                self.norm_vectors(norm, number, (stride, stride), **fields)
+        fields = {"states": self.states.data_ptr(), "queries": self.queries.data_ptr(), "has_gates": plan.has_gates}
+        self.rotated.append(self.add(codes.ROTATE, heads=heads, kv_heads=kv_heads, size=size, **fields))
+        if keeps:
+            self._keep_tokens()
+        gates = {}
+        if plan.has_gates:
+            gates = {"gates": self.states.data_ptr() + size * self.states.itemsize, "gate_stride": stride}
+        attention = self.add(
+            codes.ATTEND,
+            kv_heads=kv_heads,
+            groups=heads // kv_heads,
+            size=size,
+            queries=self.queries.data_ptr(),
+            outputs=self.attended.data_ptr(),
+            scale=plan.scaling,
+            **gates,
+        )
+        self.attending.append(attention)
+        if keeps:
+            self.gathers[attention] = "places"
+        self.multiply(plan.attention_output, self.attended, self.out)
+
+    def _write_parallel_mlp(self, plan: LayerPlan, normed: torch.Tensor, keeps: bool) -> None:
+        """Write the MLP beside attention, whose input was `normed`; both are pending then."""
+        if plan.before_mlp is not None:
+            normed = self._input(plan.before_mlp)
+        elif keeps:
+            normed = self._kept(normed)
+        self._write_mlp(plan, normed, self.beside)
+        self.add(codes.ADD, size=self.size, x=self.out.data_ptr(), added=self.beside.data_ptr(), factor=1.0)
+        self.pending = self.out, 1.0
+
+    def _write_mlp(self, plan: LayerPlan, x: torch.Tensor, outputs: torch.Tensor) -> None:
+        mlp: Any = plan.mlp
+        self.multiply(mlp.inputs, x, self.hidden)
+        fields = {"activation": mlp.activation, "is_gated": mlp.is_gated, "size": mlp.output.shape[1]}
+        self.add(codes.GATE, inputs=self.hidden.data_ptr(), outputs=self.activated.data_ptr(), **fields)
+        self.multiply(mlp.output, self.activated, outputs)
+
+
+def products_of(plan: DecoderPlan) -> list[Any]:
+    """Return all products of a forward."""
+    mlps: list[Any] = [layer.mlp for layer in plan.layers]
+    others: list[Any] = [item for layer in plan.layers for item in (layer.query_key_value, layer.attention_output)]
+    others += [] if plan.features is None else [plan.features.states_map]
+    return [plan.head, *others, *[item for mlp in mlps for item in (mlp.inputs, mlp.output)]]

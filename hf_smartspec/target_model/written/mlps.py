@@ -1,0 +1,68 @@
+"""MLPs of a written-out layer, and their activations."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from ...cpu.gates import FUNCTIONS, activated, can_gate, gated
+from ...cpu.kernels.gates import GELU, GELU_TANH, RELU, RELU_SQUARED, SILU
+from ...gpu import elementwise
+from .parts import Called, Map
+
+# Activations by the names of their modules; NewGELUActivation rounds every step of the same function.
+_ACTIVATIONS = {
+    **dict.fromkeys(("SiLU", "SiLUActivation"), SILU),
+    **dict.fromkeys(("PytorchGELUTanh", "GELUTanh", "NewGELUActivation", "FastGELUActivation"), GELU_TANH),
+    "GELUActivation": GELU,
+    "ReLU": RELU,
+    "ReLUSquaredActivation": RELU_SQUARED,
+}
+
+
+def written_activation(module: nn.Module | Callable) -> int | Map:
+    """Return the number by which compiled code knows an activation; others are called as they are."""
+    known = _ACTIVATIONS.get(type(module).__name__)
+    if known is not None:
+        return known
+    return Called(module) if isinstance(module, nn.Module) else module
+
+
+class MLP:
+    """
+    `output(activation(gate) * up)`, or without a gate `output(activation(input))`.
+
+    Args:
+        inputs (`Callable`): Returns gate and up side by side.
+        activation (`int` or `Callable`): One of those in `cpu.kernels.gates`, or any other.
+    """
+
+    def __init__(self, inputs: Map, activation: int | Map, output: Map, is_gated: bool):
+        self.inputs, self.activation, self.output, self.is_gated = inputs, activation, output, is_gated
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.output(self._activated(self.inputs(x)))
+
+    def _activated(self, hidden: torch.Tensor) -> torch.Tensor:
+        known = self.activation
+        if isinstance(known, int):
+            if can_gate(hidden):
+                return gated(hidden, known) if self.is_gated else activated(hidden, known)
+            if self.is_gated and known == SILU and elementwise.can_gate(hidden):
+                return elementwise.silu_gated(hidden)
+        function = FUNCTIONS[known] if isinstance(known, int) else known
+        if not self.is_gated:
+            return function(hidden)
+        gate, up = hidden.chunk(2, dim=-1)
+        return function(gate) * up
+
+
+class CalledMLP:
+    """A module that is called as it is, such as a mixture of experts."""
+
+    def __init__(self, module: nn.Module):
+        self.module = Called(module)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        output = self.module(x[None])
+        return (output if isinstance(output, torch.Tensor) else output[0])[0]

@@ -1,0 +1,88 @@
+"""Norms of a written-out layer."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import layer_norm
+
+from ...cpu.kernels.norms import CENTERED, ONCE, PLAIN, SHIFTED
+from ...cpu.norms import can_norm, few_token_norm
+from ...gpu import elementwise
+from .parts import Called, Map, Weighted
+
+_EPS = ("variance_epsilon", "eps")  # its names in norms
+_norms: dict[tuple, int | None] = {}  # forms by kind, eps and dtype; None for unknown ones
+
+
+class Norm(Weighted):
+    """
+    RMS or layer norms over the last dimension, rounded where the model's own norm rounds.
+
+    Args:
+        eps (`float`): Added to the mean square.
+        form (`int`): `PLAIN`, `ONCE`, `SHIFTED` (Gemma) or `CENTERED`, as in `few_token_norm`.
+    """
+
+    def __init__(self, module: nn.Module, eps: float, form: int):
+        super().__init__(module)
+        self.eps, self.form = eps, form
+        self.shape = tuple(module.weight.shape)  # type: ignore[arg-type]
+
+    def weights(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the weight, and the bias if there is one."""
+        parameters = self._parameters()
+        return parameters["weight"], parameters.get("bias")
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.weights()
+        if can_norm(x, weight, bias):
+            return few_token_norm(x, weight, bias, self.eps, self.form)
+        if self.form in (PLAIN, SHIFTED) and elementwise.can_norm(x, weight):
+            return elementwise.rms_norm(x, weight, self.eps, self.form == SHIFTED)
+        return self.by_torch(x)
+
+    def by_torch(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.weights()
+        if self.form == CENTERED:
+            return layer_norm(x, self.shape, weight, bias, self.eps)
+        if self.form == PLAIN:
+            return torch.rms_norm(x, self.shape, None, self.eps).mul_(weight)
+        factor = weight.float() if self.form == ONCE else weight.float() + 1.0
+        return torch.rms_norm(x.float(), self.shape, factor, self.eps).to(x.dtype)
+
+
+def written_norm(module: nn.Module) -> Map:
+    """Return a norm in as few calls as compute the same; a norm of an unknown kind is called as it is."""
+    weight = module._parameters.get("weight")
+    if type(module) is nn.LayerNorm and weight is not None and weight.dim() == 1:
+        return Norm(module, module.eps, CENTERED)
+    eps = next((getattr(module, name) for name in _EPS if isinstance(getattr(module, name, None), float)), None)
+    if eps is None or weight is None or weight.dim() != 1 or len(list(module.parameters())) != 1:
+        return Called(module)
+    key = type(module), type(module).forward, eps, weight.dtype, weight.device.type, len(weight)
+    if key not in _norms:
+        _norms[key] = _form_of(module, eps)
+    form = _norms[key]
+    return Called(module) if form is None else Norm(module, eps, form)
+
+
+@torch.no_grad()
+def _form_of(module: nn.Module, eps: float) -> int | None:
+    """Return the form of a norm, found by trying it with other weights; None if it is of no known form."""
+    weight: Any = module._parameters["weight"]
+    numbers = torch.rand(4, len(weight), generator=torch.Generator().manual_seed(0)) + 0.5
+    numbers = numbers.to(weight.device, weight.dtype)
+    probe = copy.copy(module)
+    probe._parameters = {"weight": nn.Parameter(numbers[0], requires_grad=False)}
+    x = (numbers[1:] - 1) * eps**0.5  # small numbers, so that eps counts
+    expected = type(module).forward(probe, x)  # without hooks, which are not the norm's
+    found = {form: Norm(probe, eps, form).by_torch(x) for form in (PLAIN, ONCE, SHIFTED, CENTERED)}
+    return next((form for form in found if _is_right(form, found[form], expected)), None)
+
+
+def _is_right(form: int, found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Return whether numbers are equal; for layer norms, of which models' own sum up in another order, nearly so."""
+    bound = 2 * torch.finfo(expected.dtype).eps if form == CENTERED else 0.0
+    return torch.allclose(found, expected, rtol=bound, atol=bound)
