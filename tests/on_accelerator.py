@@ -18,7 +18,7 @@ from hf_smartspec.target_model.forward.packed import PackedForward
 from hf_smartspec.target_model.graphs import recorder
 from hf_smartspec.target_model.model_state import state_of
 from hf_smartspec.target_model.written.decoder import WrittenDecoder
-from hf_smartspec.target_model.written.plan import make_plan
+from hf_smartspec.target_model.written.recognition import make_plan
 from hf_smartspec.target_model.written.trial import check
 
 from .accelerator import DEVICE, Accelerator, Recorder

@@ -109,6 +109,7 @@ def few_token_attention(
     lines: SeenLines,
     scale: float | None = None,
     sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """
     Compute attention of tokens, each over neighbouring lines, for arguments that pass `can_attend`.
@@ -120,6 +121,7 @@ def few_token_attention(
         scale (`float`, *optional*): Factor of scores, above 0; `head_dim ** -0.5` where not given.
         sinks (`torch.Tensor` of shape `[heads]`, *optional*): Logits that join the scores of each head in the softmax,
             and have no value.
+        softcap (`float`, *optional*): Bound within which scaled scores are squashed (Gemma 2).
 
     Returns:
         `torch.Tensor` of shape `[N, heads, head_dim]`. A token's result does not depend on the others.
@@ -135,6 +137,7 @@ def few_token_attention(
         queries.dtype, ATTEND, num_threads, num_runs, runs, parts, kv_heads, heads // kv_heads, size, *others,
         queries.data_ptr(), keys.data_ptr(), values.data_ptr(), outputs.data_ptr(), 0, 0, 0,
         0 if sinks is None else sinks.data_ptr(), scratch.data_ptr(), own, size**-0.5 if scale is None else scale,
+        softcap or 0.0,
     )  # fmt: skip
     return outputs
 

@@ -38,7 +38,7 @@ _FIELDS = {
     codes.BOUND: SCREEN_FIELDS,
     codes.PICK: SCREEN_FIELDS,
 }
-_FLOATS = ("eps", "factor", "scale")  # float64, in every operator; all other fields are int64
+_FLOATS = ("eps", "factor", "scale", "cap")  # float64, in every operator; all other fields are int64
 assert all(fields[:2] == ("next", "threads") for fields in _FIELDS.values()), "counters, which `Program.run` clears"
 
 DTYPES = torch.float32, torch.bfloat16

@@ -18,8 +18,9 @@ from ....target_model.written.decoder import WrittenDecoder
 from ....target_model.written.inputs import Features
 from ....target_model.written.mlps import MLP, written_activation
 from ....target_model.written.norms import Norm
-from ....target_model.written.parts import Called, Fused, Halves, Map, written_map
+from ....target_model.written.parts import Called, Fused, Map, written_map
 from ....target_model.written.plan import DecoderPlan, FeaturePlan, LayerPlan
+from ....target_model.written.rotations import Rotation
 from ....target_model.written.watch import Watch
 from .config import window_of
 from .files import numbered
@@ -159,7 +160,7 @@ def _layer_plan(heads: Heads, rounded: _Rounded, layer: int) -> LayerPlan:
         scaling=config.head_dim**-0.5,
         softcap=None,
         window=window_of(config, layer),
-        rotation=Halves(),
+        rotation=Rotation(),
         layer_type=None,
     )
 

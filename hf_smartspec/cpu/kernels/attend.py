@@ -5,12 +5,12 @@ import numpy as np
 from ...jit import inner
 from ...jit.pointers import ahead, float32_at, get, int64_at, itemsize_of, like, prefetch, put, read, rounded, take
 from ...jit.writing import LINE
-from .gates import exponential
+from .gates import exponential, hyperbolic_tangent
 from .multiply import largest_tile, tile_width
 from .softmax import UNITS, exponentiate, largest
 from .tiles import add_weighted, most_sums, tile, tokens_at
 
-# Compiled code is called with the address of these numbers, int64 each but for `scale`, which is float64.
+# Compiled code is called with the address of these numbers, int64 each but for `scale` and `cap`, which are float64.
 # next: incremented by the thread that takes the next share of the work; threads: by each thread that takes part.
 # num_runs, runs: runs are successive tokens that attend to lines of one row; the address of int64 `[runs + 1]`, the
 #   first token of each run and the end of the last one.
@@ -28,15 +28,16 @@ from .tiles import add_weighted, most_sums, tile, tokens_at
 # prefixes, prefix_counts: 0, or addresses of int64 `[tokens]`: the first line, and the number of lines, that each token
 #   attends to before these; the same for all tokens of a run.
 # scratch: address of `scratch_size` float32 for each thread.
+# cap: 0, or the bound within which scores are squashed after they are scaled.
 ATTEND_FIELDS = tuple(
     "next threads num_runs runs parts kv_heads groups size firsts counts nodes bits distance prefixes "
-    "prefix_counts queries keys values outputs places gates gate_stride sinks scratch scratch_size scale".split()
+    "prefix_counts queries keys values outputs places gates gate_stride sinks scratch scratch_size scale cap".split()
 )
 (
     _NEXT, _THREADS, _NUM_RUNS, _RUNS, _PARTS, _KV_HEADS, _GROUPS, _SIZE, _FIRSTS, _COUNTS, _NODES, _BITS, _DISTANCE,
     _PREFIXES, _PREFIX_COUNTS, _QUERIES, _KEYS, _VALUES, _OUTPUTS, _PLACES, _GATES, _GATE_STRIDE,
-    _SINKS, _SCRATCH, _SCRATCH_SIZE, _SCALE,
-) = range(26)  # fmt: skip
+    _SINKS, _SCRATCH, _SCRATCH_SIZE, _SCALE, _CAP,
+) = range(27)  # fmt: skip
 MOST_TOKENS = 8  # tokens of a run
 # Lines that are read for all heads and tokens before the next ones are: `_SMALL_BLOCK` where queries are so few that
 # reading takes longer than computing.
@@ -64,7 +65,7 @@ def attend(a, numbers, kind):
     `kind` points to; `numbers` are the fields as float64.
     """
     queries, keys, values = like(kind, a[_QUERIES]), like(kind, a[_KEYS]), like(kind, a[_VALUES])
-    outputs, scale = like(kind, a[_OUTPUTS]), np.float32(numbers[_SCALE])
+    outputs, scale, cap = like(kind, a[_OUTPUTS]), np.float32(numbers[_SCALE]), np.float32(numbers[_CAP])
     scratch = a[_SCRATCH] + take(ahead(a, _THREADS)) * a[_SCRATCH_SIZE] * _ITEMSIZE
     number = take(ahead(a, _NEXT))
     while number < a[_NUM_RUNS] * a[_PARTS]:
@@ -75,7 +76,7 @@ def attend(a, numbers, kind):
         results, own = float32_at(place), tokens_at(kind, place + (end - begin) * num * a[_SIZE] * _ITEMSIZE)
         for head in range(begin, end):
             _gather(a, first, last, head, queries, ahead(own, (head - begin) * num * a[_SIZE]))
-        _attend(a, (first, last, begin, end), scale, own, keys, values, results, scratch)
+        _attend(a, (first, last, begin, end), scale, cap, own, keys, values, results, scratch)
         for head in range(begin, end):
             _scatter(a, first, last, head, ahead(results, (head - begin) * num * a[_SIZE]), outputs)
         number = take(ahead(a, _NEXT))
@@ -126,7 +127,7 @@ def _gate(a, token, head, outputs):
 
 
 @inner
-def _attend(a, run, scale, queries, keys, values, results, scratch):
+def _attend(a, run, scale, cap, queries, keys, values, results, scratch):
     """
     Compute attention of a run's queries. `run` holds its first token, the end of its last one, its first key/value
     head, and the end of its last one. Queries and results are `[heads, tokens, groups, size]`, scores have as many
@@ -155,6 +156,10 @@ def _attend(a, run, scale, queries, keys, values, results, scratch):
     first_value = to_values + (prefix * a[_KV_HEADS] * size if shared else first_key)
     _score_lines(a, run, before, num, queries, keys, before_scores, first_key)
     _score_lines(a, run, own, num, queries, keys, own_scores, first_value)
+    if cap > _ZERO:
+        for index in range(rows * num):
+            scores[index] = cap * hyperbolic_tangent(scores[index] * scale / cap)
+        scale = _ONE
     for row in range(rows):
         token = first_token + row % some // groups
         # Rows with a prefix attend to all of their lines, so that these follow those of the prefix.

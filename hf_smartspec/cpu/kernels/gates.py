@@ -15,7 +15,7 @@ _NEXT, _THREADS, _NUM_TOKENS, _SIZE, _ACTIVATION, _IS_GATED, _INPUTS, _OUTPUTS =
 SILU, GELU_TANH, GELU, RELU, RELU_SQUARED = range(5)
 _SHARE = 512  # numbers that a thread takes at a time
 
-_ZERO, _HALF, _ONE = np.float32(0), np.float32(0.5), np.float32(1)
+_ZERO, _HALF, _ONE, _TWO = np.float32(0), np.float32(0.5), np.float32(1), np.float32(2)
 _SLOPE, _CUBE = np.float32(2 * 0.7978845608028654), np.float32(0.044715)  # of 2 * sqrt(2 / pi) * (x + 0.044715 * x^3)
 # The exponential as torch's vectors compute it (Sleef's, within 1.0 units in the last place), to the same bits.
 _PER_LOG2, _LOG2_HIGH, _LOG2_LOW = (
@@ -29,6 +29,9 @@ _P5, _P6 = np.float32(0.00833336077630519866943359), np.float32(0.00139304355252
 _P7 = np.float32(0.000198527617612853646278381)
 
 
+_NEAR = np.float32(0.625)  # of the hyperbolic tangent: from there on, by the exponential
+_T0, _T1, _T2 = np.float32(-3.33332819422e-1), np.float32(1.33314422036e-1), np.float32(-5.37397155531e-2)
+_T3, _T4 = np.float32(2.06390887954e-2), np.float32(-5.70498872745e-3)
 # The normal distribution up to `-x`, by `exp(-x * x / 2) * t * (_N0 + _N1 * t + ...)` with `t = 1 / (1 + 0.3 * x)`: a
 # fit for x from 0 to 15, within 4e-9 of each number (cf. erfc in W. Press et al., Numerical Recipes, section 6.2.2).
 _PACE = np.float32(0.3)
@@ -123,3 +126,13 @@ def exponential(x):
     if x > _MOST:
         found = np.float32(np.inf)
     return found if x == x else x
+
+
+@inner
+def hyperbolic_tangent(x):
+    """Return the hyperbolic tangent of a float32, by Cephes (Moshier)."""
+    square = x * x
+    powers = fused(fused(fused(fused(_T4, square, _T3), square, _T2), square, _T1), square, _T0)
+    near = fused(powers * square, x, x)
+    far = _ONE - _TWO / (exponential(_TWO * x) + _ONE)
+    return near if abs(x) < _NEAR else far

@@ -151,15 +151,16 @@ def _masked_attention(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute `packed_attention` by padded rectangles and masks."""
-    is_plain = softcap is None and bias is None and not dropout and can_attend(packed, key, value, scaling, sinks)
+    is_plain = bias is None and not dropout and can_attend(packed, key, value, scaling, sinks)
     have_few = [is_plain and has_few_tokens(part, window, packed.dtype) for part in layout.parts]
     if all(have_few):
-        return few_token_attention(packed, key, value, lines_of(layout, layout.parts, window), scaling, sinks)
+        return few_token_attention(packed, key, value, lines_of(layout, layout.parts, window), scaling, sinks, softcap)
     outputs = []
     for part, has_few in zip(layout.parts, have_few):
         own = packed if len(layout.parts) == 1 else packed[part.tokens]
         if has_few:
-            outputs.append(few_token_attention(own, key, value, lines_of(layout, [part], window), scaling, sinks))
+            seen = lines_of(layout, [part], window)
+            outputs.append(few_token_attention(own, key, value, seen, scaling, sinks, softcap))
             continue
         if sinks is not None:
             outputs.append(part_with_sinks(own, key, value, part, window, scaling, dropout, sinks))

@@ -143,7 +143,7 @@ class ForwardRecordings:
     def _look(self, decoder: "WrittenDecoder", cache: SlotCache) -> bool:
         """Return whether recordings can be used now. Those of other weights or memory are forgotten."""
         parts: tuple[Any, ...] = decoder.plan.embedding, decoder.plan.rotary  # modules, in plans of models
-        called = [_state_of(item.module) for item in parts]
+        called = [_state_of(item.module) for item in parts if item is not None]
         memory = cache.places()
         if memory:  # there is none before the first forward
             self._forget_others(decoder, [*called, *memory])

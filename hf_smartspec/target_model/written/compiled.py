@@ -30,9 +30,10 @@ from .forward_writer import ForwardWriter, products_of
 from .inputs import DecoderInput
 from .mlps import MLP
 from .norms import Norm
-from .parts import Fused, Halves
+from .parts import Fused, Transposed
 from .plan import DecoderPlan, FeaturePlan, LayerPlan
 from .program import ForwardProgram
+from .rotations import Rotation
 
 # Programs have room for powers of two from `_LEAST` to `_USUAL` tokens. One more, for longer forwards, has room for as
 # many as take `_MOST_BYTES`, and `_MOST` at most. Their memory is kept.
@@ -240,8 +241,7 @@ def _can_compile_layer(plan: LayerPlan, dtype: torch.dtype) -> bool:
     return (
         is_known
         and all(norm is None or _is_norm(norm, dtype) for norm in norms)
-        and plan.softcap is None
-        and (plan.rotation is None or isinstance(plan.rotation, Halves))
+        and isinstance(plan.rotation, Rotation | None)
         and isinstance(mlp, MLP)
         and isinstance(mlp.activation, int)
         and all(
@@ -258,7 +258,7 @@ def _is_norm(norm: Any, dtype: torch.dtype) -> bool:
 
 def _is_plain(item: Any, dtype: torch.dtype) -> bool:
     """Return whether the weights of a product lie side by side, as numbers that compiled code reads."""
-    found = item.whole() if isinstance(item, Fused) else None
+    found = item.whole() if isinstance(item, Fused | Transposed) else None
     if found is None:
         return False
     weight, bias, scale = found

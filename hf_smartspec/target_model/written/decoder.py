@@ -20,9 +20,10 @@ from ..recurrent.cache import StateCache
 from .compiled import CompiledDecoder, can_compile
 from .delta import run_delta
 from .inputs import DecoderInput, Features, Tables
-from .parts import Halves, is_bare, module_of
+from .parts import is_bare, module_of
 from .plan import DecoderPlan, FeaturePlan, LayerPlan
 from .rotary_tables import RotaryTables
+from .rotations import Rotation
 
 logger = get_logger(__name__)
 
@@ -42,9 +43,9 @@ class WrittenDecoder:
     def __init__(self, plan: DecoderPlan, whole: "WrittenDecoder | None" = None):
         self.plan, self._whole = plan, whole
         self._is_tried = False  # whether the compiled program was found to agree
-        by_halves = all(isinstance(layer.rotation, Halves | None) for layer in plan.layers)
+        is_known = all(isinstance(layer.rotation, Rotation | None) for layer in plan.layers)
         rotary = module_of(plan.rotary)
-        self._known = RotaryTables(rotary) if by_halves and isinstance(rotary, nn.Module) else None
+        self._known = RotaryTables(rotary) if is_known and isinstance(rotary, nn.Module) else None
 
     @cached_property
     def _compiled(self) -> CompiledDecoder | None:
@@ -88,7 +89,7 @@ class WrittenDecoder:
         """
         # Not in inference mode if modules are called: they may keep what they compute, and be trained later.
         with torch.no_grad() if self.plan.calls_modules else torch.inference_mode():
-            x = self.embed(layout.tokens)
+            x = self.embed(layout.tokens, layout.positions)
             given = DecoderInput(x, layout, cache, self.tables(x, layout.positions), features)
             compiled = self._compiled
             if compiled is None or (keep is not None and layers is None) or not compiled.serves(layout, cache):
@@ -134,14 +135,16 @@ class WrittenDecoder:
             return self.logits(x if lines is None else x[lines])
         return self.logits(plan.final_norm(x if lines is None else x[lines]))
 
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Look up tokens `[1, N]`; return `[N, hidden_size]`."""
+    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Look up tokens, and positions where they are learnt, `[1, N]` each; return `[N, hidden_size]`."""
         module = module_of(self.plan.embedding)
         if type(module) is nn.Embedding and module.max_norm is None and is_bare(module):  # a call takes much longer
             x = torch.embedding(module.weight, tokens[0])
         else:
             x = self.plan.embedding(tokens)[0]
-        return x if self.plan.embedding_multiplier == 1.0 else x * self.plan.embedding_multiplier
+        if self.plan.embedding_multiplier != 1.0:
+            x = x * self.plan.embedding_multiplier
+        return x if self.plan.positions is None else x + self.plan.positions(positions[0])
 
     def tables(self, x: torch.Tensor, positions: torch.Tensor) -> Mapping[str | None, Tables]:
         """
@@ -152,15 +155,18 @@ class WrittenDecoder:
             positions (`torch.Tensor` of shape `[1, N]`): Positions of the tokens.
         """
         rotary = module_of(self.plan.rotary)
+        if rotary is None:
+            return {}
         if self._known is None or not is_bare(rotary):
             return self._computed_tables(x, positions)
         return self._known(self._computed_tables, rotary, x, positions)
 
     def _computed_tables(self, x: torch.Tensor, positions: torch.Tensor) -> Mapping[str | None, Tables]:
-        tables = {}
+        tables, rotary = {}, self.plan.rotary
+        assert rotary is not None
         for name in self.plan.rotary_types:
             arguments: tuple[Any, ...] = () if name is None else (name,)
-            cos, sin = self.plan.rotary(x[None], positions, *arguments)
+            cos, sin = rotary(x[None], positions, *arguments)
             rotation = next(item.rotation for item in self.plan.layers if item.rotation and item.layer_type == name)
             tables[name] = rotation.tables(cos, sin)
         return tables
@@ -247,7 +253,11 @@ def attend(
         queries, gates = pairs.view(num, heads, 2, plan.head_dim).unbind(2)
         states = torch.cat([queries.reshape(num, -1), others], dim=1)
     states = states.view(num, both + plan.kv_heads, plan.head_dim)
-    rotated, values = states[:, :both], states[:, both:]
+    if plan.is_by_head:
+        *queries_keys, values = states.unflatten(1, (heads, 3)).unbind(2)
+        rotated = torch.cat(queries_keys, dim=1)
+    else:
+        rotated, values = states[:, :both], states[:, both:]
     if plan.query_norm is not None and plan.key_norm is not None:
         rotated = _normed(plan, rotated)
     keys, values = _rotate_and_write(plan, rotated, values, memory, tables)
@@ -268,7 +278,7 @@ def _rotate_and_write(
     heads = plan.num_heads
     if plan.rotation is not None:
         cos_sin = tables[plan.layer_type]
-        if memory.is_initialized and isinstance(plan.rotation, Halves):
+        if memory.is_initialized and isinstance(plan.rotation, Rotation) and not plan.rotation.is_interleaved:
             memories = memory.keys, memory.values
             if can_rotate(rotated, values, cos_sin, memories):
                 rotate_and_write(rotated, values, cos_sin, heads, memories, memory.lines)

@@ -14,6 +14,7 @@ from ...cpu.screening import Screen, ScreenOperators
 from ...cpu.threads import share_of
 from .delta_program import DeltaOperators
 from .plan import DecoderPlan, LayerPlan
+from .rotations import Rotation
 
 
 class ForwardWriter:
@@ -242,8 +243,18 @@ class ForwardWriter:
                 number = number if plan.norms_heads else 1
                 fields = {"x": place, "outputs": place, "vector_stride": apart * size}
                 self.norm_vectors(norm, number, (stride, stride), **fields)
-        fields = {"states": self.states.data_ptr(), "queries": self.queries.data_ptr(), "has_gates": plan.has_gates}
-        self.rotated.append(self.add(codes.ROTATE, heads=heads, kv_heads=kv_heads, size=size, **fields))
+        self.rotated.append(
+            self.add(
+                codes.ROTATE,
+                heads=heads,
+                kv_heads=kv_heads,
+                size=size,
+                states=self.states.data_ptr(),
+                queries=self.queries.data_ptr(),
+                is_interleaved=isinstance(plan.rotation, Rotation) and plan.rotation.is_interleaved,
+                **_places(plan),
+            )
+        )
         if keeps:
             self._keep_tokens()
         gates = {}
@@ -257,6 +268,7 @@ class ForwardWriter:
             queries=self.queries.data_ptr(),
             outputs=self.attended.data_ptr(),
             scale=plan.scaling,
+            cap=plan.softcap or 0.0,
             **gates,
         )
         self.attending.append(attention)
@@ -280,6 +292,16 @@ class ForwardWriter:
         fields = {"activation": mlp.activation, "is_gated": mlp.is_gated, "size": mlp.output.shape[1]}
         self.add(codes.GATE, inputs=self.hidden.data_ptr(), outputs=self.activated.data_ptr(), **fields)
         self.multiply(mlp.output, self.activated, outputs)
+
+
+def _places(plan: LayerPlan) -> dict[str, int]:
+    """Return where the queries, keys and values of a token lie, in heads; see `ROTATE_FIELDS`."""
+    step = 2 if plan.has_gates else 1
+    first = step * plan.num_heads
+    places = first + 2 * plan.kv_heads, step, first, 1, first + plan.kv_heads, 1
+    if plan.is_by_head:
+        places = 3 * plan.num_heads, 3, 1, 3, 2, 3
+    return dict(zip(("width", "query_step", "key_place", "key_step", "value_place", "value_step"), places))
 
 
 def products_of(plan: DecoderPlan) -> list[Any]:

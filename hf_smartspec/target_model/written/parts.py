@@ -1,23 +1,20 @@
-"""Parts of a written-out layer: linear layers side by side, and rotary embeddings."""
+"""Parts of a written-out layer: modules that are called, and linear layers side by side."""
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from ...cpu.few_tokens import product
 from ...cpu.kernels.dots import SIDE
 from ...cpu.quantized import Int8Linear
 from ...cpu.quantized.product import int8_linear
-from ..forward_code import rotation_function
 
 Map = Callable[[torch.Tensor], torch.Tensor]  # [N, in] -> [N, out]
-
-_DIM = 8  # size of heads with which functions are tried out
 
 
 class Called:
@@ -56,6 +53,22 @@ class Weighted:
     def _parameters(self) -> dict[str, Any]:
         module: Any = self._module()
         return module._parameters
+
+
+class Positions(Weighted):
+    """
+    Learnt embeddings of positions.
+
+    Args:
+        module (`nn.Embedding`): Their weight. OPT's has an `offset`, from which positions are counted.
+    """
+
+    def __init__(self, module: nn.Embedding):
+        super().__init__(module)
+        self.offset: int = getattr(module, "offset", 0)
+
+    def __call__(self, positions: torch.Tensor) -> torch.Tensor:
+        return torch.embedding(self._parameters()["weight"], positions + self.offset)
 
 
 class Fused:
@@ -127,6 +140,38 @@ class Fused:
         return product(x, weight, bias) if scale is None else int8_linear(x, weight, scale, bias, num_outputs)
 
 
+class Transposed(Weighted):
+    """
+    A linear layer whose weight is `[in, out]` (GPT-2). Where it may be moved, it is laid out as those of other layers
+    are; its shape stays.
+
+    Args:
+        module (`Conv1D`): The layer.
+    """
+
+    def __init__(self, module: nn.Module):
+        super().__init__(module)
+        self.shape = tuple(reversed(module.weight.shape))  # type: ignore[arg-type]
+
+    def lay_side_by_side(self) -> None:
+        """Transpose the weight in memory."""
+        weight = self._parameters()["weight"]
+        if _is_own(weight):
+            with torch.inference_mode(False), torch.no_grad():
+                weight.data = weight.detach().t().contiguous().t()
+
+    def weights(self) -> list[torch.Tensor]:
+        return [self._parameters()["weight"]]
+
+    def whole(self) -> "Weights":
+        parameters = self._parameters()
+        return Weights(parameters["weight"].t(), parameters["bias"])
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias, _ = self.whole()
+        return product(x, weight, bias)
+
+
 class Weights(NamedTuple):
     """Parameters of a linear layer; `scale` is None unless it is in int8."""
 
@@ -162,12 +207,12 @@ def _is_own(parameter: torch.Tensor) -> bool:
 
 def is_plain_map(module: nn.Module) -> bool:
     """Return whether the module is a linear layer that need not be called."""
-    return type(module) in (nn.Linear, Int8Linear)
+    return type(module) in (nn.Linear, Int8Linear, Conv1D)
 
 
 def can_fuse(modules: Sequence[nn.Module]) -> bool:
     """Return whether these are plain linear layers of one kind."""
-    if not is_plain_map(modules[0]) or len({type(module) for module in modules}) > 1:
+    if type(modules[0]) not in (nn.Linear, Int8Linear) or len({type(module) for module in modules}) > 1:
         return False
     weights: list[torch.Tensor] = [module.weight for module in modules]  # type: ignore[misc]
     kinds = {(weight.dtype, weight.device, module.bias is None) for weight, module in zip(weights, modules)}
@@ -182,7 +227,7 @@ def written_map(modules: Sequence[nn.Module]) -> Map:
     if can_fuse(modules):
         return Fused(modules)  # type: ignore[arg-type]
     if len(modules) == 1:
-        return Called(modules[0])
+        return Transposed(modules[0]) if type(modules[0]) is Conv1D else Called(modules[0])
     return Beside([written_map([module]) for module in modules])
 
 
@@ -194,60 +239,3 @@ class Beside:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([item(x) for item in self.maps], dim=-1)
-
-
-class Halves:
-    """
-    Rotary embeddings as most models apply them: `x * cos + rotate_half(x) * sin`, products and sum rounded as those of
-    transformers, in place.
-    """
-
-    @staticmethod
-    def tables(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the factors of heads, `[N, 1, dim]` each, from embeddings `[1, N, dim]`."""
-        first, second = sin.chunk(2, dim=-1)
-        return cos.transpose(0, 1), torch.cat([-first, second], dim=-1).transpose(0, 1)
-
-    @staticmethod
-    def rotate(x: torch.Tensor, num_heads: int, tables: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Rotate queries and keys `[N, heads + kv_heads, dim]` in place."""
-        rotated = x.roll(x.shape[-1] // 2, -1).mul_(tables[1])
-        x.mul_(tables[0]).add_(rotated)
-
-
-class OwnRotation:
-    """Rotary embeddings by the function of a model's own file (interleaved dimensions, ...)."""
-
-    def __init__(self, function: Callable):
-        self.function = function
-
-    @staticmethod
-    def tables(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return cos, sin
-
-    def rotate(self, x: torch.Tensor, num_heads: int, tables: tuple[torch.Tensor, torch.Tensor]) -> None:
-        heads = x.transpose(0, 1)[None]
-        query, key = self.function(heads[:, :num_heads], heads[:, num_heads:], *tables)
-        x.copy_(torch.cat([query, key], dim=1)[0].transpose(0, 1))
-
-
-def written_rotation(attention: nn.Module) -> Halves | OwnRotation | None:
-    """Return the rotary embeddings of an attention module; None if its file has no function for them."""
-    own = rotation_function(type(attention))
-    if own is None:
-        return None
-    return Halves() if _is_by_halves(own) else OwnRotation(own)
-
-
-@lru_cache(maxsize=64)
-@torch.no_grad()
-def _is_by_halves(function: Callable) -> bool:
-    """Return whether the function does the same as `Halves`, found by trying it."""
-    generator = torch.Generator().manual_seed(0)
-    angles = torch.rand(1, 3, _DIM // 2, generator=generator).repeat(1, 1, 2)  # embeddings have every angle twice
-    x = torch.randn(3, 5, _DIM, generator=generator)
-    results = []
-    for rotation in (Halves(), OwnRotation(function)):
-        results.append(x.clone())
-        rotation.rotate(results[-1], 3, rotation.tables(angles.cos(), angles.sin()))
-    return torch.equal(*results)

@@ -21,7 +21,7 @@ from .inputs import DecoderInput
 Places = tuple[np.ndarray, list[int]]  # indices of fields of some operators in `Program.rows`
 # Fields that are set before every forward.
 _MEMORY = ["keys", "values"]
-_ROTATE = ["dim", "cos", "sin"]
+_ROTATE = ["dim", "is_wide", "cos", "sin"]
 _ATTEND = "scratch num_runs parts scratch_size runs firsts counts nodes bits distance prefixes prefix_counts".split()
 
 
@@ -98,12 +98,11 @@ class ForwardProgram:
         (x, layout, cache, tables, _), rows, own = given, self.program.rows, self.written
         if self.kept_in != (ref(cache), cache.num_moves, len(cache.layers)):  # a look at every layer takes long
             self._set_memory(x, cache)
-        assert all(part.dtype is own.dtype for pair in tables.values() for part in pair)
         held: list[torch.Tensor] = own.deltas.place(rows, x, cache) if own.deltas.plans else []
         rows[self.on_lines, self.lines] = layout.lines.data_ptr()
         for name, where in self.rotations.items():
             cos, sin = (part.contiguous() for part in tables[name])
-            rows[where] = cos.shape[-1], cos.data_ptr(), sin.data_ptr()
+            rows[where] = cos.shape[-1], cos.dtype is not own.dtype, cos.data_ptr(), sin.data_ptr()
             held += cos, sin
 
         for (is_of_kept, window, heads, kv_heads, head_dim), where in self.attentions.items():

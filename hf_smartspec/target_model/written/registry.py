@@ -17,7 +17,8 @@ from ..forward.packed import PackedForward
 from ..forward.ranks import is_sharded
 from ..model_state import state_of
 from .decoder import WrittenDecoder
-from .plan import UnknownStructureError, make_plan
+from .plan import UnknownStructureError
+from .recognition import make_plan
 from .trial import check
 from .watch import Watch
 

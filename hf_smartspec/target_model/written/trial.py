@@ -25,7 +25,8 @@ from ..recurrent.cache import StateCache
 from ..support.twin import TWIN_REACH, borders, float32_copy, small_twin
 from .decoder import Tables, WrittenDecoder, run_layer
 from .mlps import CalledMLP
-from .plan import UnknownStructureError, make_plan
+from .plan import UnknownStructureError
+from .recognition import layers_of, make_plan
 
 _NUM_TOKENS = 24  # tokens of the shorter text, where no border has to be passed
 # Largest error of a written-out layer relative to that of the model's own, both against float32: for half of the
@@ -121,8 +122,7 @@ class _Trial:
             self._compare_layer(index, layer)
 
     def _layers(self) -> Sequence[nn.Module]:
-        decoder: Any = self.model.get_decoder()
-        return decoder.layers[: len(self.plan.layers)]
+        return list(layers_of(self.model.get_decoder()))[: len(self.plan.layers)]
 
     def _likely(self, rng: np.random.Generator, texts: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return texts `[length]` of tokens that the model itself finds likely after random ones."""
@@ -159,7 +159,7 @@ class _Trial:
         x = (args[0] if args else kwargs["hidden_states"])[0]
         if index == 0:
             self.tables = self.decoder.tables(x, layout.positions)
-            self._compare_directly("the embeddings", self.decoder.embed(layout.tokens), x)
+            self._compare_directly("the embeddings", self.decoder.embed(layout.tokens, layout.positions), x)
         elif self.output is None or not torch.equal(x, self.output.to(x.device)):
             raise UnknownStructureError(f"values are computed between layers {index - 1} and {index}")
         self.output = output

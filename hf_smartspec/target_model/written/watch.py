@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from ..compat import shared_value
 from ..forward_code import mentions, rotation_function
 from ..support.dropout import drops, may_drop
-from .plan import READ
+from .recognition import READ
 
 _SLEEPING = "transformers.utils.output_capturing"
 _SCALARS = (bool, int, float, str, type(None))

@@ -16,7 +16,8 @@ from hf_smartspec.target_model.logits import LogitScaling
 from hf_smartspec.target_model.written import registry, trial, written_decoder
 from hf_smartspec.target_model.written.decoder import WrittenDecoder
 from hf_smartspec.target_model.written.norms import Norm
-from hf_smartspec.target_model.written.plan import UnknownStructureError, make_plan
+from hf_smartspec.target_model.written.plan import UnknownStructureError
+from hf_smartspec.target_model.written.recognition import make_plan
 from hf_smartspec.target_model.written.trial import check
 
 from ...covering import exhaustive, part_of

@@ -173,7 +173,7 @@ def test_a_model_in_training_is_tried_out_unless_something_is_dropped():
 
 
 def test_a_model_that_is_not_recognised_is_looked_at_once_per_use(monkeypatch):
-    model, looks = new_model("gpt2"), []
+    model, looks = new_model("gpt_bigcode"), []
     assert not is_written(model)
     monkeypatch.setattr(registry, "_setting", looks.append)
     assert [is_written(model) for _ in range(4)] == [False] * 4 and not looks

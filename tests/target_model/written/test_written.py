@@ -17,14 +17,15 @@ from hf_smartspec.target_model.forward.packed import PackedForward
 from hf_smartspec.target_model.layout.rows import RowInput
 from hf_smartspec.target_model.written import packed_forward, written_decoder, written_decoders
 from hf_smartspec.target_model.written.norms import written_norm
-from hf_smartspec.target_model.written.parts import Fused, Halves, written_rotation
+from hf_smartspec.target_model.written.parts import Fused
+from hf_smartspec.target_model.written.rotations import OwnRotation, Rotation, _rotation_of, written_rotation
 
 from ...models import new_model, shared_model
 
 WRITTEN = (
     "llama mistral qwen2 qwen3 qwen3_moe gemma gemma2 gemma3_text phi3 olmo olmo2 olmo3 mixtral granite granitemoe "
     "cohere stablelm smollm3 phi starcoder2 glm glm4 helium qwen2_moe olmoe nemotron ernie4_5 seed_oss ministral "
-    "exaone4"
+    "exaone4 gpt2 opt gpt_neox"
 ).split()
 TREE = DraftTree(np.array([5, 9, 7, 11]), np.array([-1, 0, 0, 2]), np.ones(4, np.float32))
 
@@ -72,11 +73,11 @@ def scaled(module):
 @torch.no_grad()
 def test_embeddings_that_do_more_than_look_up_are_called(change):
     model = new_model("llama", tie_word_embeddings=False)
-    decoder, tokens = written_decoder(model), torch.tensor([[3, 50, 3]])
-    before = decoder.embed(tokens)
+    decoder, tokens, positions = written_decoder(model), torch.tensor([[3, 50, 3]]), torch.arange(3)[None]
+    before = decoder.embed(tokens, positions)
     assert torch.equal(before, model.model.embed_tokens(tokens)[0])
     change(model.model.embed_tokens)
-    found = decoder.embed(tokens)
+    found = decoder.embed(tokens, positions)
     assert torch.equal(found, model.model.embed_tokens(tokens)[0]) and not torch.equal(found, before)
 
 
@@ -311,7 +312,7 @@ def test_a_model_that_computes_something_else_is_left_to_its_own_forward():
 
 
 def test_unknown_structures_are_left_to_their_own_forward():
-    assert not is_written(shared_model("gpt2"))
+    assert not is_written(shared_model("gpt_bigcode"))
 
 
 def test_they_can_be_switched_off():
@@ -358,8 +359,13 @@ def test_norms_are_told_by_what_they_compute():
 
 
 def test_rotations_are_told_by_what_they_compute():
-    assert isinstance(written_rotation(shared_model("llama").model.layers[0].self_attn), Halves)
-    assert not isinstance(written_rotation(shared_model("glm4").model.layers[0].self_attn), Halves)
+    kinds = {"llama": (False, False, False), "glm4": (True, True, False), "ernie4_5": (True, True, True)}
+    kinds["cohere"] = (True, False, True)
+    for name, kind in kinds.items():
+        found = written_rotation(shared_model(name).model.layers[0].self_attn)
+        assert isinstance(found, Rotation)
+        assert (found.is_interleaved, found.repeats_first, found.rounds_once) == kind
+    assert isinstance(_rotation_of(lambda query, key, cos, sin: (query * cos, key * cos)), OwnRotation)
 
 
 def test_fused_maps_have_biases():
@@ -367,3 +373,32 @@ def test_fused_maps_have_biases():
     x = torch.randn(5, 4)
     expected = torch.cat([item(x) for item in maps], dim=1)
     assert torch.allclose(Fused(maps)(x), expected, atol=1e-6)
+
+
+@torch.no_grad()
+def test_transposed_weights_are_laid_out_anew_and_stay_the_models_own(tmp_path):
+    """Lay out those of GPT-2 once, with the same shapes; the model runs, is saved and is loaded as before."""
+    model, tokens = new_model("gpt2", n_embd=64), torch.arange(3, 20)[None]
+    weight, expected = model.transformer.h[0].attn.c_attn.weight, model(tokens).logits
+    assert is_written(model) and weight is model.transformer.h[0].attn.c_attn.weight
+    assert weight.shape == (64, 192) and weight.t().is_contiguous()
+    torch.testing.assert_close(model(tokens).logits, expected)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert torch.equal(loaded.transformer.h[0].attn.c_attn.weight, weight)
+
+
+@torch.no_grad()
+def test_transposed_weights_that_others_use_stay_where_they_are():
+    model = new_model("gpt2", n_embd=64)
+    model.share_memory()
+    weight = model.transformer.h[0].attn.c_attn.weight
+    expected = logits_of(PackedForward(model))
+    assert is_written(model) and weight.is_contiguous()
+    torch.testing.assert_close(logits_of(packed_forward(model)), expected)
+
+
+@pytest.mark.parametrize("change", [{"do_layer_norm_before": False}, {"layerdrop": 0.1}, {"word_embed_proj_dim": 16}])
+def test_decoders_with_further_steps_are_left_to_their_own_forward(change):
+    """Norms after sums, layers that are left out in training, and embeddings that are mapped."""
+    assert is_written(new_model("opt")) and not is_written(new_model("opt", **change))

@@ -1,0 +1,333 @@
+"""Recognition of a model's plan, by the names and shapes of its modules."""
+
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..attention.tree_attention import layer_window
+from ..compat import shared_value
+from ..forward_code import foreign_code, mentions, unknown_mentions
+from ..logits import LogitScaling
+from .delta import MAPS, DeltaPlan, delta_plan
+from .mlps import MLP, CalledMLP, written_activation
+from .norms import written_norm
+from .parts import Called, Fused, Map, Positions, Transposed, is_plain_map, written_map
+from .plan import DecoderPlan, LayerPlan, UnknownStructureError
+from .rotations import written_rotation
+
+# Names of layers' norms: before attention, after it, before the MLP, after it. The first row that fits counts.
+_NORMS = (
+    ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),  # GLM 4
+    ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),  # Gemma
+    (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),  # OLMo 2
+    ("input_layernorm", None, "post_attention_layernorm", None),  # Llama
+    ("input_layernorm", None, None, None),  # Cohere, Phi: attention and MLP side by side
+    ("ln_1", None, "ln_2", None),  # GPT-2
+    ("self_attn_layer_norm", None, "final_layer_norm", None),  # OPT
+)
+_LAYERS, _EMBEDDING = ("layers", "h"), ("embed_tokens", "embed_in", "wte")
+_POSITIONS = "wpe", "embed_positions"
+_ATTENTION = "self_attn", "attention", "attn"
+_BY_HEAD = ("query_key_value",)  # each head's query, key and value lie together
+_QUERY_KEY_VALUE = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",), ("c_attn",), _BY_HEAD)
+_ATTENTION_OUTPUT = ("o_proj", "dense", "out_proj", "c_proj")
+_QUERY_NORM, _KEY_NORM = ("q_norm", "q_layernorm"), ("k_norm", "k_layernorm")
+_MLP = (
+    (("gate_proj", "up_proj"), "down_proj"),
+    (("gate_up_proj",), "down_proj"),
+    (("up_proj",), "down_proj"),
+    (("c_fc",), "c_proj"),
+    (("fc1",), "fc2"),
+    (("dense_h_to_4h",), "dense_4h_to_h"),
+)
+_MLPS = ("mlp", "block_sparse_moe", "feed_forward")
+_ACTIVATION = ("act_fn", "activation_fn", "act")
+_FINAL_NORM = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
+
+
+# Attributes of modules and configs that are read here, beside those that forwards mention.
+READ = frozenset(
+    "attn_logit_softcapping clip_qkv do_layer_norm_before embedding_multiplier eps final_logit_softcapping head_dim "
+    "head_size is_sliding layer_idx layer_types layerdrop logit_scale logits_scaling max_norm num_attention_heads "
+    "num_hidden_layers num_key_value_heads offset residual_multiplier scaling sliding_window use_parallel_residual "
+    "use_rope variance_epsilon".split()
+)
+
+
+def layers_of(decoder: Any) -> Any:
+    """
+    Return the layers of a decoder.
+
+    Raises:
+        UnknownStructureError: if it has none.
+    """
+    modules = {} if decoder is None else decoder._modules
+    found = next((modules[name] for name in _LAYERS if name in modules), None)
+    if not isinstance(found, nn.ModuleList):
+        raise UnknownStructureError("no list of layers")
+    return found
+
+
+def make_plan(model: PreTrainedModel) -> tuple[DecoderPlan, list[nn.Module]]:
+    """
+    Recognise the parts of a model. The model is not changed, and no hooks are called.
+
+    Returns:
+        `DecoderPlan`, and the modules below the model itself whose own forward is not called.
+
+    Raises:
+        UnknownStructureError: if a part of the decoder is of an unknown kind.
+    """
+    recognition = _Recognition(model)
+    return recognition.plan(), list(dict.fromkeys(recognition.bypassed))
+
+
+class _Recognition:
+    """Pass through a model, with notes of the modules that the plan bypasses and the parameters that it uses."""
+
+    def __init__(self, model: PreTrainedModel):
+        self.model: Any = model
+        self.config: Any = model.config.get_text_config(decoder=True)
+        self.bypassed: list[nn.Module] = []
+        self.known: set[int] = set()  # parameters, by id
+        self.bodies: list[nn.Module] = []  # layers, their attention and their MLPs
+        self.fused: list[Fused | Transposed] = []
+        self.calls_modules = False
+
+    def plan(self) -> DecoderPlan:
+        decoder: Any = self.model.get_decoder()
+        all_layers = layers_of(decoder)
+        self._bypass(*_path(self.model, decoder), decoder, all_layers, *_dropouts(decoder.children()))
+        if getattr(self.config, "clip_qkv", None) is not None:
+            raise UnknownStructureError("values are clipped")
+        if getattr(decoder, "layerdrop", 0.0):
+            raise UnknownStructureError("layers are left out in training")
+        rotary, embedding = decoder._modules.get("rotary_emb"), self._first(decoder, _EMBEDDING)
+        self._know(embedding)
+        positions = self._positions(decoder)
+        layers = [self._layer(layer) for layer in all_layers[: self.config.num_hidden_layers]]
+        if rotary is None:
+            for layer in layers:
+                layer.rotation = None
+        if rotary is None or "layer_type" not in inspect.signature(type(rotary).forward).parameters:
+            for layer in layers:
+                layer.layer_type = None
+        norm, head = self._first(decoder, _FINAL_NORM), self.model.get_output_embeddings()
+        if head is None:
+            raise UnknownStructureError("no head")
+        plan = DecoderPlan(
+            embedding=Called(embedding),
+            embedding_multiplier=float(getattr(decoder, "embedding_multiplier", 1.0)),
+            rotary=None if rotary is None else Called(rotary),
+            rotary_types=tuple(dict.fromkeys(layer.layer_type for layer in layers if layer.rotation is not None)),
+            layers=layers,
+            final_norm=self._norm(norm),
+            head=self._map([head]),
+            logit_scaling=LogitScaling.of(self.model),
+            fused=self.fused,
+            calls_modules=self.calls_modules,
+            positions=positions,
+        )
+        self._check_parameters(decoder, all_layers[len(layers) :])
+        self._check_forwards(decoder, *self.bodies)
+        return plan
+
+    def _positions(self, decoder: nn.Module) -> Positions | None:
+        module = self._optional(decoder, _POSITIONS)
+        if module is None:
+            return None
+        if not isinstance(module, nn.Embedding) or module.max_norm is not None:
+            raise UnknownStructureError("embeddings of positions")
+        self._know(module)
+        self._bypass(module)
+        self.bodies += [] if type(module) is nn.Embedding else [module]
+        return Positions(module)
+
+    def _layer(self, layer: Any) -> LayerPlan:
+        is_recurrent = "linear_attn" in layer._modules
+        attention: Any = self._first(layer, ("linear_attn",) if is_recurrent else _ATTENTION)
+        self._bypass(layer, attention)
+        self.bodies += layer, attention
+        names = next((row for row in _NORMS if set(row) <= {None, *layer._modules}), None)
+        if names is None or not getattr(layer, "do_layer_norm_before", True):
+            raise UnknownStructureError("norms")
+        norms = [None if name is None else self._norm(self._child(layer, name)) for name in names]
+        delta = self._delta(attention) if is_recurrent else None
+        maps = (
+            MAPS
+            if delta
+            else next((names for names in _QUERY_KEY_VALUE if all(name in attention._modules for name in names)), None)
+        )
+        if maps is None:
+            raise UnknownStructureError("attention")
+        query, key = self._optional(attention, _QUERY_NORM), self._optional(attention, _KEY_NORM)
+        heads = (0, 0, 0) if delta else self._heads(attention)
+        self._bypass(*_dropouts(layer.modules()))
+        config = getattr(attention, "config", self.config)
+        window = getattr(attention, "sliding_window", shared_value(config, "sliding_window"))
+        types, index = shared_value(config, "layer_types"), getattr(attention, "layer_idx", None)
+        return LayerPlan(
+            before_attention=norms[0],
+            after_attention=norms[1],
+            before_mlp=norms[2],
+            after_mlp=norms[3],
+            query_key_value=self._map([self._child(attention, name) for name in maps]),
+            query_norm=None if query is None else self._norm(query),
+            key_norm=None if key is None else self._norm(key),
+            norms_heads=query is not None and query.weight.numel() == heads[2],
+            attention_output=self._map([self._first(attention, ("out_proj",) if delta else _ATTENTION_OUTPUT)]),
+            mlp=self._mlp(layer),
+            num_heads=heads[0],
+            kv_heads=heads[1],
+            head_dim=heads[2],
+            scaling=1.0 if delta else float(getattr(attention, "scaling", heads[2] ** -0.5)),
+            softcap=getattr(attention, "attn_logit_softcapping", None),
+            window=layer_window(attention, window),
+            rotation=written_rotation(attention) if not delta and _rotates(attention) else None,
+            layer_type=types[index] if types and index is not None else None,
+            is_parallel=names[1:] == (None, None, None) or getattr(layer, "use_parallel_residual", False),
+            is_by_head=maps == _BY_HEAD,
+            multiplier=float(getattr(layer, "residual_multiplier", 1.0)),
+            has_gates=not delta and self._has_gates(attention, heads),
+            delta=delta,
+        )
+
+    def _delta(self, module: Any) -> DeltaPlan:
+        """Return the plan of a gated delta rule, without its maps."""
+        # Of GPUs, bfloat16 has not been tried out.
+        dtypes = (torch.float32, torch.bfloat16) if self.model.device.type == "cpu" else (torch.float32,)
+        plan = delta_plan(module) if self.model.dtype in dtypes else None
+        if plan is None:
+            raise UnknownStructureError("recurrent layers")
+        self._bypass(module.conv1d, module.norm)
+        for item in (module.conv1d, module.norm):
+            self._know(item)
+        self.known |= {id(module.A_log), id(module.dt_bias)}
+        return plan
+
+    @staticmethod
+    def _has_gates(attention: Any, heads: tuple[int, int, int]) -> bool:
+        """Return whether the map of queries has as many outputs again, for gates (Qwen3.5, Qwen3-Next)."""
+        outputs = getattr(getattr(attention, "q_proj", None), "out_features", 0)
+        return outputs == 2 * heads[0] * heads[2]
+
+    def _heads(self, attention: Any) -> tuple[int, int, int]:
+        """Return the numbers of heads and key/value heads, and the dimensions of each."""
+        config = getattr(attention, "config", self.config)
+        num_heads, size = config.num_attention_heads, self._optional(attention, ("head_dim", "head_size"))
+        has_all = any(name in attention._modules for name in ("c_attn", *_BY_HEAD))  # whatever the config says
+        kv_heads = (not has_all and shared_value(config, "num_key_value_heads")) or num_heads
+        if not isinstance(size, int):
+            raise UnknownStructureError("heads")
+        return num_heads, kv_heads, size
+
+    def _mlp(self, layer: nn.Module) -> Map:
+        """
+        Return the MLP, whose maps may be the layer's own (OPT); unknown ones, such as mixtures of experts, are called
+        as they are.
+        """
+        own = self._optional(layer, _MLPS)
+        mlp = layer if own is None else own
+        names = next((row for row in _MLP if {*row[0], row[1]} <= set(mlp._modules)), None)
+        activation = self._optional(mlp, _ACTIVATION)
+        if own is None and (names is None or activation is None):
+            raise UnknownStructureError("MLP")
+        if names is None or activation is None or (own and len(_but_dropouts(own)) > len(names[0]) + 2):
+            self._know(mlp)
+            self.calls_modules = True
+            return CalledMLP(mlp)
+        inputs, output = names
+        self.bodies.append(mlp)
+        self._bypass(mlp, *([activation] if isinstance(activation, nn.Module) else []))
+        fused = self._map([self._child(mlp, name) for name in inputs])
+        is_gated = inputs[0] in ("gate_proj", "gate_up_proj")
+        return MLP(fused, written_activation(activation), self._map([self._child(mlp, output)]), is_gated)
+
+    # Notes
+
+    def _bypass(self, *modules: nn.Module) -> None:
+        self.bypassed += modules
+
+    def _know(self, module: nn.Module) -> None:
+        self.known |= {id(parameter) for parameter in module.parameters()}
+
+    def _norm(self, module: nn.Module) -> Map:
+        self._know(module)
+        norm = written_norm(module)
+        if isinstance(norm, Called):
+            self.calls_modules = True
+        else:
+            self._bypass(module)
+        return norm
+
+    def _map(self, modules: Sequence[nn.Module]) -> Map:
+        for module in modules:
+            self._know(module)
+        self._bypass(*filter(is_plain_map, modules))
+        self.calls_modules |= not all(map(is_plain_map, modules))
+        written = written_map(modules)
+        self.fused += [written] if isinstance(written, Fused | Transposed) else []
+        return written
+
+    def _child(self, module: nn.Module, name: str) -> nn.Module:
+        child = module._modules.get(name)
+        if child is None:
+            raise UnknownStructureError(name)
+        return child
+
+    def _called(self, module: nn.Module, name: str) -> nn.Module:
+        self._know(self._child(module, name))
+        return self._child(module, name)
+
+    def _first(self, module: nn.Module, names: Sequence[str]) -> Any:
+        found = self._optional(module, names)
+        if found is None:
+            raise UnknownStructureError(" or ".join(names))
+        return found
+
+    @staticmethod
+    def _optional(module: nn.Module, names: Sequence[str]) -> Any:
+        return next((found for name in names if (found := getattr(module, name, None)) is not None), None)
+
+    def _check_forwards(self, *known: nn.Module) -> None:
+        """Refuse modules whose forward has code that the plan does not reproduce."""
+        foreign = foreign_code({type(module) for module in (self.model, *self.bypassed)})
+        if reason := foreign or unknown_mentions({type(module) for module in known}):
+            raise UnknownStructureError(reason)
+
+    def _check_parameters(self, decoder: nn.Module, unused: Sequence[nn.Module]) -> None:
+        """Refuse a decoder with parameters that the plan does not use."""
+        left = {id(parameter) for parameter in decoder.parameters()} - self.known
+        left -= {id(parameter) for layer in unused for parameter in layer.parameters()}
+        if left or any(id(item) not in self.known for item in _own_parameters([self.model, *self.bypassed])):
+            raise UnknownStructureError("further parameters")
+
+
+def _dropouts(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    return [module for module in modules if isinstance(module, nn.Dropout)]
+
+
+def _but_dropouts(module: nn.Module) -> list[nn.Module]:
+    return [child for child in module.children() if not isinstance(child, nn.Dropout)]
+
+
+def _rotates(attention: Any) -> bool:
+    """Return whether queries and keys are rotated; those of EXAONE 4's layers without a window are not."""
+    is_global = "is_sliding" in mentions(type(attention)) and not attention.is_sliding
+    return getattr(attention, "use_rope", True) and not (is_global and attention.sliding_window is not None)
+
+
+def _path(model: nn.Module, decoder: nn.Module) -> list[nn.Module]:
+    """Return the modules between a model and its decoder."""
+    return [module for module in model.modules() if module not in (model, decoder) and decoder in module.modules()]
+
+
+def _own_parameters(modules: Sequence[nn.Module]) -> Iterator[torch.Tensor]:
+    """Yield the parameters that modules with children have themselves (scales, sinks, ...)."""
+    for module in modules:
+        if module._modules:
+            yield from (parameter for parameter in module._parameters.values() if parameter is not None)

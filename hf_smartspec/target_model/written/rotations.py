@@ -1,0 +1,96 @@
+"""Rotary embeddings of a written-out layer."""
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+from torch import nn
+
+from ..forward_code import rotation_function
+
+Tables = tuple[torch.Tensor, torch.Tensor]
+_DIM = 8  # size of heads with which functions are tried out
+
+
+class Rotation:
+    """
+    Rotary embeddings, `x * cos + swapped(x) * sin`, in place: products and sum rounded as those of transformers.
+
+    Args:
+        is_interleaved (`bool`): Whether neighbouring numbers are rotated together; else those of a head's halves are.
+        repeats_first (`bool`): Whether each angle of the first half of embeddings is that of two neighbours.
+        rounds_once (`bool`): Whether numbers in half precision are rotated in float32.
+    """
+
+    def __init__(self, is_interleaved: bool = False, repeats_first: bool = False, rounds_once: bool = False):
+        self.is_interleaved, self.repeats_first, self.rounds_once = is_interleaved, repeats_first, rounds_once
+
+    def tables(self, cos: torch.Tensor, sin: torch.Tensor) -> Tables:
+        """
+        Return the factors of heads, `[N, 1, dim]` each, from embeddings `[1, N, dim]`: in float32 where products are
+        not to be rounded.
+        """
+        if self.repeats_first:
+            cos, sin = (item.chunk(2, dim=-1)[0].repeat_interleave(2, dim=-1) for item in (cos, sin))
+        if self.rounds_once:
+            cos, sin = cos.float(), sin.float()
+        if self.is_interleaved:
+            first, second = sin[..., ::2], sin[..., 1::2]
+            sin = torch.stack([-first, second], dim=-1).flatten(-2)
+        else:
+            first, second = sin.chunk(2, dim=-1)
+            sin = torch.cat([-first, second], dim=-1)
+        return cos.transpose(0, 1), sin.transpose(0, 1)
+
+    def rotate(self, x: torch.Tensor, num_heads: int, tables: Tables) -> None:
+        """Rotate queries and keys `[N, heads + kv_heads, dim]` in place."""
+        half = x.shape[-1] // 2
+        swapped = x.unflatten(-1, (half, 2)).flip(-1).flatten(-2) if self.is_interleaved else x.roll(half, -1)
+        if tables[0].dtype is x.dtype:
+            x.mul_(tables[0]).add_(swapped.mul_(tables[1]))
+        else:
+            x.copy_(x * tables[0] + swapped * tables[1])
+
+
+class OwnRotation:
+    """Rotary embeddings by the function of a model's own file."""
+
+    def __init__(self, function: Callable):
+        self.function = function
+
+    @staticmethod
+    def tables(cos: torch.Tensor, sin: torch.Tensor) -> Tables:
+        return cos, sin
+
+    def rotate(self, x: torch.Tensor, num_heads: int, tables: Tables) -> None:
+        heads = x.transpose(0, 1)[None]
+        query, key = self.function(heads[:, :num_heads], heads[:, num_heads:], *tables)
+        x.copy_(torch.cat([query, key], dim=1)[0].transpose(0, 1))
+
+
+def written_rotation(attention: nn.Module) -> Rotation | OwnRotation | None:
+    """Return the rotary embeddings of an attention module; None if its file has no function for them."""
+    own = rotation_function(type(attention))
+    return None if own is None else _rotation_of(own)
+
+
+@lru_cache(maxsize=64)
+@torch.no_grad()
+def _rotation_of(function: Callable) -> Rotation | OwnRotation:
+    """Return what does the same as a function, found by trying it; the function itself if nothing does."""
+    own = OwnRotation(function)
+    expected = [_tried(own, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    for rounds_once in (False, True):
+        for is_interleaved, repeats_first in ((False, False), (True, False), (True, True)):
+            rotation = Rotation(is_interleaved, repeats_first, rounds_once)
+            if all(torch.equal(_tried(rotation, item.dtype), item) for item in expected):
+                return rotation
+    return own
+
+
+def _tried(rotation: Rotation | OwnRotation, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    angles = torch.rand(1, 3, _DIM // 2, generator=generator).repeat(1, 1, 2)  # embeddings have every angle twice
+    x = torch.randn(3, 5, _DIM, generator=generator).to(dtype)
+    rotation.rotate(x, 3, rotation.tables(angles.cos().to(dtype), angles.sin().to(dtype)))
+    return x
