@@ -10,7 +10,7 @@ import torch
 
 from .kernels import program as codes
 from .kernels.attend import ATTEND_FIELDS
-from .kernels.gates import GATE_FIELDS
+from .kernels.gates import GATE_FIELDS, TIMES_FIELDS
 from .kernels.int8 import INT8_FIELDS, LEVELS_FIELDS
 from .kernels.multiply import MULTIPLY_FIELDS
 from .kernels.norms import ADD_FIELDS, GATED_NORM_FIELDS, NORM_FIELDS
@@ -34,6 +34,7 @@ _FIELDS = {
     codes.CONVOLVE: CONVOLVE_FIELDS,
     codes.RECUR: RECUR_FIELDS,
     codes.GATED_NORM: GATED_NORM_FIELDS,
+    codes.TIMES: TIMES_FIELDS,
     codes.SCORE: INT8_FIELDS,
     codes.BOUND: SCREEN_FIELDS,
     codes.PICK: SCREEN_FIELDS,

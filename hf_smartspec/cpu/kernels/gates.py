@@ -1,9 +1,9 @@
-"""Activations of MLPs, gated or not."""
+"""Activations of MLPs, gated or not, and products of numbers."""
 
 import numpy as np
 
 from ...jit import inner
-from ...jit.pointers import ahead, fused, get, like, power_of_two, put, take
+from ...jit.pointers import ahead, float32_at, fused, get, like, power_of_two, put, rounded, take
 
 # Compiled code is called with the address of these numbers, int64 each.
 # inputs: address of `[num_tokens, 2, size]`, gates before the numbers that they multiply; or of `[num_tokens, size]`,
@@ -14,6 +14,10 @@ GATE_FIELDS = tuple("next threads num_tokens size activation is_gated inputs out
 _NEXT, _THREADS, _NUM_TOKENS, _SIZE, _ACTIVATION, _IS_GATED, _INPUTS, _OUTPUTS = range(8)
 SILU, GELU_TANH, GELU, RELU, RELU_SQUARED = range(5)
 _SHARE = 512  # numbers that a thread takes at a time
+# outputs: address of `[num_tokens, size]`: `x`, which if `is_wide` is float32 and rounded first, times factors. Strides
+#   are numbers from one token to the next.
+TIMES_FIELDS = tuple("next threads num_tokens size x x_stride is_wide factors factor_stride outputs".split())
+_TIMES_X, _X_STRIDE, _IS_WIDE, _FACTORS, _FACTOR_STRIDE, _PRODUCTS = range(4, 10)
 
 _ZERO, _HALF, _ONE, _TWO = np.float32(0), np.float32(0.5), np.float32(1), np.float32(2)
 _SLOPE, _CUBE = np.float32(2 * 0.7978845608028654), np.float32(0.044715)  # of 2 * sqrt(2 / pi) * (x + 0.044715 * x^3)
@@ -59,6 +63,25 @@ def gate(a, kind):
             for index in range(num):
                 put(outputs, index, get(outputs, index) * get(ups, index))
         number = take(ahead(a, _NEXT))
+
+
+@inner
+def times(a, kind):
+    """Take the next token, until none is left."""
+    size = a[_SIZE]
+    token = take(ahead(a, _NEXT))
+    while token < a[_NUM_TOKENS]:
+        factors = ahead(like(kind, a[_FACTORS]), token * a[_FACTOR_STRIDE])
+        outputs = ahead(like(kind, a[_PRODUCTS]), token * size)
+        if a[_IS_WIDE]:
+            wide = ahead(float32_at(a[_TIMES_X]), token * a[_X_STRIDE])
+            for index in range(size):
+                put(outputs, index, rounded(outputs, wide[index]) * get(factors, index))
+        else:
+            x = ahead(like(kind, a[_TIMES_X]), token * a[_X_STRIDE])
+            for index in range(size):
+                put(outputs, index, get(x, index) * get(factors, index))
+        token = take(ahead(a, _NEXT))
 
 
 @inner

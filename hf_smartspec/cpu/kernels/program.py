@@ -3,7 +3,7 @@
 from ...jit import callback, inner
 from ...jit.pointers import add_to, ahead, bfloat16_at, call_at, float32_at, float64_at, int64_at, pause, read
 from .attend import attend
-from .gates import gate
+from .gates import gate, times
 from .int8 import levels, multiply_int8
 from .multiply import multiply, multiply_narrow
 from .norms import add, gated_norm, norm
@@ -20,8 +20,9 @@ PLACE = 2  # of an operator's first field
 _LEFT = 2**32
 _SPINS = 1000  # looks at a state, of some 50 ns each, before other threads get this one's processor
 (
-    MULTIPLY, NARROW, NORM, ADD, GATE, ROTATE, ATTEND, LEVELS, INT8, CONVOLVE, RECUR, GATED_NORM, SCORE, BOUND, PICK,
-) = range(15)  # fmt: skip
+    MULTIPLY, NARROW, NORM, ADD, GATE, ROTATE, ATTEND, LEVELS, INT8, CONVOLVE, RECUR, GATED_NORM, TIMES, SCORE,
+    BOUND, PICK,
+) = range(16)  # fmt: skip
 
 
 @callback
@@ -95,6 +96,8 @@ def _operate(code, a, fields, kind, wide_kind):
         recur(a, fields, kind)
     elif code == GATED_NORM:
         gated_norm(a, fields, kind)
+    elif code == TIMES:
+        times(a, kind)
     elif code == SCORE:  # in float32, whatever the kind
         multiply_int8(a, float32_at(0))
     elif code == BOUND:

@@ -7,7 +7,7 @@ from ...jit.pointers import ahead, float32_at, get, int64_at, like, put, rounded
 # heads, kv_heads: numbers of query heads and of key heads.
 # size: numbers of a head, of which the first `dim` are rotated: halves of them in pairs or, if `is_interleaved`,
 #   neighbours.
-# states: address of `[num_tokens, width, size]`. Of a token's places, queries have every `query_step`-th one, keys those
+# states: address of `[num_tokens, width, size]`. Of a token's places, queries have every `query_step`-th, keys those
 #   from `key_place` on that are `key_step` apart, and values likewise.
 # cos, sin: addresses of `[num_tokens, dim]`, with the sign of the rotation in the sine, as in `Rotation.tables`; if
 #   `is_wide`, in float32, and rotated numbers are rounded once.

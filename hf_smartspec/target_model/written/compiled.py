@@ -25,7 +25,6 @@ from ..cache.slot_cache import SlotCache
 from ..layout.step_layout import StepLayout
 from ..recurrent.cache import StateCache
 from .copies import KeptCopy
-from .delta import can_compile_delta
 from .forward_writer import ForwardWriter, products_of
 from .inputs import DecoderInput
 from .mlps import MLP
@@ -89,7 +88,7 @@ class CompiledDecoder:
 
     @cached_property
     def _windows(self) -> set[int | None]:
-        return {layer.window for layer in self.plan.layers if layer.delta is None}
+        return {layer.window for layer in self.plan.layers if layer.recurrence is None}
 
     def run(
         self,
@@ -221,7 +220,8 @@ def can_compile(plan: DecoderPlan) -> bool:
         return False
     if plan.features is not None and not _can_compile_features(plan.features, dtype):
         return False
-    return all(_can_compile_layer(layer, dtype) for layer in plan.layers)
+    kinds = {type(layer.recurrence) for layer in plan.layers if layer.recurrence is not None}
+    return len(kinds) <= 1 and all(_can_compile_layer(layer, dtype) for layer in plan.layers)
 
 
 def _can_compile_features(plan: FeaturePlan, dtype: torch.dtype) -> bool:
@@ -237,7 +237,7 @@ def _can_compile_features(plan: FeaturePlan, dtype: torch.dtype) -> bool:
 def _can_compile_layer(plan: LayerPlan, dtype: torch.dtype) -> bool:
     norms = plan.before_attention, plan.after_attention, plan.before_mlp, plan.after_mlp, plan.query_norm, plan.key_norm
     mlp = plan.mlp
-    is_known = not plan.head_dim % 16 if plan.delta is None else can_compile_delta(plan.delta, dtype)
+    is_known = not plan.head_dim % 16 if plan.recurrence is None else plan.recurrence.can_compile(dtype)
     return (
         is_known
         and all(norm is None or _is_norm(norm, dtype) for norm in norms)

@@ -18,7 +18,6 @@ from ..layout.step_layout import StepLayout
 from ..logits import LogitScaling
 from ..recurrent.cache import StateCache
 from .compiled import CompiledDecoder, can_compile
-from .delta import run_delta
 from .inputs import DecoderInput, Features, Tables
 from .parts import is_bare, module_of
 from .plan import DecoderPlan, FeaturePlan, LayerPlan
@@ -61,7 +60,7 @@ class WrittenDecoder:
         """
         compiled, windows = self._compiled, {layer.window for layer in self.plan.layers}
         is_determined = all(window is None or window >= _TYPICAL_TREE for window in windows)
-        is_determined = is_determined and all(layer.delta is None for layer in self.plan.layers)
+        is_determined = is_determined and all(layer.recurrence is None for layer in self.plan.layers)
         return compiled is not None and most_tokens(compiled.dtype) == ANY and is_determined
 
     def __call__(
@@ -221,10 +220,11 @@ def run_layer(
     """
     if normed is None:
         normed = x if plan.before_attention is None else plan.before_attention(x)
-    if plan.delta is None:
+    if plan.recurrence is None:
         attended = attend(plan, normed, layout, memory, tables)
     else:
-        attended = plan.attention_output(run_delta(plan.delta, plan.query_key_value, normed, memory.cache))  # type: ignore[arg-type]
+        assert isinstance(memory.cache, StateCache)
+        attended = plan.attention_output(plan.recurrence.run(plan.query_key_value, normed, memory.cache))
     if plan.after_attention is not None:
         attended = plan.after_attention(attended)
     if plan.is_parallel:

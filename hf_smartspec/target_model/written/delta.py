@@ -9,29 +9,14 @@ from torch import nn
 from torch.nn.functional import silu
 
 from ...cpu.norms import can_norm_gated, gated_rms_norm
-from ...cpu.recurrence import Rates, can_convolve
+from ...cpu.recurrence import Rates
 from ..recurrent.cache import StateCache
+from .convolution import Convolution
 from .parts import Map, Weighted
 
-MAPS = "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"
+_MAPS = "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"
 _OTHERS = {"conv1d", "norm", "out_proj"}
 NORM_EPS = 1e-6  # of queries and keys, under the root
-
-
-class _Convolution(Weighted):
-    """Weights of a causal convolution over the inputs of single channels."""
-
-    def __init__(self, module: nn.Conv1d):
-        super().__init__(module)
-        self.width = module.kernel_size[0]
-
-    def weight(self) -> torch.Tensor:
-        """Return `[channels, width]`."""
-        found: torch.Tensor = self._parameters()["weight"]
-        return found.squeeze(1)
-
-    def bias(self) -> torch.Tensor | None:
-        return self._parameters()["bias"]
 
 
 class _Rates(Weighted):
@@ -81,20 +66,44 @@ class DeltaPlan:
     heads: int
     key_size: int
     value_size: int
-    convolution: _Convolution
+    convolution: Convolution
     rates: _Rates
     norm: GatedNorm
 
     @cached_property
     def sizes(self) -> tuple[int, int, int, int]:
         """Numbers of queries, keys and values together, of gates, of factors, and of decays."""
-        values = self.heads * self.value_size
+        values = self.num_outputs
         return 2 * self.key_heads * self.key_size + values, values, self.heads, self.heads
+
+    @property
+    def num_outputs(self) -> int:
+        """Numbers of a token's output."""
+        return self.heads * self.value_size
+
+    def run(self, inputs: Map, x: torch.Tensor, cache: StateCache) -> torch.Tensor:
+        """Run the rule on `x` of shape `[N, hidden_size]`, in float32; return `[N, num_outputs]` in its dtype."""
+        mixed, gates, factors, decays = inputs(x).split(self.sizes, dim=1)
+        cache.enter(self.layer)
+        convolved = cache.convolve(mixed, self.convolution.weight(), self.convolution.bias(), "silu", torch.float32)
+        keys = self.key_heads * self.key_size
+        query, key = (item.unflatten(1, (self.key_heads, -1)) for item in convolved[:, : 2 * keys].split(keys, dim=1))
+        value = convolved[:, 2 * keys :].unflatten(1, (self.heads, -1))
+        scale, rates = self.key_size**-0.5, self.rates()
+        output = cache.scan(query, key, value, decays, factors, scale=scale, eps=NORM_EPS, rates=rates)
+        return self.norm(output, gates).flatten(1)
+
+    def can_compile(self, dtype: torch.dtype) -> bool:
+        """Return whether there is compiled code for it."""
+        sizes = self.key_size, self.value_size, *self.norm.shape
+        is_vector = all(item.is_cpu and item.is_contiguous() and item.dtype is dtype for item in self.rates())
+        is_known = is_vector and not any(size % 16 for size in sizes) and self.norm.weight().dtype is dtype
+        return is_known and self.convolution.can_compile(dtype)
 
 
 def delta_plan(module: Any) -> DeltaPlan | None:
     """Return the plan of a module, without its maps; None if it is of another structure."""
-    if set(module._modules) != {*MAPS, *_OTHERS} or set(module._parameters) != {"A_log", "dt_bias"}:
+    if set(module._modules) != {*_MAPS, *_OTHERS} or set(module._parameters) != {"A_log", "dt_bias"}:
         return None
     is_silu = module.activation == module.norm.activation == "silu"
     own = [module.A_log, module.dt_bias, module.norm.weight, *module.conv1d.parameters()]
@@ -108,31 +117,7 @@ def delta_plan(module: Any) -> DeltaPlan | None:
         module.num_v_heads,
         module.head_k_dim,
         module.head_v_dim,
-        _Convolution(module.conv1d),
+        Convolution(module.conv1d),
         _Rates(module),
         GatedNorm(module.norm),
     )
-
-
-def can_compile_delta(plan: DeltaPlan, dtype: torch.dtype) -> bool:
-    """Return whether there is compiled code for it."""
-    weight = plan.convolution.weight()
-    is_vector = all(item.is_cpu and item.is_contiguous() and item.dtype is dtype for item in plan.rates())
-    sizes = plan.key_size, plan.value_size, *plan.norm.shape
-    with torch.no_grad():
-        inputs = torch.empty(1, len(weight), dtype=dtype, device="cpu")
-        can_read = can_convolve(inputs, weight, plan.convolution.bias())
-    return can_read and is_vector and not any(size % 16 for size in sizes) and plan.norm.weight().dtype is dtype
-
-
-def run_delta(plan: DeltaPlan, inputs: Map, x: torch.Tensor, cache: StateCache) -> torch.Tensor:
-    """Run the rule on `x` of shape `[N, hidden_size]`, in float32; return `[N, heads * value_size]` in its dtype."""
-    mixed, gates, factors, decays = inputs(x).split(plan.sizes, dim=1)
-    cache.enter(plan.layer)
-    convolved = cache.convolve(mixed, plan.convolution.weight(), plan.convolution.bias(), "silu", torch.float32)
-    keys = plan.key_heads * plan.key_size
-    query, key = (item.unflatten(1, (plan.key_heads, -1)) for item in convolved[:, : 2 * keys].split(keys, dim=1))
-    value = convolved[:, 2 * keys :].unflatten(1, (plan.heads, -1))
-    scale, rates = plan.key_size**-0.5, plan.rates()
-    output = cache.scan(query, key, value, decays, factors, scale=scale, eps=NORM_EPS, rates=rates)
-    return plan.norm(output, gates).flatten(1)

@@ -14,7 +14,7 @@ from ..cache.slot_cache import SlotCache
 from ..recurrent.cache import StateCache
 from .delta import NORM_EPS, DeltaPlan
 
-_LAYOUT = "num_rows", "tail", "rows", "parents"
+LAYOUT = "num_rows", "tail", "rows", "parents"
 _WIDE = 4  # bytes of float32, in which all is computed from what maps return
 
 
@@ -23,6 +23,7 @@ class Writer(Protocol):
 
     attended: torch.Tensor
     recurred: torch.Tensor
+    states: torch.Tensor
 
     def add(self, code: int, /, **fields: float) -> int: ...
 
@@ -107,12 +108,12 @@ class DeltaOperators:
         if self._indices is None:
             self._indices = self._index(rows)
         maps, outputs, convolutions, recurrences, norms, widths, channels, values, heads = self._indices
-        totals = num * (_as_wide(widths, itemsize) + channels + values)
+        totals = num * (as_wide(widths, itemsize) + channels + values)
         self._offsets = np.zeros_like(totals) if short.stores_all else np.cumsum(totals) - totals
         short.num_bytes, short.dtype = _WIDE * int(totals.sum()), x.dtype
         memory = x.new_empty(int((self._offsets + totals).max()), dtype=torch.float32)
         inputs = memory.data_ptr() + _WIDE * self._offsets
-        convolved = inputs + _WIDE * num * _as_wide(widths, itemsize)
+        convolved = inputs + _WIDE * num * as_wide(widths, itemsize)
         if self._memory_id is not cache.memory_id:
             self._addresses, self._memory_id = self._addresses_in(cache, x), cache.memory_id
         windows, states = self._addresses
@@ -123,14 +124,14 @@ class DeltaOperators:
         rows[maps, outputs] = inputs
         key_bytes = _WIDE * (channels - values) // 2
         factors = inputs + itemsize * (channels + values)
-        layout = dict(zip(_LAYOUT, short.layout))
+        layout = dict(zip(LAYOUT, short.layout))
         fields: dict[str, Any] = {"inputs": inputs, "windows": windows, "outputs": convolved, **layout}
-        _set(rows, codes.CONVOLVE, convolutions, fields)
+        set_fields(rows, codes.CONVOLVE, convolutions, fields)
         fields = {"queries": convolved, "keys": convolved + key_bytes, "values": convolved + 2 * key_bytes, **layout}
         fields |= {"betas": factors, "decays": factors + itemsize * heads, "states": states}
         fields |= {"writes": convolved + _WIDE * num * channels, "scratch": scratch.data_ptr()}
-        _set(rows, codes.RECUR, recurrences, fields | {"scratch_size": number})
-        _set(rows, codes.GATED_NORM, norms, {"gates": inputs + itemsize * channels})
+        set_fields(rows, codes.RECUR, recurrences, fields | {"scratch_size": number})
+        set_fields(rows, codes.GATED_NORM, norms, {"gates": inputs + itemsize * channels})
         return [memory, scratch]
 
     def _addresses_in(self, cache: StateCache, like: torch.Tensor) -> np.ndarray:
@@ -157,7 +158,7 @@ class DeltaOperators:
         def fill() -> None:
             for plan, width, offset in zip(plans, widths, offsets.tolist()):
                 key, (channels, values, heads, _) = (plan.layer, 0), plan.sizes
-                sizes = [num * _as_wide(width, dtype.itemsize), num * channels, num * values]
+                sizes = [num * as_wide(width, dtype.itemsize), num * channels, num * values]
                 inputs, *others = memory[offset : offset + sum(sizes)].split(sizes)
                 inputs = inputs.view(dtype)[: num * width].view(num, width)
                 convolved, writes = (item.view(num, -1) for item in others)
@@ -169,12 +170,12 @@ class DeltaOperators:
         short.fill = fill
 
 
-def _as_wide(widths: Any, itemsize: int) -> Any:
-    """Return the float32 numbers whose memory so many outputs of a map take."""
+def as_wide(widths: Any, itemsize: int) -> Any:
+    """Return the float32 numbers whose memory so many numbers of `itemsize` bytes take."""
     return -(-widths * itemsize // _WIDE)
 
 
-def _set(rows: np.ndarray, code: int, operators: np.ndarray, fields: Mapping[str, Any]) -> None:
+def set_fields(rows: np.ndarray, code: int, operators: np.ndarray, fields: Mapping[str, Any]) -> None:
     """Set fields of operators of one code."""
     values = np.empty((len(operators), len(fields)), np.int64)
     for place, value in enumerate(fields.values()):

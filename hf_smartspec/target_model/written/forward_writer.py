@@ -12,6 +12,9 @@ from ...cpu.program import ON_TOKENS
 from ...cpu.quantized.native import Rounded, blocks_of, num_groups
 from ...cpu.screening import Screen, ScreenOperators
 from ...cpu.threads import share_of
+from .convolution import ConvolutionPlan
+from .convolution_program import ConvolutionOperators
+from .delta import DeltaPlan
 from .delta_program import DeltaOperators
 from .plan import DecoderPlan, LayerPlan
 from .rotations import Rotation
@@ -44,7 +47,8 @@ class ForwardWriter:
         self.on_kept: list[int] = []  # operators on the tokens that are kept, which come last
         self.gathers: dict[int, str] = {}  # operators that read these among all, and which field says where
         self.memory: list[torch.Tensor] = []
-        self.deltas = DeltaOperators()
+        has_convolutions = any(isinstance(layer.recurrence, ConvolutionPlan) for layer in plan.layers)
+        self.recurrent: Any = ConvolutionOperators() if has_convolutions else DeltaOperators()
         self.rotated: list[int] = []  # operators of each kind
         self.attending: list[int] = []
         self.multiplied: list[int] = []
@@ -59,10 +63,10 @@ class ForwardWriter:
         self.rounded = Rounded(self.room, max(groups, default=0))  # for products in int8
         layers = self.plan.layers
         self.queries = self._new(max(layer.num_heads * layer.head_dim for layer in layers))
-        sizes = [layer.delta.sizes[1] if layer.delta else layer.num_heads * layer.head_dim for layer in layers]
-        self.attended = self._new(max(sizes))
-        self.recurred = self._new(max([own.delta.sizes[1] for own in layers if own.delta], default=0), torch.float32)
-        maps: list[Any] = [layer.query_key_value for layer in layers if layer.delta is None]
+        sizes = [layer.recurrence.num_outputs for layer in layers if layer.recurrence is not None]
+        self.recurred = self._new(max(sizes, default=0), torch.float32)
+        self.attended = self._new(max([*sizes, self.queries.shape[1]]))
+        maps: list[Any] = [item.query_key_value for item in layers if not isinstance(item.recurrence, DeltaPlan)]
         self.states = self._new(max([item.shape[0] for item in maps], default=0))
         mlps: list[Any] = [layer.mlp for layer in layers]
         self.hidden = self._new(max(mlp.inputs.shape[0] for mlp in mlps))
@@ -93,7 +97,7 @@ class ForwardWriter:
     def _keeps_early(self) -> bool:
         """Return whether nobody asks for the last layer's results of tokens that are not kept; of heads nobody does."""
         is_asked = self.plan.features is None and not self.layers.isdisjoint({-1, len(self.plan.layers)})
-        return self.plan.layers[-1].delta is None and not is_asked
+        return self.plan.layers[-1].recurrence is None and not is_asked
 
     def _new(self, size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         self.memory.append(torch.empty(self.room, size, dtype=dtype or self.dtype, device="cpu"))
@@ -205,10 +209,10 @@ class ForwardWriter:
     def _write_layer(self, plan: LayerPlan, normed: torch.Tensor | None, keeps: bool) -> None:
         """Write a layer; if it `keeps`, what comes after keys and values is of the tokens that are kept."""
         normed = self._input(plan.before_attention) if normed is None else normed
-        if plan.delta is None:
+        if plan.recurrence is None:
             self._write_attention(plan, normed, keeps)
         else:
-            self.deltas.add(self, plan.delta, plan.query_key_value, normed)
+            self.recurrent.add(self, plan.recurrence, plan.query_key_value, normed)
             self.multiply(plan.attention_output, self.attended, self.out)
         if plan.is_parallel:
             self._write_parallel_mlp(plan, normed, keeps)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.nn.functional import silu
 
 from ...cpu.gates import FUNCTIONS, activated, can_gate, gated
 from ...cpu.kernels.gates import GELU, GELU_TANH, RELU, RELU_SQUARED, SILU
@@ -22,7 +23,7 @@ _ACTIVATIONS = {
 
 def written_activation(module: nn.Module | Callable) -> int | Map:
     """Return the number by which compiled code knows an activation; others are called as they are."""
-    known = _ACTIVATIONS.get(type(module).__name__)
+    known = SILU if module is silu else _ACTIVATIONS.get(type(module).__name__)
     if known is not None:
         return known
     return Called(module) if isinstance(module, nn.Module) else module

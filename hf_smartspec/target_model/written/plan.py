@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..logits import LogitScaling
+from .convolution import ConvolutionPlan
 from .delta import DeltaPlan
 from .parts import Fused, Map, Positions, Transposed
 from .rotations import OwnRotation, Rotation
@@ -45,7 +46,7 @@ class LayerPlan:
     multiplier: float = 1.0  # of the outputs of attention and MLP
     is_by_head: bool = False  # whether each head's query, key and value lie together in what maps return
     has_gates: bool = False  # whether every head's query is followed by a gate of its output, before a sigmoid
-    delta: DeltaPlan | None = None  # in place of attention
+    recurrence: DeltaPlan | ConvolutionPlan | None = None  # in place of attention
 
 
 @dataclass(eq=False)

@@ -45,7 +45,7 @@ class ForwardProgram:
         )
         self.scratch = column(codes.MULTIPLY, "scratch")
         self.most_scratch = int(rows[own.multiplied, column(codes.MULTIPLY, "scratch_size")].max(initial=0))
-        layers = [layer for layer in self.plan.layers if layer.delta is None]
+        layers = [layer for layer in self.plan.layers if layer.recurrence is None]
         self.lines = column(codes.ROTATE, "lines")
         pairs = (codes.ROTATE, own.rotated), (codes.ATTEND, own.attending)
         self.memory_places = [_places(*pair, _MEMORY) for pair in pairs]
@@ -67,6 +67,7 @@ class ForwardProgram:
             own.given[:num].copy_(given.features.values)
         num_kept, dtype = num if lines is None else len(lines), x.dtype if own.screening is None else torch.float32
         logits, scratch = x.new_empty(num_kept, head.shape[0], dtype=dtype), self._set_places(given)
+        recurrent = own.recurrent.place(program.rows, x, given.cache) if own.recurrent.plans else []
         kept = [x.new_empty(num_kept if number in own.on_kept else num, own.size) for number in own.kept.values()]
         for number, states in zip(own.kept.values(), kept):
             program.set(number, "outputs", states.data_ptr())
@@ -78,9 +79,9 @@ class ForwardProgram:
         else:
             own.screening.set_scores(program, logits)
         program.run(own.num_threads)
-        if own.deltas.plans:
-            own.deltas.keep(program.rows, num, given.cache, scratch[:2])
-        del scratch  # until here, only its addresses were known
+        if own.recurrent.plans:
+            own.recurrent.keep(program.rows, num, given.cache, recurrent)
+        del scratch, recurrent  # until here, only their addresses were known
         for layer, states in zip(own.kept, kept):
             assert keep is not None, "`layers` come with `keep`"
             if lines is not None and len(states) < num:
@@ -98,7 +99,7 @@ class ForwardProgram:
         (x, layout, cache, tables, _), rows, own = given, self.program.rows, self.written
         if self.kept_in != (ref(cache), cache.num_moves, len(cache.layers)):  # a look at every layer takes long
             self._set_memory(x, cache)
-        held: list[torch.Tensor] = own.deltas.place(rows, x, cache) if own.deltas.plans else []
+        held: list[torch.Tensor] = []
         rows[self.on_lines, self.lines] = layout.lines.data_ptr()
         for name, where in self.rotations.items():
             cos, sin = (part.contiguous() for part in tables[name])
@@ -120,7 +121,7 @@ class ForwardProgram:
 
     def _set_memory(self, x: torch.Tensor, cache: SlotCache) -> None:
         """Set where the layers keep keys and values."""
-        layers = [(index, layer) for index, layer in enumerate(self.plan.layers) if layer.delta is None]
+        layers = [(index, layer) for index, layer in enumerate(self.plan.layers) if layer.recurrence is None]
         memories = [cache.layer(index) for index, _ in layers]
         for memory, (_, layer) in zip(memories, layers):
             if not memory.is_initialized:

@@ -6,13 +6,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import silu
 from transformers import PreTrainedModel
 
 from ..attention.tree_attention import layer_window
 from ..compat import shared_value
 from ..forward_code import foreign_code, mentions, unknown_mentions
 from ..logits import LogitScaling
-from .delta import MAPS, DeltaPlan, delta_plan
+from .convolution import ConvolutionPlan, convolution_plan
+from .delta import DeltaPlan, delta_plan
 from .mlps import MLP, CalledMLP, written_activation
 from .norms import written_norm
 from .parts import Called, Fused, Map, Positions, Transposed, is_plain_map, written_map
@@ -28,12 +30,21 @@ _NORMS = (
     ("input_layernorm", None, None, None),  # Cohere, Phi: attention and MLP side by side
     ("ln_1", None, "ln_2", None),  # GPT-2
     ("self_attn_layer_norm", None, "final_layer_norm", None),  # OPT
+    ("operator_norm", None, "ffn_norm", None),  # LFM2
 )
 _LAYERS, _EMBEDDING = ("layers", "h"), ("embed_tokens", "embed_in", "wte")
-_POSITIONS = "wpe", "embed_positions"
+_POSITIONS, _ROTARY = ("wpe", "embed_positions"), ("rotary_emb", "pos_emb")
 _ATTENTION = "self_attn", "attention", "attn"
+_RECURRENT = "linear_attn", "conv"
 _BY_HEAD = ("query_key_value",)  # each head's query, key and value lie together
-_QUERY_KEY_VALUE = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",), ("c_attn",), _BY_HEAD)
+_QUERY_KEY_VALUE = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("qkv_proj",),
+    ("c_attn",),
+    _BY_HEAD,
+    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    ("in_proj",),
+)
 _ATTENTION_OUTPUT = ("o_proj", "dense", "out_proj", "c_proj")
 _QUERY_NORM, _KEY_NORM = ("q_norm", "q_layernorm"), ("k_norm", "k_layernorm")
 _MLP = (
@@ -43,10 +54,11 @@ _MLP = (
     (("c_fc",), "c_proj"),
     (("fc1",), "fc2"),
     (("dense_h_to_4h",), "dense_4h_to_h"),
+    (("w1", "w3"), "w2"),
 )
 _MLPS = ("mlp", "block_sparse_moe", "feed_forward")
 _ACTIVATION = ("act_fn", "activation_fn", "act")
-_FINAL_NORM = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
+_FINAL_NORM = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "embedding_norm")
 
 
 # Attributes of modules and configs that are read here, beside those that forwards mention.
@@ -106,7 +118,7 @@ class _Recognition:
             raise UnknownStructureError("values are clipped")
         if getattr(decoder, "layerdrop", 0.0):
             raise UnknownStructureError("layers are left out in training")
-        rotary, embedding = decoder._modules.get("rotary_emb"), self._first(decoder, _EMBEDDING)
+        rotary, embedding = self._optional(decoder, _ROTARY), self._first(decoder, _EMBEDDING)
         self._know(embedding)
         positions = self._positions(decoder)
         layers = [self._layer(layer) for layer in all_layers[: self.config.num_hidden_layers]]
@@ -148,24 +160,20 @@ class _Recognition:
         return Positions(module)
 
     def _layer(self, layer: Any) -> LayerPlan:
-        is_recurrent = "linear_attn" in layer._modules
-        attention: Any = self._first(layer, ("linear_attn",) if is_recurrent else _ATTENTION)
+        attention: Any = self._first(layer, (*_RECURRENT, *_ATTENTION))
         self._bypass(layer, attention)
         self.bodies += layer, attention
         names = next((row for row in _NORMS if set(row) <= {None, *layer._modules}), None)
         if names is None or not getattr(layer, "do_layer_norm_before", True):
             raise UnknownStructureError("norms")
         norms = [None if name is None else self._norm(self._child(layer, name)) for name in names]
-        delta = self._delta(attention) if is_recurrent else None
-        maps = (
-            MAPS
-            if delta
-            else next((names for names in _QUERY_KEY_VALUE if all(name in attention._modules for name in names)), None)
-        )
+        is_recurrent = any(name in layer._modules for name in _RECURRENT)
+        recurrence = self._recurrence(attention) if is_recurrent else None
+        maps = next((row for row in _QUERY_KEY_VALUE if all(name in attention._modules for name in row)), None)
         if maps is None:
             raise UnknownStructureError("attention")
         query, key = self._optional(attention, _QUERY_NORM), self._optional(attention, _KEY_NORM)
-        heads = (0, 0, 0) if delta else self._heads(attention)
+        heads = (0, 0, 0) if is_recurrent else self._heads(attention)
         self._bypass(*_dropouts(layer.modules()))
         config = getattr(attention, "config", self.config)
         window = getattr(attention, "sliding_window", shared_value(config, "sliding_window"))
@@ -179,34 +187,34 @@ class _Recognition:
             query_norm=None if query is None else self._norm(query),
             key_norm=None if key is None else self._norm(key),
             norms_heads=query is not None and query.weight.numel() == heads[2],
-            attention_output=self._map([self._first(attention, ("out_proj",) if delta else _ATTENTION_OUTPUT)]),
+            attention_output=self._map([self._first(attention, _ATTENTION_OUTPUT)]),
             mlp=self._mlp(layer),
             num_heads=heads[0],
             kv_heads=heads[1],
             head_dim=heads[2],
-            scaling=1.0 if delta else float(getattr(attention, "scaling", heads[2] ** -0.5)),
+            scaling=1.0 if is_recurrent else float(getattr(attention, "scaling", heads[2] ** -0.5)),
             softcap=getattr(attention, "attn_logit_softcapping", None),
             window=layer_window(attention, window),
-            rotation=written_rotation(attention) if not delta and _rotates(attention) else None,
+            rotation=written_rotation(attention) if not is_recurrent and _rotates(attention) else None,
             layer_type=types[index] if types and index is not None else None,
             is_parallel=names[1:] == (None, None, None) or getattr(layer, "use_parallel_residual", False),
             is_by_head=maps == _BY_HEAD,
             multiplier=float(getattr(layer, "residual_multiplier", 1.0)),
-            has_gates=not delta and self._has_gates(attention, heads),
-            delta=delta,
+            has_gates=not is_recurrent and self._has_gates(attention, heads),
+            recurrence=recurrence,
         )
 
-    def _delta(self, module: Any) -> DeltaPlan:
-        """Return the plan of a gated delta rule, without its maps."""
+    def _recurrence(self, module: Any) -> DeltaPlan | ConvolutionPlan:
+        """Return the plan of a gated delta rule or of a short convolution, without its maps."""
         # Of GPUs, bfloat16 has not been tried out.
         dtypes = (torch.float32, torch.bfloat16) if self.model.device.type == "cpu" else (torch.float32,)
-        plan = delta_plan(module) if self.model.dtype in dtypes else None
+        plan = (delta_plan(module) or convolution_plan(module)) if self.model.dtype in dtypes else None
         if plan is None:
             raise UnknownStructureError("recurrent layers")
-        self._bypass(module.conv1d, module.norm)
-        for item in (module.conv1d, module.norm):
+        for item in [module.conv1d, module.norm] if isinstance(plan, DeltaPlan) else [module.conv]:
+            self._bypass(item)
             self._know(item)
-        self.known |= {id(module.A_log), id(module.dt_bias)}
+        self.known |= {id(parameter) for parameter in module._parameters.values()}
         return plan
 
     @staticmethod
@@ -233,7 +241,7 @@ class _Recognition:
         own = self._optional(layer, _MLPS)
         mlp = layer if own is None else own
         names = next((row for row in _MLP if {*row[0], row[1]} <= set(mlp._modules)), None)
-        activation = self._optional(mlp, _ACTIVATION)
+        activation = self._optional(mlp, _ACTIVATION) or (silu if "silu" in mentions(type(mlp)) else None)
         if own is None and (names is None or activation is None):
             raise UnknownStructureError("MLP")
         if names is None or activation is None or (own and len(_but_dropouts(own)) > len(names[0]) + 2):
@@ -244,7 +252,7 @@ class _Recognition:
         self.bodies.append(mlp)
         self._bypass(mlp, *([activation] if isinstance(activation, nn.Module) else []))
         fused = self._map([self._child(mlp, name) for name in inputs])
-        is_gated = inputs[0] in ("gate_proj", "gate_up_proj")
+        is_gated = inputs[0] in ("gate_proj", "gate_up_proj", "w1")
         return MLP(fused, written_activation(activation), self._map([self._child(mlp, output)]), is_gated)
 
     # Notes

@@ -14,7 +14,6 @@ from hf_smartspec.target_model.layout.rows import CacheRow, RowInput
 from hf_smartspec.target_model.recurrent import state_rows
 from hf_smartspec.target_model.recurrent.kept import KeptStates
 from hf_smartspec.target_model.written import packed_forward, written_decoder
-from hf_smartspec.target_model.written.delta import can_compile_delta
 
 from ...models import RECURRENT, UNPADDED, VOCAB_SIZE, new_model, shared_model
 
@@ -222,7 +221,7 @@ def test_torchs_default_dtype_does_not_matter_for_compiled_layers():
     plan = written_decoder(shared_model("qwen3_5_text")).plan
     try:
         torch.set_default_dtype(torch.bfloat16)
-        assert all(can_compile_delta(layer.delta, torch.float32) for layer in plan.layers if layer.delta is not None)
+        assert all(layer.recurrence.can_compile(torch.float32) for layer in plan.layers if layer.recurrence)
     finally:
         torch.set_default_dtype(torch.float32)
 

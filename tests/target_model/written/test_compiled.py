@@ -26,14 +26,14 @@ pytestmark = pytest.mark.skipif(not has_kernels(torch.float32), reason="there is
 # Biases, norms of heads, of all heads together, after attention and MLP, shifted; windows, tied heads, layers without
 # rotation, parts of heads rotated, scaled residuals; layer norms, MLPs without gates, attention and MLPs side by side;
 # rotations of neighbours, in float32, soft caps; learnt positions, transposed weights, queries and keys by head; delta
-# rules, and gates of heads.
+# rules, gates of heads, and short convolutions.
 NAMES = "llama qwen2 qwen3 mistral gemma gemma3_text olmo2 smollm3 phi3 granite seed_oss exaone4".split()
 NAMES += "stablelm starcoder2 phi cohere glm4 ernie4_5 gemma2 gpt2 opt gpt_neox".split()
-NAMES += [name for name in ("qwen3_5_text",) if name in RECURRENT]
+NAMES += [name for name in ("qwen3_5_text", "lfm2") if name in RECURRENT]
 # Shorter than trees may be deep: those are masked.
 SHORT_WINDOWS = "mistral", "gemma2", "gemma3_text", "exaone4", "starcoder2"
 # Options of those whose configs have no size of heads.
-WIDE = {name: {"hidden_size": 64} for name in ("phi3", "stablelm", "phi", "cohere", "gpt_neox")}
+WIDE = {name: {"hidden_size": 64} for name in ("phi3", "stablelm", "phi", "cohere", "gpt_neox", "lfm2")}
 WIDE |= {"gpt2": {"n_embd": 64}, "opt": {"hidden_size": 64, "word_embed_proj_dim": 64}}
 DTYPES = (torch.float32, torch.bfloat16)
 

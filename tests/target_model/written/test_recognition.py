@@ -1,4 +1,4 @@
-"""Recognition of decoders: norms and rotations by what they compute, weights that lie transposed, what is left alone."""
+"""Recognition of decoders: norms and rotations by what they compute, transposed weights, what is left alone."""
 
 import pytest
 import torch
