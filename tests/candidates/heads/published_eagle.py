@@ -13,6 +13,7 @@ EPS, THETA = 1e-5, 5000.0
 ACTIVATIONS = {
     "silu": lambda x: x * torch.sigmoid(x),
     "gelu": lambda x: x * (1 + torch.erf(x / math.sqrt(2))) / 2,
+    "tanh": torch.tanh,
 }
 
 

@@ -40,6 +40,7 @@ KINDS = {
     "three layers": {"own_vocab": 60, "num_layers": 3, "has_norms": True},
     "features after the norm": {"own_vocab": 60, "num_layers": 2, "norm_output": True},
     "long window": {"own_vocab": 60, "window": 64},
+    "another activation": {"own_vocab": 60, "activation": "gelu"},
 }
 
 
@@ -320,7 +321,7 @@ def test_copies_compute_with_their_own_weights(tmp_path, programs):
     assert programs and torch.equal(logits_of(other, items), expected)
 
 
-@pytest.mark.parametrize("options", [{"third": False}, {"head_dim": 8}, {"inner": 40}, {"activation": "gelu"}])
+@pytest.mark.parametrize("options", [{"third": False}, {"head_dim": 8}, {"inner": 40}, {"activation": "tanh"}])
 def test_other_heads_run_layer_by_layer(options, tmp_path, programs):
     """EAGLE-1, and sizes and an activation for which there is no compiled code."""
     target = new_model("llama")

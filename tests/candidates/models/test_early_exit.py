@@ -247,7 +247,7 @@ def test_numbers_that_are_none_are_refused(name):
 
 def test_targets_that_it_does_not_fit_are_refused():
     with pytest.raises(ValueError, match="first layers of"):
-        resolve("early_exit:1", shared_model("gpt2"))
+        resolve("early_exit:1", shared_model("gpt_bigcode"))
     source = EarlyExitCandidates(shared_model("llama"), 1)
     with pytest.raises(ValueError, match="made with only"):
         resolve(source, shared_model("qwen3"))

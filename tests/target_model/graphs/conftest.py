@@ -5,7 +5,7 @@ import pytest
 from hf_smartspec.cpu import few_tokens
 from hf_smartspec.target_model.attention import tree_attention as attention
 from hf_smartspec.target_model.graphs import recorder
-from hf_smartspec.target_model.written import decoder, parts
+from hf_smartspec.target_model.written import decoder, mlps, norms
 
 from ...recorder import OperationRecorder
 
@@ -26,7 +26,7 @@ def recorders(monkeypatch):
 
     monkeypatch.setattr(recorder, "_RECORDERS", {"cpu": make})
     # What torch does not dispatch is not recorded.
-    for owner, name in ((few_tokens, "can_multiply"), (parts, "can_norm"), (parts, "can_gate")):
+    for owner, name in ((few_tokens, "can_multiply"), (norms, "can_norm"), (mlps, "can_gate")):
         monkeypatch.setattr(owner, name, lambda *args: False)
     monkeypatch.setattr(attention, "can_attend", lambda *args: False)
     monkeypatch.setattr(decoder, "can_compile", lambda plan: False)
