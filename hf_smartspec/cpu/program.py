@@ -10,6 +10,7 @@ import torch
 
 from .kernels import program as codes
 from .kernels.attend import ATTEND_FIELDS
+from .kernels.experts import COMBINE_FIELDS, EXPERTS_FIELDS, GROUP_FIELDS, ROUTE_FIELDS
 from .kernels.gates import GATE_FIELDS, TIMES_FIELDS
 from .kernels.int8 import INT8_FIELDS, LEVELS_FIELDS
 from .kernels.multiply import MULTIPLY_FIELDS
@@ -35,6 +36,10 @@ _FIELDS = {
     codes.RECUR: RECUR_FIELDS,
     codes.GATED_NORM: GATED_NORM_FIELDS,
     codes.TIMES: TIMES_FIELDS,
+    codes.ROUTE: ROUTE_FIELDS,
+    codes.GROUP: GROUP_FIELDS,
+    codes.EXPERTS: EXPERTS_FIELDS,
+    codes.COMBINE: COMBINE_FIELDS,
     codes.SCORE: INT8_FIELDS,
     codes.BOUND: SCREEN_FIELDS,
     codes.PICK: SCREEN_FIELDS,

@@ -3,6 +3,7 @@
 from ...jit import callback, inner
 from ...jit.pointers import add_to, ahead, bfloat16_at, call_at, float32_at, float64_at, int64_at, pause, read
 from .attend import attend
+from .experts import combine, group, multiply_each, route
 from .gates import gate, times
 from .int8 import levels, multiply_int8
 from .multiply import multiply, multiply_narrow
@@ -20,9 +21,9 @@ PLACE = 2  # of an operator's first field
 _LEFT = 2**32
 _SPINS = 1000  # looks at a state, of some 50 ns each, before other threads get this one's processor
 (
-    MULTIPLY, NARROW, NORM, ADD, GATE, ROTATE, ATTEND, LEVELS, INT8, CONVOLVE, RECUR, GATED_NORM, TIMES, SCORE,
-    BOUND, PICK,
-) = range(16)  # fmt: skip
+    MULTIPLY, NARROW, NORM, ADD, GATE, ROTATE, ATTEND, LEVELS, INT8, CONVOLVE, RECUR, GATED_NORM, TIMES, ROUTE,
+    GROUP, EXPERTS, COMBINE, SCORE, BOUND, PICK,
+) = range(20)  # fmt: skip
 
 
 @callback
@@ -98,6 +99,14 @@ def _operate(code, a, fields, kind, wide_kind):
         gated_norm(a, fields, kind)
     elif code == TIMES:
         times(a, kind)
+    elif code == ROUTE:
+        route(a, fields, kind)
+    elif code == GROUP:
+        group(a, kind)
+    elif code == EXPERTS:
+        multiply_each(a, kind, wide_kind)
+    elif code == COMBINE:
+        combine(a, kind)
     elif code == SCORE:  # in float32, whatever the kind
         multiply_int8(a, float32_at(0))
     elif code == BOUND:

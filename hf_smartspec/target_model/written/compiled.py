@@ -25,11 +25,12 @@ from ..cache.slot_cache import SlotCache
 from ..layout.step_layout import StepLayout
 from ..recurrent.cache import StateCache
 from .copies import KeptCopy
+from .experts import Experts
 from .forward_writer import ForwardWriter, products_of
 from .inputs import DecoderInput
 from .mlps import MLP
 from .norms import Norm
-from .parts import Fused, Transposed
+from .parts import Fused, Rows, Transposed
 from .plan import DecoderPlan, FeaturePlan, LayerPlan
 from .program import ForwardProgram
 from .rotations import Rotation
@@ -242,11 +243,9 @@ def _can_compile_layer(plan: LayerPlan, dtype: torch.dtype) -> bool:
         is_known
         and all(norm is None or _is_norm(norm, dtype) for norm in norms)
         and isinstance(plan.rotation, Rotation | None)
-        and isinstance(mlp, MLP)
+        and isinstance(mlp, MLP | Experts)
         and isinstance(mlp.activation, int)
-        and all(
-            _is_plain(item, dtype) for item in (plan.query_key_value, plan.attention_output, mlp.inputs, mlp.output)
-        )
+        and all(_is_plain(item, dtype) for item in (plan.query_key_value, plan.attention_output, *mlp.products))
     )
 
 
@@ -258,7 +257,7 @@ def _is_norm(norm: Any, dtype: torch.dtype) -> bool:
 
 def _is_plain(item: Any, dtype: torch.dtype) -> bool:
     """Return whether the weights of a product lie side by side, as numbers that compiled code reads."""
-    found = item.whole() if isinstance(item, Fused | Transposed) else None
+    found = item.whole() if isinstance(item, Fused | Transposed | Rows) else None
     if found is None:
         return False
     weight, bias, scale = found

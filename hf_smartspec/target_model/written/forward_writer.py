@@ -16,6 +16,9 @@ from .convolution import ConvolutionPlan
 from .convolution_program import ConvolutionOperators
 from .delta import DeltaPlan
 from .delta_program import DeltaOperators
+from .experts import Experts
+from .experts_program import ExpertOperators
+from .mlps import MLP
 from .plan import DecoderPlan, LayerPlan
 from .rotations import Rotation
 
@@ -45,6 +48,7 @@ class ForwardWriter:
         self.operators: list[tuple[int, dict[str, float]]] = []
         self.on_all: list[int] = []  # operators on all tokens
         self.on_kept: list[int] = []  # operators on the tokens that are kept, which come last
+        self.times: dict[int, int] = {}  # operators that have several lines for each token, and how many
         self.gathers: dict[int, str] = {}  # operators that read these among all, and which field says where
         self.memory: list[torch.Tensor] = []
         has_convolutions = any(isinstance(layer.recurrence, ConvolutionPlan) for layer in plan.layers)
@@ -56,22 +60,24 @@ class ForwardWriter:
         self._write(reads_states, screen)
 
     def _write(self, reads_states: bool, screen: Screen | None) -> None:
-        self.x, self.normed, self.out = (self._new(self.size) for _ in range(3))
+        self.x, self.normed, self.out = (self.new(self.size) for _ in range(3))
         self.embedded = self.given = self.x  # what tokens are copied to, and features
         groups = [num_groups(item.shape[1]) for item in products_of(self.plan) if item.whole().scale is not None]
         groups += [] if screen is None else [num_groups(self.size)]
         self.rounded = Rounded(self.room, max(groups, default=0))  # for products in int8
         layers = self.plan.layers
-        self.queries = self._new(max(layer.num_heads * layer.head_dim for layer in layers))
+        self.queries = self.new(max(layer.num_heads * layer.head_dim for layer in layers))
         sizes = [layer.recurrence.num_outputs for layer in layers if layer.recurrence is not None]
-        self.recurred = self._new(max(sizes, default=0), torch.float32)
-        self.attended = self._new(max([*sizes, self.queries.shape[1]]))
+        self.recurred = self.new(max(sizes, default=0), torch.float32)
+        self.attended = self.new(max([*sizes, self.queries.shape[1]]))
         maps: list[Any] = [item.query_key_value for item in layers if not isinstance(item.recurrence, DeltaPlan)]
-        self.states = self._new(max([item.shape[0] for item in maps], default=0))
-        mlps: list[Any] = [layer.mlp for layer in layers]
-        self.hidden = self._new(max(mlp.inputs.shape[0] for mlp in mlps))
-        self.activated = self._new(max(mlp.output.shape[1] for mlp in mlps))
-        self.beside = self._new(self.size if any(layer.is_parallel for layer in layers) else 0)
+        self.states = self.new(max([item.shape[0] for item in maps], default=0))
+        mlps: list[Any] = [layer.mlp for layer in layers if isinstance(layer.mlp, MLP)]
+        mlps += [layer.mlp.shared[0] for layer in layers if isinstance(layer.mlp, Experts) and layer.mlp.shared]
+        self.hidden = self.new(max([mlp.inputs.shape[0] for mlp in mlps], default=0))
+        self.activated = self.new(max([mlp.output.shape[1] for mlp in mlps], default=0))
+        self.experts = ExpertOperators(self) if any(isinstance(layer.mlp, Experts) for layer in layers) else None
+        self.beside = self.new(self.size if any(layer.is_parallel for layer in layers) else 0)
         self.pending: tuple[torch.Tensor, float] | None = None  # what is to be added to `x`
         normed = None if self.plan.features is None else self._first_input(self.plan.features, reads_states)
         for index, layer in enumerate(layers):
@@ -99,7 +105,7 @@ class ForwardWriter:
         is_asked = self.plan.features is None and not self.layers.isdisjoint({-1, len(self.plan.layers)})
         return self.plan.layers[-1].recurrence is None and not is_asked
 
-    def _new(self, size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def new(self, size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         self.memory.append(torch.empty(self.room, size, dtype=dtype or self.dtype, device="cpu"))
         return self.memory[-1]
 
@@ -126,13 +132,13 @@ class ForwardWriter:
     def _keep_tokens(self) -> None:
         """Go on with the tokens that are kept, as a new `x`."""
         self.gathers[len(self.operators)] = "lines"  # first, as from this operator on all are on these tokens
-        number, kept = self._sum(), self._new(self.size)
+        number, kept = self._sum(), self.new(self.size)
         self.operators[number][1]["outputs"] = kept.data_ptr()
         self.x = kept
 
     def _kept(self, x: torch.Tensor) -> torch.Tensor:
         """Return `[room, size]` of the tokens that are kept."""
-        kept = self._new(self.size)
+        kept = self.new(self.size)
         number = self.add(codes.ADD, size=self.size, x=x.data_ptr(), outputs=kept.data_ptr())
         self.gathers[number] = "lines"
         return kept
@@ -191,9 +197,9 @@ class ForwardWriter:
     def _first_input(self, plan: Any, reads_states: bool) -> torch.Tensor:
         """Write `first_input`; return the input of attention. The features become `x`."""
         features = self.out if plan.adds_normed else self.x
-        self.embedded, self.given, both = self._new(self.size), features, self._new(2 * self.size)
+        self.embedded, self.given, both = self.new(self.size), features, self.new(2 * self.size)
         if reads_states:
-            self.given = self._new(plan.states_map.shape[1])
+            self.given = self.new(plan.states_map.shape[1])
             place = self.given.data_ptr()
             for norm in plan.states_norms:
                 self.norm_vectors(norm, 1, (self.given.shape[1],) * 2, x=place, outputs=place)
@@ -220,7 +226,7 @@ class ForwardWriter:
         if plan.after_attention is not None:
             self._norm(plan.after_attention, self.out, self.out)
         self.pending = self.out, plan.multiplier
-        self._write_mlp(plan, self._input(plan.before_mlp), self.out)
+        self.write_mlp(plan.mlp, self._input(plan.before_mlp), self.out)
         if plan.after_mlp is not None:
             self._norm(plan.after_mlp, self.out, self.out)
         self.pending = self.out, plan.multiplier
@@ -286,12 +292,16 @@ class ForwardWriter:
             normed = self._input(plan.before_mlp)
         elif keeps:
             normed = self._kept(normed)
-        self._write_mlp(plan, normed, self.beside)
+        self.write_mlp(plan.mlp, normed, self.beside)
         self.add(codes.ADD, size=self.size, x=self.out.data_ptr(), added=self.beside.data_ptr(), factor=1.0)
         self.pending = self.out, 1.0
 
-    def _write_mlp(self, plan: LayerPlan, x: torch.Tensor, outputs: torch.Tensor) -> None:
-        mlp: Any = plan.mlp
+    def write_mlp(self, mlp: Any, x: torch.Tensor, outputs: torch.Tensor) -> None:
+        """Write an MLP, or a mixture of experts."""
+        if isinstance(mlp, Experts):
+            assert self.experts is not None
+            self.experts.add(mlp, x, outputs)
+            return
         self.multiply(mlp.inputs, x, self.hidden)
         fields = {"activation": mlp.activation, "is_gated": mlp.is_gated, "size": mlp.output.shape[1]}
         self.add(codes.GATE, inputs=self.hidden.data_ptr(), outputs=self.activated.data_ptr(), **fields)
@@ -310,7 +320,7 @@ def _places(plan: LayerPlan) -> dict[str, int]:
 
 def products_of(plan: DecoderPlan) -> list[Any]:
     """Return all products of a forward."""
-    mlps: list[Any] = [layer.mlp for layer in plan.layers]
-    others: list[Any] = [item for layer in plan.layers for item in (layer.query_key_value, layer.attention_output)]
+    layers: list[Any] = plan.layers
+    others = [item for layer in layers for item in (layer.query_key_value, layer.attention_output, *layer.mlp.products)]
     others += [] if plan.features is None else [plan.features.states_map]
-    return [plan.head, *others, *[item for mlp in mlps for item in (mlp.inputs, mlp.output)]]
+    return [plan.head, *others]

@@ -41,6 +41,10 @@ class MLP:
     def __init__(self, inputs: Map, activation: int | Map, output: Map, is_gated: bool):
         self.inputs, self.activation, self.output, self.is_gated = inputs, activation, output, is_gated
 
+    @property
+    def products(self) -> tuple[Map, Map]:
+        return self.inputs, self.output
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.output(self._activated(self.inputs(x)))
 

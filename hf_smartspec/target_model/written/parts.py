@@ -172,6 +172,23 @@ class Transposed(Weighted):
         return product(x, weight, bias)
 
 
+class Rows(Weighted):
+    """A linear layer without a bias, of a module that has a weight `[out, in]` and computes more (routers)."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__(module)
+        self.shape = tuple(module.weight.shape)  # type: ignore[arg-type]
+
+    def weights(self) -> list[torch.Tensor]:
+        return [self._parameters()["weight"]]
+
+    def whole(self) -> "Weights":
+        return Weights(self._parameters()["weight"])
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return product(x, self._parameters()["weight"], None)
+
+
 class Weights(NamedTuple):
     """Parameters of a linear layer; `scale` is None unless it is in int8."""
 

@@ -43,6 +43,9 @@ class ForwardProgram:
         self.sized, self.sized_kept, self.on_scratch, self.on_lines = (
             np.array(numbers, np.int64) for numbers in (own.on_all, own.on_kept, own.multiplied, own.rotated)
         )
+        self.times, self.times_kept = (
+            np.array([own.times.get(number, 1) for number in numbers]) for numbers in (own.on_all, own.on_kept)
+        )
         self.scratch = column(codes.MULTIPLY, "scratch")
         self.most_scratch = int(rows[own.multiplied, column(codes.MULTIPLY, "scratch_size")].max(initial=0))
         layers = [layer for layer in self.plan.layers if layer.recurrence is None]
@@ -71,7 +74,8 @@ class ForwardProgram:
         kept = [x.new_empty(num_kept if number in own.on_kept else num, own.size) for number in own.kept.values()]
         for number, states in zip(own.kept.values(), kept):
             program.set(number, "outputs", states.data_ptr())
-        self.token_counts[self.sized], self.token_counts[self.sized_kept] = num, num_kept
+        self.token_counts[self.sized] = num * self.times
+        self.token_counts[self.sized_kept] = num_kept * self.times_kept
         for number, field in own.gathers.items():
             program.set(number, field, 0 if lines is None else lines.data_ptr())
         if own.screening is None:

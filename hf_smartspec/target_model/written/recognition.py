@@ -15,6 +15,7 @@ from ..forward_code import foreign_code, mentions, unknown_mentions
 from ..logits import LogitScaling
 from .convolution import ConvolutionPlan, convolution_plan
 from .delta import DeltaPlan, delta_plan
+from .experts import Experts, written_experts
 from .mlps import MLP, CalledMLP, written_activation
 from .norms import written_norm
 from .parts import Called, Fused, Map, Positions, Transposed, is_plain_map, written_map
@@ -234,26 +235,42 @@ class _Recognition:
         return num_heads, kv_heads, size
 
     def _mlp(self, layer: nn.Module) -> Map:
-        """
-        Return the MLP, whose maps may be the layer's own (OPT); unknown ones, such as mixtures of experts, are called
-        as they are.
-        """
+        """Return the MLP, whose maps may be the layer's own (OPT); unknown ones are called as they are."""
         own = self._optional(layer, _MLPS)
-        mlp = layer if own is None else own
+        found = self._known_mlp(layer if own is None else own, own is not None)
+        if found is None and own is None:
+            raise UnknownStructureError("MLP")
+        if found is not None:
+            return found
+        self._know(own)
+        experts = self._experts(own)
+        self.calls_modules |= experts is None
+        return CalledMLP(own) if experts is None else experts
+
+    def _known_mlp(self, mlp: nn.Module, is_alone: bool = True) -> MLP | None:
+        """Return an MLP of a known kind; None for others, and for modules that have more if it `is_alone`."""
         names = next((row for row in _MLP if {*row[0], row[1]} <= set(mlp._modules)), None)
         activation = self._optional(mlp, _ACTIVATION) or (silu if "silu" in mentions(type(mlp)) else None)
-        if own is None and (names is None or activation is None):
-            raise UnknownStructureError("MLP")
-        if names is None or activation is None or (own and len(_but_dropouts(own)) > len(names[0]) + 2):
-            self._know(mlp)
-            self.calls_modules = True
-            return CalledMLP(mlp)
+        if names is None or activation is None or (is_alone and len(_but_dropouts(mlp)) > len(names[0]) + 2):
+            return None
         inputs, output = names
         self.bodies.append(mlp)
         self._bypass(mlp, *([activation] if isinstance(activation, nn.Module) else []))
         fused = self._map([self._child(mlp, name) for name in inputs])
         is_gated = inputs[0] in ("gate_proj", "gate_up_proj", "w1")
         return MLP(fused, written_activation(activation), self._map([self._child(mlp, output)]), is_gated)
+
+    def _experts(self, block: Any) -> Experts | None:
+        """Return a mixture of experts in compiled code, where there is such code."""
+        experts = written_experts(block, self.model.dtype)
+        if experts is not None and "shared_expert" in block._modules:
+            shared = self._known_mlp(block.shared_expert)
+            if shared is None:
+                raise UnknownStructureError("shared experts")
+            experts.shared = shared, self._map([block.shared_expert_gate])
+        if experts is not None:
+            self._bypass(*block.modules())
+        return experts
 
     # Notes
 

@@ -24,6 +24,7 @@ from ..layout.step_layout import StepLayout
 from ..recurrent.cache import StateCache
 from ..support.twin import TWIN_REACH, borders, float32_copy, small_twin
 from .decoder import Tables, WrittenDecoder, run_layer
+from .experts import Experts
 from .mlps import CalledMLP
 from .plan import UnknownStructureError
 from .recognition import layers_of, make_plan
@@ -211,7 +212,7 @@ class _Trial:
     def _judge(self, index: int, errors: torch.Tensor) -> None:
         typical, rare = float(errors.median()), float(errors.quantile(0.9))
         # Rounding sends some tokens to other experts.
-        is_far = not rare <= _MOST_RARE and not isinstance(self.plan.layers[index].mlp, CalledMLP)
+        is_far = not rare <= _MOST_RARE and not isinstance(self.plan.layers[index].mlp, CalledMLP | Experts)
         if is_far or not typical <= _MOST_TYPICAL:
             raise UnknownStructureError(
                 f"layer {index} differs by {typical:.3g} roundings in half of the tokens (at most {_MOST_TYPICAL:g}), "

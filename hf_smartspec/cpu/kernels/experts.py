@@ -1,0 +1,168 @@
+"""Mixtures of experts: the choice of each token's experts, their products, and the sum of their outputs."""
+
+import numpy as np
+
+from ...jit import inner
+from ...jit.pointers import ahead, float32_at, get, int64_at, like, put, take
+from .gates import exponential
+from .multiply import MULTIPLY_FIELDS, NEXT, NUM_TOKENS, OUTPUTS, TOKENS, multiply
+
+# Compiled code is called with the address of these numbers, int64 each but for `eps` and `factor`, which are float64.
+# scores: address of `[num_tokens, num_experts]`, of the kind. Their softmax, or if `is_sigmoid` their sigmoids, are
+#   written to float32 `probabilities` of the same shape. The experts with the `num_chosen` largest ones, plus `bias`
+#   (0, or the address of `[num_experts]`, float32 if `is_wide`), are written to int64 `choices`, `[num_tokens,
+#   num_chosen]`, and their probabilities to float32 `weights`; divided by their sum plus `eps` if `norms`; times
+#   `factor`.
+ROUTE_FIELDS = tuple(
+    "next threads num_tokens num_experts num_chosen is_sigmoid norms scores bias is_wide probabilities choices weights "
+    "eps factor".split()
+)
+(
+    _NEXT, _THREADS, _NUM_TOKENS, _NUM_EXPERTS, _NUM_CHOSEN, _IS_SIGMOID, _NORMS, _SCORES, _ROUTE_BIAS, _IS_WIDE,
+    _PROBABILITIES, _CHOICES, _WEIGHTS, _EPS, _FACTOR,
+) = range(15)  # fmt: skip
+# choices: see above. Pairs of a token and an expert are ordered by experts, and then by tokens: `pairs`, an address of
+#   int64 `[num_tokens * num_chosen]`, gets their tokens, and `places`, of `[num_tokens, num_chosen]`, where they are.
+# first, second: addresses of `[num_experts, BLOCK_SIZE]` int64, the fields of two products of each expert, of which
+#   those are set that depend on its tokens. Each has pairs at `tokens` and at `outputs`, so many bytes apart.
+GROUP_FIELDS = tuple(
+    "next threads num_tokens num_experts num_chosen choices pairs places first first_tokens first_outputs "
+    "first_token_bytes first_output_bytes second second_tokens second_outputs second_token_bytes "
+    "second_output_bytes".split()
+)
+_GROUP_CHOICES, _PAIRS, _PLACES, _FIRST = range(5, 9)
+_SECOND = _FIRST + 5
+# blocks: address of `[num_experts, BLOCK_SIZE]` int64, the fields of each expert's product; those without tokens rest.
+EXPERTS_FIELDS = tuple("next threads num_experts blocks".split())
+_OWN_EXPERTS, _BLOCKS = 2, 3
+BLOCK_SIZE = len(MULTIPLY_FIELDS)
+# x: address of `[num_tokens * num_chosen, size]`; places, weights: as above. outputs: of `[num_tokens, size]`, the sum
+#   of each token's lines times their weights, in the order in which they were chosen, rounded once.
+# shared: 0, or the address of `[num_tokens, size]`, which are added, times the sigmoids of `gates`, `[num_tokens]`.
+COMBINE_FIELDS = tuple("next threads num_tokens size num_chosen x places weights shared gates outputs".split())
+_SIZE, _COMBINE_CHOSEN, _X, _COMBINE_PLACES, _COMBINE_WEIGHTS, _SHARED, _GATES, _SUMS = range(3, 11)
+_SHARE = 512  # numbers that a thread adds up at a time
+_ONE, _UNLIKELY = np.float32(1), np.float32(-np.inf)
+
+
+@inner
+def route(a, numbers, kind):
+    """Choose the experts of the next token, until none is left. `numbers` are the fields as float64."""
+    num, chosen = a[_NUM_EXPERTS], a[_NUM_CHOSEN]
+    token = take(ahead(a, _NEXT))
+    while token < a[_NUM_TOKENS]:
+        scores = ahead(like(kind, a[_SCORES]), token * num)
+        probabilities = ahead(float32_at(a[_PROBABILITIES]), token * num)
+        if a[_IS_SIGMOID]:
+            for index in range(num):
+                probabilities[index] = _ONE / (_ONE + exponential(-get(scores, index)))
+        else:
+            _softmax(scores, probabilities, num)
+        choices = ahead(int64_at(a[_CHOICES]), token * chosen)
+        weights = ahead(float32_at(a[_WEIGHTS]), token * chosen)
+        total = np.float32(numbers[_EPS])
+        for place in range(chosen):
+            best = _best(a, probabilities, choices, place, kind)
+            choices[place], weights[place] = best, probabilities[best]
+            total += weights[place]
+        for place in range(chosen):
+            own = weights[place] / total if a[_NORMS] else weights[place]
+            weights[place] = own * np.float32(numbers[_FACTOR])
+        token = take(ahead(a, _NEXT))
+
+
+@inner
+def _softmax(scores, outputs, num):
+    highest, total = get(scores, 0), np.float32(0)
+    for index in range(1, num):
+        highest = max(highest, get(scores, index))
+    for index in range(num):
+        outputs[index] = exponential(get(scores, index) - highest)
+    for index in range(num):
+        total += outputs[index]
+    for index in range(num):
+        outputs[index] /= total
+
+
+@inner
+def _best(a, probabilities, choices, place, kind):
+    """Return the expert with the largest probability, bias included, that is not among the first `place` choices."""
+    best, most = -1, _UNLIKELY
+    for expert in range(a[_NUM_EXPERTS]):
+        own = probabilities[expert]
+        if a[_ROUTE_BIAS]:
+            bias = a[_ROUTE_BIAS]
+            own += float32_at(bias)[expert] if a[_IS_WIDE] else get(like(kind, bias), expert)
+        if best < 0 or not own <= most:  # numbers that are none come first, as with torch
+            is_new = True
+            for earlier in range(place):
+                is_new = is_new and choices[earlier] != expert
+            if is_new:
+                best, most = expert, own
+    return best
+
+
+@inner
+def group(a, kind):
+    """Order the pairs, in one thread."""
+    if take(ahead(a, _NEXT)) > 0:
+        return
+    num, choices, pairs = a[_NUM_TOKENS] * a[_NUM_CHOSEN], int64_at(a[_GROUP_CHOICES]), int64_at(a[_PAIRS])
+    places, first, second = int64_at(a[_PLACES]), int64_at(a[_FIRST]), int64_at(a[_SECOND])
+    for expert in range(a[_NUM_EXPERTS]):
+        first[expert * BLOCK_SIZE + NUM_TOKENS] = 0
+    for pair in range(num):
+        first[choices[pair] * BLOCK_SIZE + NUM_TOKENS] += 1
+    begin = 0
+    for expert in range(a[_NUM_EXPERTS]):
+        own = first[expert * BLOCK_SIZE + NUM_TOKENS]
+        _set_block(ahead(a, _FIRST), ahead(first, expert * BLOCK_SIZE), begin, own)
+        _set_block(ahead(a, _SECOND), ahead(second, expert * BLOCK_SIZE), begin, own)
+        first[expert * BLOCK_SIZE + NEXT] = begin  # where its next pair goes, for now
+        begin += own
+    for pair in range(num):
+        block = ahead(first, choices[pair] * BLOCK_SIZE)
+        place = block[NEXT]
+        block[NEXT] += 1
+        pairs[place], places[pair] = pair // a[_NUM_CHOSEN], place
+    for expert in range(a[_NUM_EXPERTS]):
+        first[expert * BLOCK_SIZE + NEXT] = 0
+
+
+@inner
+def _set_block(fields, block, begin, num):
+    """Set what depends on an expert's tokens: `fields` are blocks, tokens, outputs, and bytes of a token's numbers."""
+    block[NEXT], block[NUM_TOKENS] = 0, num
+    block[TOKENS], block[OUTPUTS] = fields[1] + begin * fields[3], fields[2] + begin * fields[4]
+
+
+@inner
+def multiply_each(a, kind, wide_kind):
+    """Run each expert's product."""
+    for expert in range(a[_OWN_EXPERTS]):
+        block = ahead(int64_at(a[_BLOCKS]), expert * BLOCK_SIZE)
+        if block[NUM_TOKENS]:
+            multiply(block, kind, wide_kind)
+
+
+@inner
+def combine(a, kind):
+    """Add up the next numbers of a token, until none are left."""
+    size, chosen = a[_SIZE], a[_COMBINE_CHOSEN]
+    parts = (size + _SHARE - 1) // _SHARE
+    number = take(ahead(a, _NEXT))
+    while number < a[_NUM_TOKENS] * parts:
+        token, begin = number // parts, number % parts * _SHARE
+        places = ahead(int64_at(a[_COMBINE_PLACES]), token * chosen)
+        weights = ahead(float32_at(a[_COMBINE_WEIGHTS]), token * chosen)
+        outputs, gate = ahead(like(kind, a[_SUMS]), token * size), np.float32(0)
+        if a[_SHARED]:
+            gate = _ONE / (_ONE + exponential(-get(like(kind, a[_GATES]), token)))
+        for index in range(begin, min(begin + _SHARE, size)):
+            total = np.float32(0)
+            for place in range(chosen):
+                total += weights[place] * get(like(kind, a[_X]), places[place] * size + index)
+            if a[_SHARED]:
+                total += gate * get(like(kind, a[_SHARED]), token * size + index)
+            put(outputs, index, total)
+        number = take(ahead(a, _NEXT))
