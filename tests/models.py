@@ -204,7 +204,10 @@ _RECURRENT = {
         | {"layers_block_type": ["mamba", "hybrid"], "num_mem_blocks": 1, "chunk_size": 8}
         | {"num_key_value_heads": 4, "mamba_d_state": 8, "mamba_headdim": 8, "n_mamba_heads": 8, "mamba_ngroups": 1},
     ),
-    "lfm2": ("Lfm2Config", _LLAMA | {"layer_types": ["conv", "full_attention"], "block_multiple_of": 32}),
+    "lfm2": (  # with sizes that compiled code serves
+        "Lfm2Config",
+        _LLAMA | {"hidden_size": 64, "layer_types": ["conv", "full_attention"], "block_multiple_of": 32},
+    ),
     "lfm2_moe": (
         "Lfm2MoeConfig",
         _LLAMA

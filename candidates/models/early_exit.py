@@ -60,6 +60,11 @@ class EarlyExitCandidates(GrowingCandidates):
                 f"The first layers of {type(model).__name__} cannot be run by themselves: its structure is not one of "
                 "those that are known, or its modules are hooked or replaced. Pass another `assistant`."
             )
+        if any(layer.recurrence is not None for layer in decoder.plan.layers[:num_layers]):
+            raise ValueError(
+                f"The first layers of {type(model).__name__} cannot be run by themselves: some have states, which what "
+                "they draft would change. Pass another `assistant`."
+            )
         self.model, self.num_layers = model, num_layers
         # Threads that share it may lose drafts, but must not draft over one another's keys and values.
         self._lock = RLock()

@@ -46,6 +46,7 @@ _FIELDS = {
 }
 _FLOATS = ("eps", "factor", "scale", "cap")  # float64, in every operator; all other fields are int64
 assert all(fields[:2] == ("next", "threads") for fields in _FIELDS.values()), "counters, which `Program.run` clears"
+assert all(PLACE + len(fields) <= SIZE for fields in _FIELDS.values())
 
 DTYPES = torch.float32, torch.bfloat16
 ON_TOKENS = [code for code, fields in _FIELDS.items() if fields[2] == "num_tokens"]  # operators that are told how many

@@ -15,34 +15,44 @@ _ORIGINS = ("transformers.", "torch.", __name__.partition(".")[0] + ".")
 # Names in the forwards of known layers. A forward with other names may do things that a few tokens do not show: scale
 # logits after some length (Ministral 3), clip values, ...
 _MENTIONS = frozenset(
-    "_attn_implementation _bidirectional_window_overlay _upcast_and_reordered_attn A_log act act_fn activation "
-    "activation_fn add_cross_attention ALL_ATTENTION_FUNCTIONS apply_mask_to_padding_states apply_rotary_pos_emb "
-    "arange attention attention_dropout attentions attn attn_dropout attn_logit_softcapping baddbmm "
-    "BaseModelOutputWithPast BaseModelOutputWithPastAndCrossAttentions bias block_sparse_moe block_type bool c_attn "
-    "c_fc c_proj cache cache_position cat causal_conv1d_fn causal_conv1d_update chunk clamp_ clip_qkv config "
-    "contiguous conv conv1d conv_kernel_size copy create_bidirectional_mask create_causal_mask "
-    "create_recurrent_attention_mask create_sliding_window_causal_mask cross_attention_cache crossattention cumsum "
-    "dense dense_4h_to_h dense_h_to_4h device dict do_layer_norm_before down_proj drop dropout dt_bias dtype "
-    "DynamicCache eager_attention_forward emb_dropout embed_dropout embed_in embed_positions embed_tokens "
-    "embedding_dropout embedding_multiplier embedding_norm empty EncoderDecoderCache enumerate exp expand F fc1 fc2 "
-    "feed_forward ffn_norm final_layer_norm final_layernorm float float32 forward functional gate_proj gate_up_proj "
-    "get get_conv_state get_interface get_recurrent_state get_seq_length getattr gradient_checkpointing h "
-    "has_sliding_layers hasattr head_dim head_k_dim head_size head_v_dim hidden_states in_proj in_proj_a in_proj_b "
-    "in_proj_qkv in_proj_z input_layernorm is_attention_layer is_recording_past is_sliding is_updated isinstance "
-    "k_layernorm k_norm k_proj key_dim keys last_hidden_state layer_idx layer_types layerdrop layers linear_attn ln_1 "
-    "ln_2 ln_cross_attn ln_f long matmul maybe_autocast mean mlp MoeModelOutputWithPast ndim nn norm "
-    "num_attention_heads num_heads num_hidden_layers num_key_value_groups num_key_value_heads o_proj offset ones "
-    "operator_norm out_proj p past_key_values pop pos_emb post_attention_dropout post_attention_layernorm "
-    "post_feedforward_layernorm post_mlp_dropout post_mlp_layernorm post_self_attn_layernorm "
-    "pre_feedforward_layernorm project_in project_out q_attn q_layernorm q_norm q_proj qk_layernorm qkv_proj "
-    "query_key_value rand reorder_and_upcast_attn reshape resid_attn_dropout resid_dropout resid_mlp_dropout "
-    "residual_dropout residual_multiplier rotary_emb rotary_ndims RuntimeError scaling self_attention_cache self_attn "
-    "self_attn_layer_norm set shape sigmoid silu size sliding_window softmax softplus split split_size squeeze super "
-    "tensor to torch torch_chunk_gated_delta_rule torch_recurrent_gated_delta_rule training transpose tuple type "
-    "type_as unsqueeze up_proj update update_conv_state update_recurrent_state use_bidirectional_attention "
-    "use_parallel_residual use_qk_norm use_rope v_proj value_dim ValueError values view w1 w2 w3 "
-    "warn_if_padding_and_no_attention_mask weight wpe wte".split()
+    "_attn_implementation _bidirectional_window_overlay A_log act act_fn activation activation_fn "
+    "ALL_ATTENTION_FUNCTIONS apply_mask_to_padding_states apply_rotary_pos_emb arange attention attention_dropout "
+    "attentions attn_logit_softcapping BaseModelOutputWithPast bias block_sparse_moe block_type bool c_fc c_proj "
+    "cache cache_position cat causal_conv1d_fn causal_conv1d_update chunk clamp_ clip_qkv config contiguous conv "
+    "conv1d conv_kernel_size copy create_causal_mask create_recurrent_attention_mask "
+    "create_sliding_window_causal_mask dense dense_4h_to_h dense_h_to_4h device dict do_layer_norm_before down_proj "
+    "dropout dt_bias dtype DynamicCache eager_attention_forward emb_dropout embed_dropout embed_in embed_tokens "
+    "embedding_dropout embedding_multiplier embedding_norm enumerate exp expand F fc1 fc2 feed_forward ffn_norm "
+    "final_layer_norm final_layernorm float float32 functional gate_proj gate_up_proj get_conv_state get_interface "
+    "get_recurrent_state get_seq_length getattr has_sliding_layers head_dim head_k_dim head_size head_v_dim "
+    "hidden_states in_proj in_proj_a in_proj_b in_proj_qkv in_proj_z input_layernorm is_attention_layer "
+    "is_recording_past is_sliding isinstance k_layernorm k_norm k_proj key_dim last_hidden_state layer_idx "
+    "layer_types layers linear_attn mean mlp MoeModelOutputWithPast ndim nn norm num_attention_heads num_heads "
+    "num_hidden_layers num_key_value_groups num_key_value_heads o_proj operator_norm out_proj past_key_values pop "
+    "pos_emb post_attention_dropout post_attention_layernorm post_feedforward_layernorm post_mlp_dropout "
+    "post_mlp_layernorm post_self_attn_layernorm pre_feedforward_layernorm q_layernorm q_norm q_proj qk_layernorm "
+    "qkv_proj query_key_value reshape resid_attn_dropout resid_dropout resid_mlp_dropout residual_dropout "
+    "residual_multiplier rotary_emb rotary_ndims scaling self_attn self_attn_layer_norm set shape sigmoid silu size "
+    "sliding_window softplus split squeeze tensor to torch torch_chunk_gated_delta_rule "
+    "torch_recurrent_gated_delta_rule training transpose tuple type_as unsqueeze up_proj update update_conv_state "
+    "update_recurrent_state use_bidirectional_attention use_parallel_residual use_qk_norm use_rope v_proj value_dim "
+    "ValueError view w1 w2 w3 weight".split()
 )
+# Further ones of single layers: of parts that plans leave out, such as attention to an encoder, or refuse.
+_OWN_MENTIONS = {
+    "GPT2Attention": frozenset(
+        "_upcast_and_reordered_attn attn_dropout baddbmm c_attn cross_attention_cache empty EncoderDecoderCache get "
+        "hasattr is_updated keys matmul maybe_autocast p q_attn reorder_and_upcast_attn RuntimeError "
+        "self_attention_cache softmax split_size type values".split()
+    ),
+    "GPT2Block": frozenset("attn crossattention hasattr ln_1 ln_2 ln_cross_attn".split()),
+    "GPT2Model": frozenset(
+        "add_cross_attention BaseModelOutputWithPastAndCrossAttentions create_bidirectional_mask drop "
+        "EncoderDecoderCache gradient_checkpointing h ln_f warn_if_padding_and_no_attention_mask wpe wte".split()
+    ),
+    "OPTDecoder": frozenset("cumsum embed_positions layerdrop long ones project_in project_out rand".split()),
+    "OPTLearnedPositionalEmbedding": frozenset("cumsum forward long offset super".split()),
+}
 
 Kind = type[nn.Module]
 
@@ -62,7 +72,7 @@ def foreign_code(kinds: Iterable[Kind]) -> str | None:
 def unknown_mentions(kinds: Iterable[Kind]) -> str | None:
     """Describe the first of the kinds whose forward mentions unknown names; None if there is none."""
     for kind in kinds:
-        further = mentions(kind) - _MENTIONS
+        further = mentions(kind) - _MENTIONS - _OWN_MENTIONS.get(kind.__name__, frozenset())
         if further:
             return f"{kind.__name__} mentions {sorted(further)}"
     return None

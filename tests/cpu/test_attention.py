@@ -87,6 +87,25 @@ def test_sinks_join_the_scores_and_have_no_value(kv_heads, groups, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kv_heads", "groups"), [(1, 1), (2, 3), (3, 8)])
+def test_scores_are_squashed_within_soft_caps(kv_heads, groups, dtype):
+    """Try scores far within the cap and beyond it, in trees, whose hidden nodes stay hidden."""
+    tokens = 3
+    lines = SeenLines(
+        np.zeros(tokens, np.int64), np.array([80, 81, 82]), np.array([0, tokens]), np.array([[79] * 3, [1, 3, 5]])
+    )
+    keys, values = (numbers(_STRIDE + shift, kv_heads, 32).to(dtype)[shift:] for shift in (0, 1))
+    queries = numbers(tokens, kv_heads * groups, 32).to(dtype)
+    for scale, cap in ((0.3, 5.0), (4.0, 2.0), (0.01, 30.0)):
+        found = few_token_attention(queries, keys, values, lines, scale, softcap=cap)
+        for token, seen in enumerate(([79], [79, 80], [79, 81])):
+            own = [*range(79), *seen]
+            key, value = (item[own].double().repeat_interleave(groups, dim=1) for item in (keys, values))
+            scores = torch.tanh(scale * torch.einsum("hd,lhd->hl", queries[token].double(), key) / cap) * cap
+            assert_close(found[token], torch.einsum("hl,lhd->hd", scores.softmax(-1), value), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kv_heads", [1, 3])
 def test_rows_that_share_a_prefix_get_the_bits_of_rows_that_share_nothing(kv_heads, dtype):
     """Wherever it lies, whatever its length; trees after it, too."""
@@ -266,7 +285,7 @@ def test_anything_else_is_torchs(change):
     assert not can_attend(*change(q, k, v))
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral", "gemma3_text"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral", "gemma2", "gemma3_text"])
 @pytest.mark.parametrize("assistant", ["none", "auto"])
 def test_models_attend_by_it(architecture, assistant, monkeypatch):
     """With sliding windows, too: outputs are those of plain decoding."""

@@ -123,7 +123,7 @@ def _plan(heads: Heads, rounded: _Rounded) -> DecoderPlan:
         final_norm=_norm(heads, "norm") or nn.Identity(),
         head=head,
         logit_scaling=LogitScaling(),
-        fused=[],
+        laid_out=[],
         calls_modules=isinstance(head, Called),
         features=features,
     )
@@ -168,7 +168,7 @@ def _layer_plan(heads: Heads, rounded: _Rounded, layer: int) -> LayerPlan:
 def _map(heads: Heads, rounded: _Rounded, layer: int, *names: str) -> Map:
     written = written_map([_in_int8(heads.part(name, layer), rounded) for name in names])
     if isinstance(written, Fused):
-        written.lay_side_by_side()
+        written.lay_out()
     return written
 
 

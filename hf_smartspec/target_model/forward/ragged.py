@@ -113,7 +113,7 @@ class RaggedForward(ABC):
         is_capped = shared_value(config, "attn_logit_softcapping") is not None  # not supported by flash attention
         self._takes_spans = serves(device, dtype, head_size(config)) and not is_capped
         self._window = shared_value(config, "sliding_window")
-        self._may_use_few_token_attention = device.type == "cpu" and not head_size(config) % 16 and not is_capped
+        self._may_use_few_token_attention = device.type == "cpu" and not head_size(config) % 16
         self._dtype = dtype
 
     @property

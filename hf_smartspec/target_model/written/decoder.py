@@ -19,7 +19,7 @@ from ..logits import LogitScaling
 from ..recurrent.cache import StateCache
 from .compiled import CompiledDecoder, can_compile
 from .inputs import DecoderInput, Features, Tables
-from .parts import is_bare, module_of
+from .parts import Transposed, is_bare, module_of
 from .plan import DecoderPlan, FeaturePlan, LayerPlan
 from .rotary_tables import RotaryTables
 from .rotations import Rotation
@@ -181,9 +181,12 @@ class WrittenDecoder:
 
     def look_at_copies(self, thoroughly: bool = False) -> None:
         """
-        Forget copies of weights that have changed in place, by torch's count, or thoroughly in any way, and then rotary
-        tables, too. Forwards do not look at weights, none of which is in the processor's cache.
+        Renew or forget copies of weights that have changed in place, by torch's count, or thoroughly in any way, and
+        then rotary tables, too. Forwards do not look at weights, none of which is in the processor's cache.
         """
+        for maps in self.plan.laid_out:
+            if isinstance(maps, Transposed):
+                maps.look(thoroughly)
         if (compiled := self.__dict__.get("_compiled")) is not None:
             compiled.look_at_copies(thoroughly)
         if thoroughly and self._known is not None:

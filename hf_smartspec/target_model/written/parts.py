@@ -13,8 +13,12 @@ from ...cpu.few_tokens import product
 from ...cpu.kernels.dots import SIDE
 from ...cpu.quantized import Int8Linear
 from ...cpu.quantized.product import int8_linear
+from ...cpu.tensor_checks import has_sums_of_bits, sums_of_bits, version_of
+from ..cache.free_memory import free_bytes
 
 Map = Callable[[torch.Tensor], torch.Tensor]  # [N, in] -> [N, out]
+
+_MOST_MEMORY = 0.5  # of the free memory that a copy takes
 
 
 class Called:
@@ -66,6 +70,7 @@ class Positions(Weighted):
     def __init__(self, module: nn.Embedding):
         super().__init__(module)
         self.offset: int = getattr(module, "offset", 0)
+        self.num = module.num_embeddings - self.offset
 
     def __call__(self, positions: torch.Tensor) -> torch.Tensor:
         return torch.embedding(self._parameters()["weight"], positions + self.offset)
@@ -92,7 +97,7 @@ class Fused:
         self._can_be_one = not is_int8 or not any(module.out_features % SIDE for module in modules[:-1])
         self._is_one = self._can_be_one and all(map(_are_side_by_side, self._parameters()))
 
-    def lay_side_by_side(self) -> None:
+    def lay_out(self) -> None:
         """
         Make the parameters views of one tensor, so that no weights are held twice. Memory that is shared with others
         stays as it is.
@@ -142,8 +147,8 @@ class Fused:
 
 class Transposed(Weighted):
     """
-    A linear layer whose weight is `[in, out]` (GPT-2). Where it may be moved, it is laid out as those of other layers
-    are; its shape stays.
+    A linear layer whose weight is `[in, out]` (GPT-2), which is transposed in a copy where there is memory for it. The
+    weight itself stays as it is: optimizers, savers and others expect it where it was, and contiguous.
 
     Args:
         module (`Conv1D`): The layer.
@@ -152,24 +157,45 @@ class Transposed(Weighted):
     def __init__(self, module: nn.Module):
         super().__init__(module)
         self.shape = tuple(reversed(module.weight.shape))  # type: ignore[arg-type]
+        self._copy: torch.Tensor | None = None
+        self._version, self._sums = 0, torch.empty(0)  # of the weight when it was copied
 
-    def lay_side_by_side(self) -> None:
-        """Transpose the weight in memory."""
+    def lay_out(self) -> None:
+        """Make the copy."""
         weight = self._parameters()["weight"]
-        if _is_own(weight):
+        if weight.numel() * weight.itemsize <= _MOST_MEMORY * free_bytes(weight.device):
             with torch.inference_mode(False), torch.no_grad():
-                weight.data = weight.detach().t().contiguous().t()
+                self._copy = weight.new_empty(self.shape)
+            self._fill(weight)
+
+    def look(self, thoroughly: bool) -> None:
+        """Make the copy anew, in place, if the weight has changed: by torch's count or, thoroughly, in any way."""
+        if self._copy is not None:
+            weight = self._parameters()["weight"]
+            if version_of(weight) != self._version or (thoroughly and not torch.equal(self._sums, _sums_of(weight))):
+                self._fill(weight)
+
+    def _fill(self, weight: torch.Tensor) -> None:
+        assert self._copy is not None
+        self._version, self._sums = version_of(weight), _sums_of(weight)  # first, as another thread may change it
+        with torch.no_grad():
+            self._copy.copy_(weight.detach().t())
 
     def weights(self) -> list[torch.Tensor]:
         return [self._parameters()["weight"]]
 
     def whole(self) -> "Weights":
         parameters = self._parameters()
-        return Weights(parameters["weight"].t(), parameters["bias"])
+        return Weights(parameters["weight"].t() if self._copy is None else self._copy, parameters["bias"])
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias, _ = self.whole()
         return product(x, weight, bias)
+
+
+def _sums_of(weight: torch.Tensor) -> torch.Tensor:
+    """Return sums that show changes of a weight; NaN, which equals nothing, where its bits cannot be added up."""
+    return sums_of_bits(weight) if has_sums_of_bits(weight) else torch.tensor(torch.nan)
 
 
 class Rows(Weighted):

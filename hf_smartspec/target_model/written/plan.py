@@ -80,7 +80,7 @@ class DecoderPlan:
 
     Args:
         rotary (`Callable`, *optional*): None without rotary embeddings.
-        fused (`list`): Layers whose weights can be laid side by side.
+        laid_out (`list`): Maps whose weights are laid out for them once the plan was found right.
         calls_modules (`bool`): Whether some modules, beside embeddings, are called as they are.
         features (`FeaturePlan`, *optional*): Input of the first layer, for heads.
         positions (`Callable`, *optional*): Learnt embeddings of positions.
@@ -94,7 +94,7 @@ class DecoderPlan:
     final_norm: Map
     head: Map
     logit_scaling: LogitScaling
-    fused: list[Fused | Transposed]
+    laid_out: list[Fused | Transposed]
     calls_modules: bool = False
     features: FeaturePlan | None = None
     positions: Positions | None = None

@@ -108,7 +108,7 @@ class _Recognition:
         self.bypassed: list[nn.Module] = []
         self.known: set[int] = set()  # parameters, by id
         self.bodies: list[nn.Module] = []  # layers, their attention and their MLPs
-        self.fused: list[Fused | Transposed] = []
+        self.laid_out: list[Fused | Transposed] = []
         self.calls_modules = False
 
     def plan(self) -> DecoderPlan:
@@ -141,7 +141,7 @@ class _Recognition:
             final_norm=self._norm(norm),
             head=self._map([head]),
             logit_scaling=LogitScaling.of(self.model),
-            fused=self.fused,
+            laid_out=self.laid_out,
             calls_modules=self.calls_modules,
             positions=positions,
         )
@@ -179,6 +179,12 @@ class _Recognition:
         config = getattr(attention, "config", self.config)
         window = getattr(attention, "sliding_window", shared_value(config, "sliding_window"))
         types, index = shared_value(config, "layer_types"), getattr(attention, "layer_idx", None)
+        is_parallel = names[1:] == (None, None, None) or getattr(layer, "use_parallel_residual", False)
+        multiplier = float(getattr(layer, "residual_multiplier", 1.0))
+        if is_parallel and (norms[1] or norms[3] or multiplier != 1.0):
+            raise UnknownStructureError("norms or factors of parallel outputs")
+        if maps == _BY_HEAD and (query or key):
+            raise UnknownStructureError("norms of heads")
         return LayerPlan(
             before_attention=norms[0],
             after_attention=norms[1],
@@ -198,9 +204,9 @@ class _Recognition:
             window=layer_window(attention, window),
             rotation=written_rotation(attention) if not is_recurrent and _rotates(attention) else None,
             layer_type=types[index] if types and index is not None else None,
-            is_parallel=names[1:] == (None, None, None) or getattr(layer, "use_parallel_residual", False),
+            is_parallel=is_parallel,
             is_by_head=maps == _BY_HEAD,
-            multiplier=float(getattr(layer, "residual_multiplier", 1.0)),
+            multiplier=multiplier,
             has_gates=not is_recurrent and self._has_gates(attention, heads),
             recurrence=recurrence,
         )
@@ -228,8 +234,9 @@ class _Recognition:
         """Return the numbers of heads and key/value heads, and the dimensions of each."""
         config = getattr(attention, "config", self.config)
         num_heads, size = config.num_attention_heads, self._optional(attention, ("head_dim", "head_size"))
-        has_all = any(name in attention._modules for name in ("c_attn", *_BY_HEAD))  # whatever the config says
-        kv_heads = (not has_all and shared_value(config, "num_key_value_heads")) or num_heads
+        kv_heads = shared_value(config, "num_key_value_heads") or num_heads
+        if any(name in attention._modules for name in ("c_attn", *_BY_HEAD)):  # whatever the config says
+            kv_heads = num_heads
         if not isinstance(size, int):
             raise UnknownStructureError("heads")
         return num_heads, kv_heads, size
@@ -295,7 +302,7 @@ class _Recognition:
         self._bypass(*filter(is_plain_map, modules))
         self.calls_modules |= not all(map(is_plain_map, modules))
         written = written_map(modules)
-        self.fused += [written] if isinstance(written, Fused | Transposed) else []
+        self.laid_out += [written] if isinstance(written, Fused | Transposed) else []
         return written
 
     def _child(self, module: nn.Module, name: str) -> nn.Module:
@@ -303,10 +310,6 @@ class _Recognition:
         if child is None:
             raise UnknownStructureError(name)
         return child
-
-    def _called(self, module: nn.Module, name: str) -> nn.Module:
-        self._know(self._child(module, name))
-        return self._child(module, name)
 
     def _first(self, module: nn.Module, names: Sequence[str]) -> Any:
         found = self._optional(module, names)

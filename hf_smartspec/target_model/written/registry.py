@@ -150,8 +150,8 @@ def _tried(model: PreTrainedModel, entry: _Entry) -> _Entry:
     assert decoder is not None and watch is not None
     try:
         check(model, decoder)
-        for maps in decoder.plan.fused:
-            maps.lay_side_by_side()
+        for maps in decoder.plan.laid_out:
+            maps.lay_out()
         # With a new watch, since trials may have changed what it compares with.
         return _Entry(model, decoder, watch.bypassed(), is_tried=True)
     except (torch.OutOfMemoryError, MemoryError):

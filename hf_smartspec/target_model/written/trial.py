@@ -65,6 +65,9 @@ def check(model: PreTrainedModel, decoder: WrittenDecoder) -> None:
 
 @torch.no_grad()
 def _check(model: PreTrainedModel, decoder: WrittenDecoder, num_tokens: int) -> None:
+    known = decoder.plan.positions
+    if known is not None and known.num < 2 * num_tokens:
+        raise UnknownStructureError(f"only {known.num} positions")
     forget_lengths(model)
     try:
         with unrounded_tokens():

@@ -19,7 +19,7 @@ from hf_smartspec.target_model.forward.packed import PackedForward
 from hf_smartspec.target_model.written import written_decoder
 
 from ...generate.helpers import prompts
-from ...models import new_model, shared_model
+from ...models import RECURRENT, new_model, shared_model
 
 LENGTHS = (9, 5, 12)
 GREEDY = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -248,6 +248,9 @@ def test_numbers_that_are_none_are_refused(name):
 def test_targets_that_it_does_not_fit_are_refused():
     with pytest.raises(ValueError, match="first layers of"):
         resolve("early_exit:1", shared_model("gpt_bigcode"))
+    for name in {"lfm2", "qwen3_5_text"} & RECURRENT.keys():
+        with pytest.raises(ValueError, match="some have states"):
+            resolve("early_exit:1", shared_model(name))
     source = EarlyExitCandidates(shared_model("llama"), 1)
     with pytest.raises(ValueError, match="made with only"):
         resolve(source, shared_model("qwen3"))

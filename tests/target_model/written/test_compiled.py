@@ -12,6 +12,7 @@ import hf_smartspec
 from hf_smartspec.cpu.few_tokens import has_kernels, most_tokens
 from hf_smartspec.cpu.kernels.recur import scratch_size
 from hf_smartspec.drafts.tree import DraftTree
+from hf_smartspec.target_model.forward.packed import PackedForward
 from hf_smartspec.target_model.layout.rows import RowInput
 from hf_smartspec.target_model.written import compiled as compiled_module
 from hf_smartspec.target_model.written import packed_forward, written_decoder
@@ -26,20 +27,36 @@ pytestmark = pytest.mark.skipif(not has_kernels(torch.float32), reason="there is
 # Biases, norms of heads, of all heads together, after attention and MLP, shifted; windows, tied heads, layers without
 # rotation, parts of heads rotated, scaled residuals; layer norms, MLPs without gates, attention and MLPs side by side;
 # rotations of neighbours, in float32, soft caps; learnt positions, transposed weights, queries and keys by head; delta
-# rules, gates of heads, and short convolutions.
+# rules, gates of heads, and short convolutions; experts, with one that is shared.
 NAMES = "llama qwen2 qwen3 mistral gemma gemma3_text olmo2 smollm3 phi3 granite seed_oss exaone4".split()
 NAMES += "stablelm starcoder2 phi cohere glm4 ernie4_5 gemma2 gpt2 opt gpt_neox".split()
-NAMES += [name for name in ("qwen3_5_text", "lfm2") if name in RECURRENT]
-# Shorter than trees may be deep: those are masked.
-SHORT_WINDOWS = "mistral", "gemma2", "gemma3_text", "exaone4", "starcoder2"
-# Options of those whose configs have no size of heads.
-WIDE = {name: {"hidden_size": 64} for name in ("phi3", "stablelm", "phi", "cohere", "gpt_neox", "lfm2")}
-WIDE |= {"gpt2": {"n_embd": 64}, "opt": {"hidden_size": 64, "word_embed_proj_dim": 64}}
+NAMES += "qwen3_moe mixtral olmoe granitemoe qwen2_moe".split()
+NAMES += [name for name in ("qwen3_5_text", "lfm2", "lfm2_moe") if name in RECURRENT]
+SHORT_WINDOWS = "mistral", "gemma3_text", "exaone4"  # shorter than trees may be deep: those are masked
+# Options of those whose configs have no size of heads, or short windows by default.
+_WIDE = "phi3 stablelm phi cohere gpt_neox lfm2 lfm2_moe mixtral olmoe".split()
+OWN = {name: {"hidden_size": 64} for name in _WIDE}
+OWN |= {name: {"head_dim": 16, "sliding_window": 64} for name in ("gemma2", "starcoder2")}
+OWN |= {"gpt2": {"n_embd": 64}, "opt": {"hidden_size": 64, "word_embed_proj_dim": 64}}
+# Options of these kinds.
+OPTIONS = [
+    ("gpt_neox", {"use_parallel_residual": False}),
+    ("gpt_neox", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}}),
+    ("stablelm", {"use_parallel_residual": True}),
+    ("phi", {"qk_layernorm": True}),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True}),
+    ("gpt2", {"scale_attn_weights": False, "activation_function": "relu"}),
+    ("opt", {"activation_function": "gelu", "enable_bias": False}),
+    ("gemma2", {"attn_logit_softcapping": 3.0}),
+    ("qwen3_moe", {"norm_topk_prob": True, "num_experts_per_tok": 4}),
+]
+if "lfm2" in RECURRENT:
+    OPTIONS.append(("lfm2", {"conv_bias": True, "conv_L_cache": 4}))
 DTYPES = (torch.float32, torch.bfloat16)
 
 
 def model_of(name: str, dtype: torch.dtype = torch.float32, **options):
-    options = WIDE.get(name, {"head_dim": 16} | options)
+    options = OWN.get(name, {"head_dim": 16}) | options
     return new_model(name, **options).to(dtype)
 
 
@@ -71,6 +88,20 @@ def test_every_bit_is_that_of_the_layers(name, dtype, programs):
     found = logits_of(forward)
     assert len(programs) == (0 if name in SHORT_WINDOWS else 2)
     assert torch.equal(found, logits_of(by_layers(other)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("name", "options"), OPTIONS)
+def test_every_bit_of_further_kinds_is_that_of_the_layers(name, options, dtype, programs):
+    """Whose layers are also the models' own, in float32."""
+    model = model_of(name, dtype, **options)
+    own = logits_of(PackedForward(model))
+    other, forward = copy.deepcopy(model), tried(model)
+    programs.clear()
+    found = logits_of(forward)
+    assert len(programs) == 2 and torch.equal(found, logits_of(by_layers(other)))
+    if dtype == torch.float32:
+        assert (found - own).abs().max() <= 1e-5 * max(own.abs().max(), 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -192,8 +223,8 @@ def test_weights_changed_in_place_are_read_anew():
 
 def can_compile(model) -> bool:
     plan, _ = make_plan(model)
-    for maps in plan.fused:
-        maps.lay_side_by_side()
+    for maps in plan.laid_out:
+        maps.lay_out()
     return compiled_module.can_compile(plan)
 
 
@@ -307,9 +338,9 @@ def test_weights_that_move_are_found():
     assert torch.equal(logits_of(forward), logits_of(by_layers(copy.deepcopy(model))))
 
 
-@pytest.mark.parametrize("name", ["nemotron", "qwen3_moe", "olmo"])
+@pytest.mark.parametrize("name", ["nemotron", "phimoe", "olmo"])
 def test_other_decoders_run_layer_by_layer(name, programs):
-    """Try experts, and other norms."""
+    """Try experts that are chosen otherwise, and other norms."""
     logits_of(packed_forward(new_model(name)))
     assert not programs
 

@@ -1,0 +1,72 @@
+"""Compiled mixtures of experts: the choices and weights of torch, and sums that are rounded once."""
+
+import pytest
+import torch
+
+from hf_smartspec.cpu import few_tokens
+from hf_smartspec.cpu.experts import Routing, combined, route
+
+from .helpers import numbers
+
+pytestmark = pytest.mark.skipif(
+    not few_tokens.has_kernels(torch.float32), reason="there is no compiled code for this CPU"
+)
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def by_torch(scores, bias, routing):
+    probabilities = scores.float().sigmoid() if routing.is_sigmoid else scores.float().softmax(dim=1)
+    keys = probabilities if bias is None else probabilities + bias.float()
+    choices = keys.topk(routing.num_chosen, dim=1).indices
+    weights = probabilities.gather(1, choices)
+    if routing.norms:
+        weights = weights / (weights.sum(dim=1, keepdim=True) + routing.eps)
+    return choices, weights * routing.factor
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [None, torch.float32, "own"])
+@pytest.mark.parametrize(
+    "routing",
+    [
+        Routing(1, False, False),
+        Routing(4, False, True),
+        Routing(8, True, True, 1e-6, 2.5),
+        Routing(60, True, False, factor=0.5),
+    ],
+)
+def test_experts_are_chosen_and_weighed_as_by_torch(routing, bias, dtype):
+    scores = (numbers(33, 60) * 3).to(dtype)
+    if bias is not None:
+        bias = numbers(60).to(dtype if bias == "own" else bias) * 0.1
+    (choices, weights), (expected, expected_weights) = (way(scores, bias, routing) for way in (route, by_torch))
+    # Equal keys may come in any order: the sums of bfloat16 scores and biases often are.
+    order, expected_order = choices.argsort(dim=1), expected.argsort(dim=1)
+    is_same = (choices.gather(1, order) == expected.gather(1, expected_order)).all(dim=1)
+    assert is_same.all() if dtype is torch.float32 else is_same.float().mean() > 0.8
+    pairs = weights.gather(1, order)[is_same], expected_weights.gather(1, expected_order)[is_same]
+    torch.testing.assert_close(*pairs, rtol=1e-5, atol=1e-7)
+
+
+def test_no_expert_is_chosen_twice_where_scores_are_no_numbers():
+    scores = torch.full((3, 8), torch.nan)
+    scores[1, :6], scores[2] = 0.0, -torch.inf
+    choices, _ = route(scores, None, Routing(4, False, True))
+    assert all(len(set(line)) == 4 and set(line) <= set(range(8)) for line in choices.tolist())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_shared", [False, True])
+@pytest.mark.parametrize("size", [16, 1040])
+def test_sums_are_rounded_once(size, has_shared, dtype):
+    x, weights = numbers(5, 3, size).to(dtype), numbers(5, 3).abs()
+    shared, gates = (numbers(5, size).to(dtype), numbers(5, 1).to(dtype)) if has_shared else (None, None)
+    expected = (x.double() * weights.double()[..., None]).sum(dim=1)
+    if has_shared:
+        expected += gates.double().sigmoid() * shared.double()
+    found = combined(x, weights, shared, gates)
+    assert found.dtype == dtype
+    if dtype is torch.float32:
+        torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-6)
+    else:
+        assert (found != expected.to(dtype)).float().mean() < 0.01
