@@ -13,13 +13,14 @@ from ...models import new_model
 
 DTYPES = [dtype for dtype in (torch.bfloat16, torch.float32) if most_tokens(dtype) == ANY]
 pytestmark = pytest.mark.skipif(not DTYPES, reason="long prompts are left to torch on this CPU")
+OWN = {"gpt2": {"n_inner": 576}, "gpt_neox": {}, "cohere": {}, "qwen2_moe": {"moe_intermediate_size": 192}}
 TEXT = np.random.default_rng(0).integers(3, 90, 170)
 
 
 def model_of(name: str, dtype: torch.dtype):
     """A small model whose sums are long enough to depend on their order."""
-    window = {"sliding_window": 64} if name == "mistral" else {}
-    sizes = {"hidden_size": 192, "intermediate_size": 576, "head_dim": 64}
+    window = {"sliding_window": 64} if name in ("mistral", "gemma2") else {}
+    sizes = {"hidden_size": 192, "intermediate_size": 576} | OWN.get(name, {"head_dim": 64})
     return new_model(name, dtype=dtype, std=0.1, **sizes, **window)
 
 
@@ -39,7 +40,7 @@ def dtype(request):
     return request.param
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "mistral"])
+@pytest.fixture(scope="module", params=["llama", "qwen3", "mistral", "gemma2", *OWN])
 def forward(request, dtype):
     model = model_of(request.param, dtype)
     found = packed_forward(model, capacity=512)
