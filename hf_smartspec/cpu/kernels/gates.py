@@ -6,16 +6,16 @@ from ...jit import inner
 from ...jit.pointers import ahead, float32_at, fused, get, like, power_of_two, put, rounded, take
 
 # Compiled code is called with the address of these numbers, int64 each.
-# inputs: address of `[num_tokens, 2, size]`, gates before the numbers that they multiply; or of `[num_tokens, size]`,
-#   unless `is_gated`.
+# inputs: address of `[num_tokens, 2, size]` where `is_gated`, gates before the numbers that they multiply; else of
+#   `[num_tokens, size]`.
 # outputs: address of `[num_tokens, size]`.
 # activation: `SILU`, `GELU_TANH`, `GELU`, `RELU` or `RELU_SQUARED`.
 GATE_FIELDS = tuple("next threads num_tokens size activation is_gated inputs outputs".split())
 _NEXT, _THREADS, _NUM_TOKENS, _SIZE, _ACTIVATION, _IS_GATED, _INPUTS, _OUTPUTS = range(8)
 SILU, GELU_TANH, GELU, RELU, RELU_SQUARED = range(5)
 _SHARE = 512  # numbers that a thread takes at a time
-# outputs: address of `[num_tokens, size]`: `x`, which if `is_wide` is float32 and rounded first, times factors. Strides
-#   are numbers from one token to the next.
+# Products of two lines of each token, `x` and factors, whose strides are numbers from one token to the next.
+# x: address of float32 if `is_wide`, which are rounded first. outputs: address of `[num_tokens, size]`.
 TIMES_FIELDS = tuple("next threads num_tokens size x x_stride is_wide factors factor_stride outputs".split())
 _TIMES_X, _X_STRIDE, _IS_WIDE, _FACTORS, _FACTOR_STRIDE, _PRODUCTS = range(4, 10)
 

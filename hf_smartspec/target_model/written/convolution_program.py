@@ -7,8 +7,8 @@ from ...cpu.kernels import program as codes
 from ..cache.slot_cache import SlotCache
 from ..recurrent.cache import StateCache
 from .convolution import ConvolutionPlan
-from .delta_program import LAYOUT, Writer, as_wide, set_fields
 from .parts import Map
+from .recurrent_program import LAYOUT, WIDE, Writer, add_convolution, as_wide, set_fields
 
 
 class ConvolutionOperators:
@@ -22,20 +22,11 @@ class ConvolutionOperators:
 
     def add(self, own: Writer, plan: ConvolutionPlan, inputs: Map, x: torch.Tensor) -> None:
         """Write a layer's operators from its input `x` to `attended`."""
-        size, bias, weight = plan.num_outputs, plan.convolution.bias(), plan.convolution.weight()
+        size = plan.num_outputs
         own.multiply(inputs, x, own.states)
         factors, gates, values = (own.states.data_ptr() + place * size * own.states.itemsize for place in range(3))
         kept = own.add(codes.TIMES, size=size, x=factors, x_stride=3 * size, factors=values, factor_stride=3 * size)
-        convolution = own.add(
-            codes.CONVOLVE,
-            channels=size,
-            width=weight.shape[1],
-            in_stride=size,
-            out_stride=size,
-            weight=weight.data_ptr(),
-            bias=0 if bias is None else bias.data_ptr(),
-            outputs=own.recurred.data_ptr(),
-        )
+        convolution = add_convolution(own, plan.convolution, size, size, outputs=own.recurred.data_ptr())
         own.add(
             codes.TIMES,
             size=size,
@@ -58,9 +49,9 @@ class ConvolutionOperators:
         short, num = cache.step.short, len(x)
         totals = np.array([as_wide(num * plan.num_outputs, x.itemsize) for plan in self.plans])
         self._offsets = np.zeros_like(totals) if short.stores_all else np.cumsum(totals) - totals
-        short.num_bytes, short.dtype = 4 * int(totals.sum()), x.dtype
+        short.num_bytes, short.dtype = WIDE * int(totals.sum()), x.dtype
         memory = x.new_empty(int((self._offsets + totals).max()), dtype=torch.float32)
-        inputs = memory.data_ptr() + 4 * self._offsets
+        inputs = memory.data_ptr() + WIDE * self._offsets
         if self._memory_id is not cache.memory_id:  # asking torch for so many addresses takes long
             own = [((plan.layer, 0), plan.convolution.width, plan.num_outputs) for plan in self.plans]
             self._windows = np.array([cache.windows(key, x, width, size).data_ptr() for key, width, size in own])

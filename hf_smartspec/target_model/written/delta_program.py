@@ -1,8 +1,6 @@
 """Operators of gated delta rules in the program of a decoder's forward."""
 
-from collections.abc import Mapping
-from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,21 +11,7 @@ from ...cpu.program import column
 from ..cache.slot_cache import SlotCache
 from ..recurrent.cache import StateCache
 from .delta import NORM_EPS, DeltaPlan
-
-LAYOUT = "num_rows", "tail", "rows", "parents"
-_WIDE = 4  # bytes of float32, in which all is computed from what maps return
-
-
-class Writer(Protocol):
-    """Attributes of a `ForwardWriter` that are used here."""
-
-    attended: torch.Tensor
-    recurred: torch.Tensor
-    states: torch.Tensor
-
-    def add(self, code: int, /, **fields: float) -> int: ...
-
-    def multiply(self, item: Any, x: torch.Tensor, outputs: torch.Tensor) -> int: ...
+from .recurrent_program import LAYOUT, WIDE, Writer, add_convolution, as_wide, set_fields
 
 
 class DeltaOperators:
@@ -45,18 +29,8 @@ class DeltaOperators:
         """Write a layer's operators from its input `x` to `attended`."""
         channels = plan.sizes[0]
         number = own.multiply(inputs, x, x)  # outputs are set later
-        weight, bias = plan.convolution.weight(), plan.convolution.bias()
         width = inputs.shape[0]
-        convolution = own.add(
-            codes.CONVOLVE,
-            channels=channels,
-            width=weight.shape[1],
-            is_silu=True,
-            in_stride=width,
-            out_stride=channels,
-            weight=weight.data_ptr(),
-            bias=0 if bias is None else bias.data_ptr(),
-        )
+        convolution = add_convolution(own, plan.convolution, channels, width, is_silu=True)
         logs, biases = plan.rates()
         recurrence = own.add(
             codes.RECUR,
@@ -110,10 +84,10 @@ class DeltaOperators:
         maps, outputs, convolutions, recurrences, norms, widths, channels, values, heads = self._indices
         totals = num * (as_wide(widths, itemsize) + channels + values)
         self._offsets = np.zeros_like(totals) if short.stores_all else np.cumsum(totals) - totals
-        short.num_bytes, short.dtype = _WIDE * int(totals.sum()), x.dtype
+        short.num_bytes, short.dtype = WIDE * int(totals.sum()), x.dtype
         memory = x.new_empty(int((self._offsets + totals).max()), dtype=torch.float32)
-        inputs = memory.data_ptr() + _WIDE * self._offsets
-        convolved = inputs + _WIDE * num * as_wide(widths, itemsize)
+        inputs = memory.data_ptr() + WIDE * self._offsets
+        convolved = inputs + WIDE * num * as_wide(widths, itemsize)
         if self._memory_id is not cache.memory_id:
             self._addresses, self._memory_id = self._addresses_in(cache, x), cache.memory_id
         windows, states = self._addresses
@@ -122,14 +96,14 @@ class DeltaOperators:
         scratch = x.new_empty(short.num_threads * number, dtype=torch.float32)
 
         rows[maps, outputs] = inputs
-        key_bytes = _WIDE * (channels - values) // 2
+        key_bytes = WIDE * (channels - values) // 2
         factors = inputs + itemsize * (channels + values)
         layout = dict(zip(LAYOUT, short.layout))
         fields: dict[str, Any] = {"inputs": inputs, "windows": windows, "outputs": convolved, **layout}
         set_fields(rows, codes.CONVOLVE, convolutions, fields)
         fields = {"queries": convolved, "keys": convolved + key_bytes, "values": convolved + 2 * key_bytes, **layout}
         fields |= {"betas": factors, "decays": factors + itemsize * heads, "states": states}
-        fields |= {"writes": convolved + _WIDE * num * channels, "scratch": scratch.data_ptr()}
+        fields |= {"writes": convolved + WIDE * num * channels, "scratch": scratch.data_ptr()}
         set_fields(rows, codes.RECUR, recurrences, fields | {"scratch_size": number})
         set_fields(rows, codes.GATED_NORM, norms, {"gates": inputs + itemsize * channels})
         return [memory, scratch]
@@ -168,21 +142,3 @@ class DeltaOperators:
                 short.written[key] = own, NORM_EPS, written, inputs[:, width - heads :], plan.rates()
 
         short.fill = fill
-
-
-def as_wide(widths: Any, itemsize: int) -> Any:
-    """Return the float32 numbers whose memory so many numbers of `itemsize` bytes take."""
-    return -(-widths * itemsize // _WIDE)
-
-
-def set_fields(rows: np.ndarray, code: int, operators: np.ndarray, fields: Mapping[str, Any]) -> None:
-    """Set fields of operators of one code."""
-    values = np.empty((len(operators), len(fields)), np.int64)
-    for place, value in enumerate(fields.values()):
-        values[:, place] = value
-    rows[operators[:, None], _columns(code, tuple(fields))] = values
-
-
-@cache
-def _columns(code: int, names: tuple[str, ...]) -> list[int]:
-    return [column(code, name) for name in names]

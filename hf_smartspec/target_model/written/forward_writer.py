@@ -1,4 +1,4 @@
-"""What a decoder's forward consists of: compiled operators, and the memory that they share."""
+"""Writer of a decoder's forward: its compiled operators, and the memory that they share."""
 
 from typing import Any
 
@@ -52,7 +52,9 @@ class ForwardWriter:
         self.gathers: dict[int, str] = {}  # operators that read these among all, and which field says where
         self.memory: list[torch.Tensor] = []
         has_convolutions = any(isinstance(layer.recurrence, ConvolutionPlan) for layer in plan.layers)
-        self.recurrent: Any = ConvolutionOperators() if has_convolutions else DeltaOperators()
+        self.recurrent: DeltaOperators | ConvolutionOperators = (
+            ConvolutionOperators() if has_convolutions else DeltaOperators()
+        )
         self.rotated: list[int] = []  # operators of each kind
         self.attending: list[int] = []
         self.multiplied: list[int] = []
@@ -218,7 +220,8 @@ class ForwardWriter:
         if plan.recurrence is None:
             self._write_attention(plan, normed, keeps)
         else:
-            self.recurrent.add(self, plan.recurrence, plan.query_key_value, normed)
+            recurrence: Any = plan.recurrence
+            self.recurrent.add(self, recurrence, plan.query_key_value, normed)
             self.multiply(plan.attention_output, self.attended, self.out)
         if plan.is_parallel:
             self._write_parallel_mlp(plan, normed, keeps)

@@ -21,7 +21,7 @@ class Norm(Weighted):
     RMS or layer norms over the last dimension, rounded where the model's own norm rounds.
 
     Args:
-        eps (`float`): Added to the mean square.
+        eps (`float`): Added to the mean square, or to the variance where the mean is subtracted.
         form (`int`): `PLAIN`, `ONCE`, `SHIFTED` (Gemma) or `CENTERED`, as in `few_token_norm`.
     """
 

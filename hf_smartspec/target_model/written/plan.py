@@ -20,8 +20,8 @@ class UnknownStructureError(Exception):
 @dataclass(eq=False)
 class LayerPlan:
     """
-    Plan of one layer. Norms are None where it has none; a parallel layer without a norm before its MLP has one for
-    attention and MLP.
+    Plan of one layer. Norms are None where it has none. Of a parallel layer, attention and MLP read the same `x`, and
+    the same normed one where there is no norm before the MLP.
     """
 
     before_attention: Map | None

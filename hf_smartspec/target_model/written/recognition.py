@@ -179,6 +179,9 @@ class _Recognition:
         config = getattr(attention, "config", self.config)
         window = getattr(attention, "sliding_window", shared_value(config, "sliding_window"))
         types, index = shared_value(config, "layer_types"), getattr(attention, "layer_idx", None)
+        for norm in (query, key):
+            if norm is not None and getattr(getattr(norm, "weight", None), "ndim", 0) != 1:
+                raise UnknownStructureError("norms of heads")
         is_parallel = names[1:] == (None, None, None) or getattr(layer, "use_parallel_residual", False)
         multiplier = float(getattr(layer, "residual_multiplier", 1.0))
         if is_parallel and (norms[1] or norms[3] or multiplier != 1.0):
