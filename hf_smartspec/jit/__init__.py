@@ -198,7 +198,7 @@ def announce(is_kept: bool) -> None:
     kept = "once per installation"
     if not is_kept:
         kept = "in every process (no folder can be written; `NUMBA_CACHE_DIR` names one)"
-    logger.info(f"Compiling inner loops, for about 10 s, {kept}.")
+    logger.info(f"Compiling inner loops, for about half a minute, {kept}.")
 
 
 class _Progress:
