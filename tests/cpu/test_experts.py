@@ -48,11 +48,18 @@ def test_experts_are_chosen_and_weighed_as_by_torch(routing, bias, dtype):
     torch.testing.assert_close(*pairs, rtol=1e-5, atol=1e-7)
 
 
-def test_no_expert_is_chosen_twice_where_scores_are_no_numbers():
-    scores = torch.full((3, 8), torch.nan)
+@pytest.mark.parametrize("is_sigmoid", [False, True])
+def test_scores_that_are_no_numbers_are_chosen_first_as_by_torch(is_sigmoid):
+    scores = torch.full((4, 8), torch.nan)
     scores[1, :6], scores[2] = 0.0, -torch.inf
-    choices, _ = route(scores, None, Routing(4, False, True))
+    scores[3] = torch.linspace(3, -3, 8)
+    scores[3, 5] = torch.nan
+    routing = Routing(4, is_sigmoid, True)
+    choices, weights = route(scores, None, routing)
     assert all(len(set(line)) == 4 and set(line) <= set(range(8)) for line in choices.tolist())
+    assert {6, 7} <= set(choices[1].tolist()) or not is_sigmoid
+    assert choices[3, 0] == 5 or not is_sigmoid
+    assert weights[[0, 1, 3]].isnan().any(dim=1).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

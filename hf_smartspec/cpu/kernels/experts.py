@@ -93,7 +93,7 @@ def _best(a, probabilities, choices, place, kind):
         if a[_ROUTE_BIAS]:
             bias = a[_ROUTE_BIAS]
             own += float32_at(bias)[expert] if a[_IS_WIDE] else get(like(kind, bias), expert)
-        if best < 0 or not own <= most:  # numbers that are none come first, as with torch
+        if best < 0 or own > most or (own != own and most == most):  # numbers that are none come first, as with torch
             is_new = True
             for earlier in range(place):
                 is_new = is_new and choices[earlier] != expert

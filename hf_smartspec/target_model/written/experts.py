@@ -17,7 +17,7 @@ from .mlps import FUNCTIONS, MLP, written_activation
 from .parts import Map, Rows, Weighted
 
 _ROUTER, _PROBES = ("gate", "router"), 16
-_SHARED = "shared_expert", "shared_expert_gate"
+_OWN, _SHARED = ("gate", "experts"), ("shared_expert", "shared_expert_gate")
 _EPS = 0.0, 1e-6, 1e-20  # added to sums of weights
 _TOLERANCE = 1e-5
 # Names in the forwards of blocks of experts and their routers that are known.
@@ -26,6 +26,15 @@ _MENTIONS = frozenset(
     "nn norm_topk_prob num_experts reshape routed_scaling_factor router shape shared_expert shared_expert_gate "
     "sigmoid size softmax sum to top_k topk torch training type_as uniform_ use_expert_bias view weight".split()
 )
+
+
+_EXPERT_MENTIONS = frozenset(
+    "act_fn chunk down_proj dtype functional gate_up_proj greater index_add_ linear nn no_grad nonzero num_experts "
+    "one_hot permute sum to torch where zeros_like".split()
+)
+_IMPLEMENTATIONS = None, "eager", "batched_mm", "grouped_mm"  # transformers' own, by the entry of configs
+_FLAGS = {"has_gate": True, "has_bias": False, "has_post_expert_norm": False, "is_transposed": False}
+_FLAGS |= {"is_concatenated": True, "_is_expert_parallel": False}
 
 
 class Experts(Weighted):
@@ -54,7 +63,7 @@ class Experts(Weighted):
         return (self.router, *([] if self.shared is None else (*self.shared[0].products, self.shared[1])))
 
     def bias(self) -> torch.Tensor | None:
-        """Return the summand of probabilities where experts are chosen, `[experts]`, float32, if there is one."""
+        """Return the summand of probabilities where experts are chosen, `[experts]`, if there is one."""
         block: Any = self._block()
         return block._buffers.get("expert_bias")
 
@@ -72,7 +81,7 @@ class Experts(Weighted):
             (own,) = (flat == expert).nonzero(as_tuple=True)
             hidden = product(x[own // chosen], inputs[expert], None)
             found[own] = product(self._activated(hidden), outputs[expert], None)
-        shared = [] if self.shared is None else [item(x) for item in self.shared]
+        shared = [] if self.shared is None else [item(x).contiguous() for item in self.shared]
         return combined(found.view(len(x), chosen, -1), weights, *shared)
 
     def _activated(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -85,25 +94,41 @@ class Experts(Weighted):
 def written_experts(block: Any, dtype: torch.dtype) -> Experts | None:
     """Return a block of experts in compiled code, on a CPU; None if it is of another structure or without such code."""
     router, experts = _router_of(block), block._modules.get("experts")
-    if router is None or experts is None or set(router._parameters) != {"weight"}:
+    if router is None or experts is None or (len(block._modules) != 2 and set(block._modules) != {*_SHARED, *_OWN}):
         return None
-    if len(block._modules) != 2 and set(block._modules) != {"gate", "experts", *_SHARED}:
+    if set(experts._parameters) != {"gate_up_proj", "down_proj"} or set(router._parameters) != {"weight"}:
         return None
-    if set(experts._parameters) != {"gate_up_proj", "down_proj"} or not router.weight.is_cpu or not has_kernels(dtype):
+    weights = experts.gate_up_proj, experts.down_proj, router.weight
+    are_plain = all(type(item) is nn.Parameter and item.is_contiguous() and item.is_cpu for item in weights)
+    if not are_plain or any(item.dtype is not dtype for item in weights) or not has_kernels(dtype):
         return None
-    if not (mentions(type(block)) | mentions(type(router)) <= _MENTIONS) or getattr(block, "jitter_noise", False):
+    if not _is_known(block, router, experts) or weights[1].dim() != 3:
         return None
-    gate_up, down = experts.gate_up_proj, experts.down_proj
-    (num, hidden, size), activation = down.shape, written_activation(experts.act_fn)
-    is_known = gate_up.shape == (num, 2 * size, hidden) and router.weight.shape == (num, hidden)
-    are_plain = all(item.dtype is dtype and item.is_contiguous() for item in (gate_up, down, router.weight))
-    if not (is_known and are_plain and isinstance(activation, int)) or hidden % 16 or size % 16:
+    (num, hidden, size), activation = weights[1].shape, written_activation(experts.act_fn)
+    if weights[0].shape != (num, 2 * size, hidden) or weights[2].shape != (num, hidden) or hidden % 16 or size % 16:
         return None
     bias = block._buffers.get("expert_bias")
-    if bias is not None and not (bias.dtype in (torch.float32, dtype) and bias.is_contiguous()):
+    if not isinstance(activation, int) or (bias is not None and bias.dtype not in (torch.float32, dtype)):
         return None
-    routing = _routing_of(router, bias is not None)
+    try:
+        routing = _routing_of(router, bias is not None)
+    except Exception:  # routers of unknown kinds may fail in any way
+        return None
     return None if routing is None else Experts(block, routing, activation)
+
+
+def _is_known(block: Any, router: Any, experts: Any) -> bool:
+    """Return whether forwards mention known names only, and experts are computed as transformers does by default."""
+    config = getattr(experts, "config", None)
+    implementation = getattr(config, "_experts_implementation", None)
+    flags = {name: getattr(experts, name, usual) for name, usual in _FLAGS.items()}
+    return (
+        mentions(type(block)) | mentions(type(router)) <= _MENTIONS
+        and mentions(type(experts)) <= _EXPERT_MENTIONS
+        and not getattr(block, "jitter_noise", False)
+        and implementation in _IMPLEMENTATIONS
+        and flags == _FLAGS
+    )
 
 
 def _router_of(block: nn.Module) -> Any:

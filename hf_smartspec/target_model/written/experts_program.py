@@ -9,6 +9,7 @@ from ...cpu.few_tokens import ROWS
 from ...cpu.kernels import program as codes
 from ...cpu.kernels.experts import BLOCK_SIZE
 from ...cpu.kernels.multiply import AT_ONCE, NUM_INPUTS, NUM_OUTPUTS, SHARE, WEIGHT, tokens_at_once
+from ...cpu.program import Program
 from ...cpu.threads import share_of
 from .experts import Experts
 
@@ -34,26 +35,27 @@ class ExpertOperators:
         has_shared = any(mlp.shared is not None for mlp in mlps)
         self.shared, self.gates = own.new(hidden if has_shared else 0), own.new(1 if has_shared else 0)
         self._blocks: list[np.ndarray] = []
+        self._biased: list[tuple[int, Experts]] = []  # operators that choose experts with a bias
 
     def add(self, mlp: Experts, x: torch.Tensor, outputs: torch.Tensor) -> None:
         """Write a layer's operators from its input `x` to `outputs`."""
-        own, routing, bias, itemsize = self.own, mlp.routing, mlp.bias(), x.itemsize
+        own, routing, itemsize = self.own, mlp.routing, x.itemsize
         numbers = {"num_experts": mlp.num, "num_chosen": routing.num_chosen}
         own.multiply(mlp.router, x, self.scores)
-        own.add(
+        number = own.add(
             codes.ROUTE,
             **numbers,
             is_sigmoid=routing.is_sigmoid,
             norms=routing.norms,
             scores=self.scores.data_ptr(),
-            bias=0 if bias is None else bias.data_ptr(),
-            is_wide=bias is not None and bias.dtype is torch.float32,
             probabilities=self.probabilities.data_ptr(),
             choices=self.choices.data_ptr(),
             weights=self.weights.data_ptr(),
             eps=routing.eps,
             factor=routing.factor,
         )
+        if mlp.bias() is not None:
+            self._biased.append((number, mlp))
         first, second = (self._new_blocks(weight, itemsize) for weight in mlp.weights())
         own.add(
             codes.GROUP,
@@ -95,12 +97,24 @@ class ExpertOperators:
             outputs=outputs.data_ptr(),
         )
 
+    def place(self, program: Program) -> list[torch.Tensor]:
+        """Set where biases lie, which are buffers that may be replaced; return what must stay meanwhile."""
+        held = []
+        for number, mlp in self._biased:
+            bias = mlp.bias()
+            assert bias is not None
+            program.set(number, "bias", bias.data_ptr())
+            program.set(number, "is_wide", bias.dtype is torch.float32)
+            held.append(bias)
+        return held
+
     def _add_for_pairs(self, num_chosen: int, code: int, **fields: float) -> None:
         self.own.times[self.own.add(code, **fields)] = num_chosen
 
     def _new_blocks(self, weight: torch.Tensor, itemsize: int) -> int:
         """Return the address of the fields of each expert's product with a weight `[experts, out, in]`."""
         num, num_outputs, num_inputs = weight.shape
+        # Without scratch memory, which changes no bit: an expert has few of the tokens for which it saves time.
         blocks = np.zeros((num, BLOCK_SIZE), np.int64)
         blocks[:, NUM_INPUTS], blocks[:, NUM_OUTPUTS] = num_inputs, num_outputs
         blocks[:, SHARE] = share_of(num_outputs, num_inputs, ROWS)

@@ -108,6 +108,7 @@ class ForwardWriter:
         return self.plan.layers[-1].recurrence is None and not is_asked
 
     def new(self, size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return memory for `size` numbers of each token."""
         self.memory.append(torch.empty(self.room, size, dtype=dtype or self.dtype, device="cpu"))
         return self.memory[-1]
 

@@ -44,6 +44,7 @@ class MLP:
 
     @property
     def products(self) -> tuple[Map, Map]:
+        """Products of all tokens with one weight."""
         return self.inputs, self.output
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

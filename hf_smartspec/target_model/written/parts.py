@@ -3,13 +3,14 @@
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import chain
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from ...cpu.few_tokens import product
+from ...cpu.few_tokens import has_kernels, product
 from ...cpu.kernels.dots import SIDE
 from ...cpu.quantized import Int8Linear
 from ...cpu.quantized.product import int8_linear
@@ -18,7 +19,7 @@ from ..cache.free_memory import free_bytes
 
 Map = Callable[[torch.Tensor], torch.Tensor]  # [N, in] -> [N, out]
 
-_MOST_MEMORY = 0.5  # of the free memory that a copy takes
+_MOST_MEMORY = 0.5  # of the free memory that copies take
 
 
 class Called:
@@ -159,27 +160,39 @@ class Transposed(Weighted):
         self.shape = tuple(reversed(module.weight.shape))  # type: ignore[arg-type]
         self._copy: torch.Tensor | None = None
         self._version, self._sums = 0, torch.empty(0)  # of the weight when it was copied
+        self._lock = Lock()  # held while the copy is compared and filled
+
+    def num_bytes(self) -> int:
+        """Return the bytes of a copy; 0 where products read the weight as quickly as it is."""
+        weight = self._parameters()["weight"]
+        return weight.numel() * weight.itemsize if weight.is_cpu and has_kernels(weight.dtype) else 0
 
     def lay_out(self) -> None:
-        """Make the copy."""
-        weight = self._parameters()["weight"]
-        if weight.numel() * weight.itemsize <= _MOST_MEMORY * free_bytes(weight.device):
+        """Make the copy, where it is of use."""
+        if self.num_bytes():
+            weight = self._parameters()["weight"]
             with torch.inference_mode(False), torch.no_grad():
                 self._copy = weight.new_empty(self.shape)
-            self._fill(weight)
+            self._fill(self._copy, weight, version_of(weight), _sums_of(weight))
 
     def look(self, thoroughly: bool) -> None:
         """Make the copy anew, in place, if the weight has changed: by torch's count or, thoroughly, in any way."""
-        if self._copy is not None:
+        if (copy := self._copy) is None:
+            return
+        with self._lock:
             weight = self._parameters()["weight"]
-            if version_of(weight) != self._version or (thoroughly and not torch.equal(self._sums, _sums_of(weight))):
-                self._fill(weight)
+            version = version_of(weight)
+            if version == self._version and not thoroughly:
+                return
+            sums = _sums_of(weight)
+            if version != self._version or not torch.equal(self._sums, sums):
+                self._fill(copy, weight, version, sums)
 
-    def _fill(self, weight: torch.Tensor) -> None:
-        assert self._copy is not None
-        self._version, self._sums = version_of(weight), _sums_of(weight)  # first, as another thread may change it
+    def _fill(self, copy: torch.Tensor, weight: torch.Tensor, version: int, sums: torch.Tensor) -> None:
+        """Fill the copy. What the weight was is taken before, since another thread may change it meanwhile."""
         with torch.no_grad():
-            self._copy.copy_(weight.detach().t())
+            copy.copy_(weight.detach().t())
+        self._version, self._sums = version, sums
 
     def weights(self) -> list[torch.Tensor]:
         return [self._parameters()["weight"]]
@@ -191,6 +204,15 @@ class Transposed(Weighted):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias, _ = self.whole()
         return product(x, weight, bias)
+
+
+def lay_out(maps: Sequence[Fused | Transposed]) -> None:
+    """Lay out the weights of maps in memory, without copies where these would take too much of it."""
+    copied = [item for item in maps if isinstance(item, Transposed)]
+    has_room = sum(item.num_bytes() for item in copied) <= _MOST_MEMORY * free_bytes(torch.device("cpu"))
+    for item in maps:
+        if has_room or isinstance(item, Fused):
+            item.lay_out()
 
 
 def _sums_of(weight: torch.Tensor) -> torch.Tensor:

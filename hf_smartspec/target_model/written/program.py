@@ -71,6 +71,8 @@ class ForwardProgram:
         num_kept, dtype = num if lines is None else len(lines), x.dtype if own.screening is None else torch.float32
         logits, scratch = x.new_empty(num_kept, head.shape[0], dtype=dtype), self._set_places(given)
         recurrent = own.recurrent.place(program.rows, x, given.cache) if own.recurrent.plans else []
+        if own.experts is not None:
+            scratch += own.experts.place(program)
         kept = [x.new_empty(num_kept if number in own.on_kept else num, own.size) for number in own.kept.values()]
         for number, states in zip(own.kept.values(), kept):
             program.set(number, "outputs", states.data_ptr())

@@ -64,10 +64,10 @@ _FINAL_NORM = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "embedding
 
 # Attributes of modules and configs that are read here, beside those that forwards mention.
 READ = frozenset(
-    "attn_logit_softcapping clip_qkv do_layer_norm_before embedding_multiplier eps final_logit_softcapping head_dim "
-    "head_size is_sliding layer_idx layer_types layerdrop logit_scale logits_scaling max_norm num_attention_heads "
-    "num_hidden_layers num_key_value_heads offset residual_multiplier scaling sliding_window use_parallel_residual "
-    "use_rope variance_epsilon".split()
+    "_experts_implementation attn_logit_softcapping clip_qkv do_layer_norm_before embedding_multiplier eps "
+    "final_logit_softcapping head_dim head_size is_sliding layer_idx layer_types layerdrop logit_scale logits_scaling "
+    "max_norm num_attention_heads num_hidden_layers num_key_value_heads offset residual_multiplier scaling "
+    "sliding_window use_parallel_residual use_rope variance_epsilon".split()
 )
 
 
@@ -276,7 +276,7 @@ class _Recognition:
         if experts is not None and "shared_expert" in block._modules:
             shared = self._known_mlp(block.shared_expert)
             if shared is None:
-                raise UnknownStructureError("shared experts")
+                return None
             experts.shared = shared, self._map([block.shared_expert_gate])
         if experts is not None:
             self._bypass(*block.modules())

@@ -1,4 +1,4 @@
-"""What operators of layers with states share in the program of a decoder's forward."""
+"""Parts of the operators of layers with states in the program of a decoder's forward."""
 
 from collections.abc import Mapping
 from functools import cache

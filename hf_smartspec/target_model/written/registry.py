@@ -17,6 +17,7 @@ from ..forward.packed import PackedForward
 from ..forward.ranks import is_sharded
 from ..model_state import state_of
 from .decoder import WrittenDecoder
+from .parts import lay_out
 from .plan import UnknownStructureError
 from .recognition import make_plan
 from .trial import check
@@ -150,8 +151,7 @@ def _tried(model: PreTrainedModel, entry: _Entry) -> _Entry:
     assert decoder is not None and watch is not None
     try:
         check(model, decoder)
-        for maps in decoder.plan.laid_out:
-            maps.lay_out()
+        lay_out(decoder.plan.laid_out)
         # With a new watch, since trials may have changed what it compares with.
         return _Entry(model, decoder, watch.bypassed(), is_tried=True)
     except (torch.OutOfMemoryError, MemoryError):

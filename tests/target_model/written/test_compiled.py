@@ -49,6 +49,7 @@ OPTIONS = [
     ("opt", {"activation_function": "gelu", "enable_bias": False}),
     ("gemma2", {"attn_logit_softcapping": 3.0}),
     ("qwen3_moe", {"norm_topk_prob": True, "num_experts_per_tok": 4}),
+    ("qwen3_moe", {"mlp_only_layers": [0]}),
 ]
 if "lfm2" in RECURRENT:
     OPTIONS.append(("lfm2", {"conv_bias": True, "conv_L_cache": 4}))
@@ -243,7 +244,7 @@ def test_weights_of_other_dtypes_and_single_biases_are_left_to_the_layers():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3_text", "phi3"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3_text", "phi3", "gpt_neox", "opt", "qwen2_moe", "lfm2"])
 def test_every_bit_in_int8_is_that_of_the_layers(name, dtype, programs):
     model = hf_smartspec.quantize(model_of(name, dtype))
     other = copy.deepcopy(model)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 
 from hf_smartspec.cpu.few_tokens import has_kernels
@@ -49,7 +50,10 @@ def test_transposed_weights_stay_the_models_own(tmp_path):
     assert is_written(model) and weight.data_ptr() == address and weight.is_contiguous()
     product = written_decoder(model).plan.layers[0].query_key_value
     assert product.whole().weight.is_contiguous() and torch.equal(product.whole().weight, weight.t())
-    save_file({name: item.clone() for name, item in model.state_dict().items()}, tmp_path / "model.safetensors")
+    save_file({"weight": weight.data}, tmp_path / "weight.safetensors")  # which refuses gaps
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert torch.equal(loaded.transformer.h[0].attn.c_attn.weight, weight)
 
 
 @pytest.mark.parametrize("is_counted", [True, False])
@@ -63,7 +67,7 @@ def test_copies_of_transposed_weights_follow_changes_in_place(is_counted):
         if "c_" in name:
             (weight if is_counted else weight.data).mul_(1.5)
     expected = logits_of(PackedForward(model))
-    found = logits_of(packed_forward(model))
+    found = logits_of(forward if is_counted else packed_forward(model))
     assert (found - expected).abs().max() <= 1e-5 * max(expected.abs().max(), 1)
 
 
@@ -126,3 +130,49 @@ def test_experts_are_those_of_the_model():
         own = layer.block_sparse_moe if name == "granitemoe" else layer.mlp
         x = torch.randn(1, 3, 64, generator=torch.Generator().manual_seed(0))
         torch.testing.assert_close(make_plan(model)[0].layers[0].mlp(x[0]), own(x)[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(not has_kernels(torch.float32), reason="there is no compiled code for this CPU")
+@pytest.mark.parametrize("change", ["in place", "uncounted", "replaced", "one expert"])
+@torch.no_grad()
+def test_changes_of_experts_are_seen(change):
+    model = new_model("mixtral", hidden_size=64)
+    logits_of(packed_forward(model))
+    experts = model.model.layers[0].mlp.experts
+    if change == "in place":
+        experts.down_proj.mul_(1.5)
+    elif change == "uncounted":
+        experts.down_proj.data.mul_(1.5)
+    elif change == "replaced":
+        experts.down_proj = nn.Parameter(experts.down_proj * 1.5)
+    else:
+        experts.gate_up_proj[2].zero_()
+    expected = logits_of(PackedForward(model))
+    found = logits_of(packed_forward(model))
+    assert (found - expected).abs().max() <= 1e-5 * max(expected.abs().max(), 1)
+
+
+@pytest.mark.skipif("lfm2_moe" not in RECURRENT, reason="this release's layers with states are not known")
+@pytest.mark.parametrize("change", ["in place", "replaced"])
+@torch.no_grad()
+def test_changes_of_biases_of_routers_are_seen(change):
+    model = new_model("lfm2_moe", hidden_size=64)
+    forward = packed_forward(model)
+    logits_of(forward)
+    (block,) = [module for module in model.modules() if "expert_bias" in module._buffers]
+    if change == "in place":
+        block.expert_bias.copy_(torch.tensor([0.5, -0.5, 0.5, -0.5]))
+    else:
+        block.expert_bias = torch.tensor([0.5, -0.5, 0.5, -0.5])
+    expected = logits_of(PackedForward(model))
+    assert (logits_of(forward) - expected).abs().max() <= 1e-5 * max(expected.abs().max(), 1)
+
+
+def test_experts_that_others_compute_are_called():
+    """Leave experts whose config names another implementation, or whose weights are no plain parameters."""
+    model = new_model("mixtral")
+    model.config._experts_implementation = "mine"
+    assert isinstance(make_plan(model)[0].layers[0].mlp, CalledMLP)
+    model = new_model("mixtral")
+    model.model.layers[0].mlp.experts.is_concatenated = False
+    assert isinstance(make_plan(model)[0].layers[0].mlp, CalledMLP)
