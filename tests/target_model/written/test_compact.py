@@ -25,6 +25,8 @@ pytestmark = pytest.mark.skipif(not has_kernels(torch.float32), reason="there is
 DTYPES, MOST = [torch.float32], dict(compiled._MOST_COMPACT)
 if can_pack():
     DTYPES.append(torch.bfloat16)
+# Sizes with which all rows are whole blocks of packed weights.
+WHOLE_BLOCKS = {"qwen2_moe": {"shared_expert_intermediate_size": 128}, "lfm2": {"block_auto_adjust_ff_dim": False}}
 in_both = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
@@ -57,7 +59,8 @@ def uncollected():
 
 
 def stored_in_bfloat16(name="llama", dtype=torch.float32, **options):
-    return model_of(name, torch.bfloat16, **options, hidden_size=64, intermediate_size=128).to(dtype)
+    options |= {"hidden_size": 64, "intermediate_size": 128} | WHOLE_BLOCKS.get(name, {})
+    return model_of(name, torch.bfloat16, **options).to(dtype)
 
 
 def copied(model):
