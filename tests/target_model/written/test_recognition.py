@@ -59,7 +59,7 @@ def test_transposed_weights_stay_the_models_own(tmp_path):
 @pytest.mark.parametrize("is_counted", [True, False])
 @torch.no_grad()
 def test_copies_of_transposed_weights_follow_changes_in_place(is_counted):
-    """By torch's count at the next look, and in any way at the next call of `generate`."""
+    """See changes that torch counts at the next look, and any others at the next call of `generate`."""
     model = new_model("gpt2", n_embd=64)
     forward = packed_forward(model)
     logits_of(forward)
@@ -169,7 +169,7 @@ def test_changes_of_biases_of_routers_are_seen(change):
 
 
 def test_experts_that_others_compute_are_called():
-    """Leave experts whose config names another implementation, or whose weights are no plain parameters."""
+    """Leave experts whose config names another implementation, or whose gates lie between the other numbers."""
     model = new_model("mixtral")
     model.config._experts_implementation = "mine"
     assert isinstance(make_plan(model)[0].layers[0].mlp, CalledMLP)
