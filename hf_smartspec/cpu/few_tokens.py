@@ -13,7 +13,7 @@ from ..jit.writing import cpu_features, cpu_name
 from ..log import get_logger
 from .kernels.multiply import MANY, NARROW_TOKENS, part_rows, scratch_size, tokens_at_once
 from .kernels.program import MULTIPLY
-from .kernels.vectors import has_pairs, num_lanes
+from .kernels.vectors import num_lanes
 from .program import DTYPES, run_operator
 from .tensor_checks import is_plain, is_vector
 from .threads import has_threads, share_of
@@ -23,7 +23,7 @@ logger = get_logger(__name__)
 SMALL = 2**17  # products that one thread has computed before a second one has begun
 ROWS = 12  # a multiple of the rows of tiles
 _SWITCH = "HF_SMARTSPEC_REPRODUCIBLE"
-_FEW_WIDENED, _FEW, _MANY, ANY = 6, 12, 256, 2**16  # tokens
+_FEW, _SOME, _MANY, ANY = 6, 64, 256, 2**16  # tokens
 _HAS_MKL = torch.backends.mkl.is_available()
 _MOST_TRANSPOSED = 32  # tokens in float32; in bfloat16 half as many
 _LARGE = 2**20  # entries of a weight
@@ -90,9 +90,9 @@ def _most_tokens(dtype: torch.dtype) -> int:
     if num_lanes() == 8:
         return _MANY if dtype is torch.float32 else ANY
     if dtype is torch.float32:  # MKL does not use AVX-512 on AMD's CPUs
-        return ANY if cpu_name().startswith("znver") else _FEW
-    is_fast = has_pairs() and "+amx-bf16" not in cpu_features()
-    return ANY if is_fast or os.environ.get(_SWITCH) == "1" else _FEW_WIDENED
+        return ANY if cpu_name().startswith("znver") else _SOME
+    has_tiles = "+amx-bf16" in cpu_features()
+    return ANY if not has_tiles or os.environ.get(_SWITCH) == "1" else _FEW
 
 
 def can_multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:

@@ -126,7 +126,7 @@ class Packed:
         with cgutils.for_range_slice(self.builder, I64(0), length, I64(BLOCK), I64) as (begin, _):
             yield begin, True
 
-    def factors(self, weight: ir.Value, start: ir.Value, is_whole: bool) -> list[ir.Value]:
+    def factors(self, weight: ir.Value, start: ir.Value, is_whole: bool, turn: int) -> list[ir.Value]:
         """Return the vectors of the block that begins at weight `start`."""
         builder, own = self.builder, self._place(start)
         seconds = self._load(own, 0, self.bytes)

@@ -9,7 +9,7 @@ from numba.extending import intrinsic
 
 from ...jit.writing import FLOAT, I32, I64, prefetch
 from .packed import Packed, can_unpack
-from .vectors import Lanes, Pairs, has_pairs, num_lanes
+from .vectors import Lanes, Pairs, Widened, has_pairs, num_lanes
 
 # Sums of rows, by lanes, and vectors of a row, that are computed side by side: these sums, a vector and its factors fit
 # the CPU's registers, 32 of 16 numbers or 16 of 8.
@@ -226,7 +226,9 @@ def _write_sums(vectors, num_sums, weights, num_weights, rows, stride, num, leng
 
 def _vectors(builder: ir.IRBuilder, kind: types.Type) -> Lanes:
     """Return the writer for products of numbers of `kind` with one another."""
-    return (Pairs if kind == types.uint16 and has_pairs() else Lanes)(builder, num_lanes(), kind)
+    if kind != types.uint16 or num_lanes() == 8:
+        return Lanes(builder, num_lanes(), kind)
+    return (Pairs if has_pairs() else Widened)(builder, num_lanes(), kind)
 
 
 def _kinds(builder: ir.IRBuilder, weight: types.Type, token: types.Type, output: types.Type) -> tuple[Lanes, ...]:
@@ -276,19 +278,21 @@ def _add_products(reader, kinds, sums, weight, tokens, num, row_stride, token_st
     builder, num_rows, num_tokens = weights.builder, len(sums), len(sums[0])
     for begin, is_whole in reader.parts(num):
         starts = [builder.add(begin, builder.mul(I64(row), row_stride)) for row in range(num_rows)]
-        factors = [reader.factors(weight, start, is_whole) for start in starts]
-        if distance is not None:
-            due = builder.add(distance, builder.udiv(builder.mul(begin, pace), I64(PACE)))
-            reader.prefetch(weight, due, num_rows * reader.step)
-        weights.hold()  # those of several vectors at once would keep numbers waiting that are needed now
-        for number in range(reader.step // numbers.step):
-            place = builder.add(begin, I64(number * numbers.step))
-            for token in range(num_tokens):
-                own = numbers.load(tokens, builder.add(place, builder.mul(I64(token), token_stride)), is_whole)
-                for row in range(num_rows):
-                    weights.add_products(sums[row][token], factors[row][number], own)
-                if num_rows * num_tokens > _FEW_SUMS:
-                    weights.hold()
+        for turn in range(weights.turns):
+            factors = [reader.factors(weight, start, is_whole, turn) for start in starts]
+            if distance is not None and not turn:
+                due = builder.add(distance, builder.udiv(builder.mul(begin, pace), I64(PACE)))
+                reader.prefetch(weight, due, num_rows * reader.step)
+            weights.hold()  # those of several vectors at once would keep numbers waiting that are needed now
+            for number in range(reader.step // numbers.step):
+                place = builder.add(begin, I64(number * numbers.step))
+                for token in range(num_tokens):
+                    start = builder.add(place, builder.mul(I64(token), token_stride))
+                    own = numbers.load(tokens, start, is_whole, turn)
+                    for row in range(num_rows):
+                        weights.add_products(sums[row][token], factors[row][number], own)
+                    if num_rows * num_tokens > _FEW_SUMS:
+                        weights.hold()
 
 
 def _store_totals(kinds, sums, bias, outputs, stride):

@@ -46,6 +46,8 @@ class Lanes:
         kind (`types.Type`): Type of the numbers in memory: float32, or the bits of bfloat16.
     """
 
+    turns = 1  # in which the numbers of a vector are multiplied
+
     def __init__(self, builder: ir.IRBuilder, number: int, kind: types.Type):
         self.builder, self.number = builder, number
         self.is_half = kind is not types.float32
@@ -69,7 +71,7 @@ class Lanes:
     def store_sum(self, sums: ir.Value, pointer: ir.Value) -> None:
         self.builder.store(self.builder.load(sums), self.builder.bitcast(pointer, self.floats.as_pointer()), align=4)
 
-    def load(self, pointer: ir.Value, index: ir.Value, is_whole: bool = True) -> ir.Value:
+    def load(self, pointer: ir.Value, index: ir.Value, is_whole: bool = True, turn: int = 0) -> ir.Value:
         builder, pointer = self.builder, self.builder.gep(pointer, [index])
         if not self.is_half:
             return builder.load(builder.bitcast(pointer, self.floats.as_pointer()), align=4)
@@ -77,9 +79,9 @@ class Lanes:
         shift = ir.Constant(self.integers, [16] * self.number)
         return builder.bitcast(builder.shl(builder.zext(bits, self.integers), shift), self.floats)
 
-    def factors(self, pointer: ir.Value, start: ir.Value, is_whole: bool) -> list[ir.Value]:
+    def factors(self, pointer: ir.Value, start: ir.Value, is_whole: bool, turn: int) -> list[ir.Value]:
         """Return the vectors of a row's part at `start`."""
-        return [self.load(pointer, start, is_whole)]
+        return [self.load(pointer, start, is_whole, turn)]
 
     def prefetch(self, pointer: ir.Value, begin: ir.Value, num: int) -> None:
         """Prefetch `num` numbers that begin `begin` after `pointer`."""
@@ -156,7 +158,7 @@ class Pairs(Lanes):
         with builder.if_then(builder.icmp_signed("!=", whole, length)):
             yield whole, False
 
-    def load(self, pointer: ir.Value, start: ir.Value, is_whole: bool = True) -> ir.Value:
+    def load(self, pointer: ir.Value, start: ir.Value, is_whole: bool = True, turn: int = 0) -> ir.Value:
         builder, number = self.builder, self.number if is_whole else self.number // 2
         kind = ir.VectorType(I32, number)
         pairs = builder.load(builder.bitcast(builder.gep(pointer, [start]), kind.as_pointer()), align=2)
@@ -172,3 +174,20 @@ class Pairs(Lanes):
 
     def hold(self) -> None:
         hold_order(self.builder)
+
+
+class Widened(Pairs):
+    """
+    `Pairs` for CPUs that multiply float32 only: the first of all neighbours are widened and multiplied, and in a second
+    turn the others. Each takes one instruction, where vectors of neighbours would take two.
+    """
+
+    turns = 2
+
+    def load(self, pointer: ir.Value, start: ir.Value, is_whole: bool = True, turn: int = 0) -> ir.Value:
+        builder, pairs = self.builder, super().load(pointer, start, is_whole)
+        bits = ir.Constant(self.integers, [-(2**16) if turn else 16] * self.number)
+        return builder.bitcast(builder.and_(pairs, bits) if turn else builder.shl(pairs, bits), self.floats)
+
+    def add_products(self, sums: ir.Value, factors: ir.Value, numbers: ir.Value) -> None:
+        Lanes.add_products(self, sums, factors, numbers)
