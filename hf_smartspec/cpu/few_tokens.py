@@ -1,6 +1,6 @@
 """
 The linear layer of a few tokens on a CPU, in the time of reading the weight. torch's libraries take longer from two or
-four tokens on; in bfloat16 on CPUs without AVX-512, and in float32 on AMD's, they do so for any number.
+four tokens on; in bfloat16 on CPUs without AMX, and in float32 on AMD's, they do so for any number.
 """
 
 import os

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,13 +16,29 @@ from ..goodput.stage import Stage
 from ..target_model.forward.ranks import Ranks
 from .alarm import AcceptanceAlarm
 from .call import ModelLimits, Request
-from .policy_rows import policy_rows
+from .policy_rows import most_nodes, policy_rows
 from .source_guard import GuardedSources, fitting
 from .statistics import GenerationStatistics, Timed
 from .step_drafts import StepDrafts
 
 _EMPTY = DraftTree.empty()
 _NEWEST = 0.1  # least weight of the newest draft in the mean of accepted lengths
+
+
+class _Proposals(NamedTuple):
+    """The drafts of a position's sources by row, and the seconds that they took."""
+
+    trees: dict[Request, DraftTree]
+    seconds: float
+
+    @property
+    def are_empty(self) -> bool:
+        """Return whether nothing was found for any row that still runs."""
+        return not any([len(tree.tokens) for row, tree in self.trees.items() if row.stopped_at is None])
+
+    def within(self, limits: dict[Request, int]) -> dict[Request, DraftTree]:
+        """Return the drafts of some rows, of at most so many nodes."""
+        return {row: fitting(self.trees[row], limit) for row, limit in limits.items() if row in self.trees}
 
 
 class Drafting:
@@ -82,6 +99,9 @@ class Drafting:
             if self.policy.rests(names):
                 return self._without_drafts(rows, start)
             asks_first = self.policy.asks_first(names)
+        first = self._ask_first(rows) if asks_first else None
+        if first is not None and first.are_empty:
+            return self._without_drafts(rows, start, has_asked=True)
         observed = self.statistics.seconds_observe - self._seconds_meanwhile
         if self._has_learnt:
             self._seconds_learning = observed - self._seconds_observed
@@ -89,9 +109,6 @@ class Drafting:
         self._seconds_assigned = self.statistics.seconds_select
         with self._timed("seconds_select"):
             step = policy_rows(rows, feeds, num_waiting, self.policy, self._lengths)
-        first = self._ask_first(step.stages[0], rows) if asks_first else None
-        if first is not None and not any([len(tree.tokens) for row, tree in first.items() if row.stopped_at is None]):
-            return self._without_drafts(rows, start, has_asked=True)
         if self.ranks is None:
             proposed, selected = self._propose_and_select(step, rows, first)
         else:
@@ -112,18 +129,22 @@ class Drafting:
         self.has_asked, self._asked_with_needs, self._has_learnt = has_asked, set(), False
         return StepDrafts(None, rows, trees, trees, start)
 
-    def _ask_first(self, stage: Stage, rows: list[Request]) -> dict[Request, DraftTree] | None:
+    def _ask_first(self, rows: list[Request]) -> _Proposals | None:
         """
         Return what the first source proposes; None where the policy is called before it: for sources that draft by
-        level, such as a later one where the first has failed, and for those that need hidden states or scores.
+        level, such as a later one where the first has failed, for those that need hidden states or scores, and for rows
+        with different sources.
         """
-        asked = {request: cap for request, cap in zip(rows, stage.caps.tolist()) if cap > 0}
-        if stage.is_by_level or not asked or any([request.chain.sources[stage.position].needs for request in asked]):
+        cost = rows[0].chain.costs[0]
+        if cost.is_autoregressive or cost.follows_target:
             return None
-        return self._proposals(stage, asked, self._first_price)
+        if any([row.dropped or row.chain.costs[0] is not cost or row.chain.sources[0].needs for row in rows]):
+            return None
+        asked = {row: number for row in rows if (number := most_nodes(row)) > 0}
+        return self._proposals(0, asked, self._first_price) if asked else None
 
     def _propose_and_select(
-        self, step: StepRows, rows: list[Request], first: dict[Request, DraftTree] | None
+        self, step: StepRows, rows: list[Request], first: _Proposals | None
     ) -> tuple[list[DraftTree], list[DraftTree]]:
         """
         Ask the sources stage by stage, then the policy; not the first one if it has proposed already. Return the
@@ -184,7 +205,7 @@ class Drafting:
         stage: Stage,
         rows: list[Request],
         trees: list[DraftTree],
-        known: dict[Request, DraftTree] | None,
+        known: _Proposals | None,
     ) -> list[DraftTree]:
         """Return the trees with the drafts of one more stage, which may be known."""
         with self._timed("seconds_select"):
@@ -202,12 +223,9 @@ class Drafting:
             self._first_price = price
         if not asked:
             return trees
-        if known is None:
-            proposals = self._proposals(stage, asked, price)
-        else:
-            proposals = {
-                request: fitting(known[request], limit) for request, limit in asked.items() if request in known
-            }
+        found = self._proposals(stage.position, asked, price) if known is None else known
+        proposals = found.within(asked)
+        stage.seconds += found.seconds
         with self._timed("seconds_select"):
             before = self.clock()
             stage.proposed = [proposals.get(request, _EMPTY) for request in rows]
@@ -220,15 +238,14 @@ class Drafting:
             self._count_as_drafting(stage, self.clock() - before)
         return joined
 
-    def _proposals(self, stage: Stage, asked: dict[Request, int], price: LevelPrice | None) -> dict[Request, DraftTree]:
-        """Return the drafts of a stage's sources, and add their time to the stage's."""
+    def _proposals(self, position: int, asked: dict[Request, int], price: LevelPrice | None) -> _Proposals:
+        """Return the drafts of the sources at a position of the rows' chains, and how long they took."""
         with self._timed("seconds_draft"):
             before = self.clock()
-            self.sources.catch_up(stage.position, asked)
-            padding, asked = _split_padding(asked, stage.position)
-            proposals = padding | self.sources.propose(stage.position, asked, price)
-            stage.seconds += self.clock() - before
-        return proposals
+            self.sources.catch_up(position, asked)
+            padding, others = _split_padding(asked, position)
+            trees = padding | self.sources.propose(position, others, price)
+            return _Proposals(trees, self.clock() - before)
 
     def observe(
         self, drafts: StepDrafts, accepted: Sequence[int], tokens: Sequence[np.ndarray], may_wait: bool = False

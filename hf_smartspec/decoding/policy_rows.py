@@ -32,7 +32,7 @@ def policy_rows(
     """
     sizes = list(map(len, feeds.values()))
     prompts = [(num, request.cache_row.length) for request, num in zip(feeds, sizes) if num > 1]
-    caps = np.array([_cap(request) for request in rows], np.int64)
+    caps = np.array([most_nodes(request) for request in rows], np.int64)
     left = [request.num_remaining for request in rows]
     num_left = np.array([_FAR if number is None else number for number in left], np.int64)
     is_one_call = len(rows) > 1 and all([request.call is rows[0].call for request in rows])
@@ -148,7 +148,8 @@ def _is_prefilling(request: Request, feed: np.ndarray) -> bool:
     return not request.tokens and (len(feed) > 1 or not request.cache_row.length)
 
 
-def _cap(request: Request) -> int:
+def most_nodes(request: Request) -> int:
+    """Return the largest number of nodes of a row's draft in the next step."""
     # The last token needs no draft: every step yields the target's own pick.
     if not request.is_drafting:
         return 0
