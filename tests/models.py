@@ -39,6 +39,8 @@ _BART = _TOKENS | {
     "max_position_embeddings": 1024,
 }
 _WINDOWED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+_LAYER_INPUTS = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB_SIZE}
+_EQUAL_VALUES = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 
 # Architectures that run packed: model type -> (configuration class, its arguments).
@@ -109,16 +111,18 @@ PACKED = {
     ),
     # Not in the library's list: these are probed on first use.
     "gemma": ("GemmaConfig", _LLAMA | {"head_dim": 8}),
-    "gemma4_text": (
+    "gemma4_text": ("Gemma4TextConfig", _LLAMA | _WINDOWED | _LAYER_INPUTS | {"head_dim": 8, "global_head_dim": 8}),
+    "gemma4_text+shared": (  # the last layers attend to keys and values of earlier ones
         "Gemma4TextConfig",
         _LLAMA
-        | _WINDOWED
-        | {
-            "head_dim": 8,
-            "global_head_dim": 8,
-            "hidden_size_per_layer_input": 8,
-            "vocab_size_per_layer_input": VOCAB_SIZE,
-        },
+        | _LAYER_INPUTS
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW, "num_hidden_layers": 4}
+        | {"head_dim": 8, "global_head_dim": 16, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}
+        | {"final_logit_softcapping": 3.0},
+    ),
+    "gemma4_text+equal": (  # keys are values, too, in layers without a window
+        "Gemma4TextConfig",
+        _LLAMA | _WINDOWED | _EQUAL_VALUES | {"head_dim": 8, "global_head_dim": 16},
     ),
     "phimoe": ("PhimoeConfig", _LLAMA | {"num_local_experts": 4}),
     "ministral": ("MinistralConfig", _LLAMA | _WINDOWED | {"head_dim": 8}),
@@ -248,6 +252,7 @@ _UNPADDED = {
 }
 RECURRENT = _RECURRENT if Version("5.24") <= TRANSFORMERS else {}  # earlier, layers do not call the known functions
 UNPADDED = _UNPADDED if RECURRENT else {}
+GEMMA_4 = [name for name in PACKED if name.startswith("gemma4")] if RECURRENT else []  # likewise
 
 # Architectures that do not follow the attention interface, or not all of it: these run row by row.
 ROWWISE = {
@@ -348,6 +353,9 @@ def new_model(
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=std, generator=generator)
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.uniform_(0.7, 1.3, generator=generator)
     model.generation_config = GenerationConfig(
         pad_token_id=0, bos_token_id=1, decoder_start_token_id=arguments.get("decoder_start_token_id")
     )

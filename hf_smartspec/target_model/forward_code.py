@@ -40,6 +40,19 @@ _MENTIONS = frozenset(
 )
 # Further ones of single layers: of parts that plans leave out, such as attention to an encoder, or refuse.
 _OWN_MENTIONS = {
+    "Gemma4TextAttention": frozenset("is_kv_shared_layer layer_type store_full_length_kv v_norm".split()),
+    "Gemma4TextDecoderLayer": frozenset(
+        "enable_moe_block experts hidden_size_per_layer_input layer_scalar per_layer_input_gate per_layer_projection "
+        "post_feedforward_layernorm_1 post_feedforward_layernorm_2 post_per_layer_input_norm "
+        "pre_feedforward_layernorm_2 router".split()
+    ),
+    "Gemma4TextModel": frozenset(
+        "_maybe_slice_kv_shared_inputs all any embed_tokens_per_layer first_kv_shared_layer_idx "
+        "Gemma4TextModelOutputWithPast get get_per_layer_inputs hidden_size hidden_size_per_layer_input int "
+        "is_flash_attention_requested items KVSharingDict no_grad nonzero per_layer_input_scale "
+        "per_layer_model_projection per_layer_model_projection_scale per_layer_projection_norm "
+        "project_per_layer_inputs RuntimeError slice unique_layer_types values".split()
+    ),
     "GPT2Attention": frozenset(
         "_upcast_and_reordered_attn attn_dropout baddbmm c_attn cross_attention_cache empty EncoderDecoderCache get "
         "hasattr is_updated keys matmul maybe_autocast p q_attn reorder_and_upcast_attn RuntimeError "

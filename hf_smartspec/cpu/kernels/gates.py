@@ -3,7 +3,7 @@
 import numpy as np
 
 from ...jit import inner
-from ...jit.pointers import ahead, float32_at, fused, get, like, power_of_two, put, rounded, take
+from ...jit.pointers import ahead, float32_at, fused, get, int64_at, like, power_of_two, put, rounded, take
 
 # Compiled code is called with the address of these numbers, int64 each.
 # inputs: address of `[num_tokens, 2, size]` where `is_gated`, gates before the numbers that they multiply; else of
@@ -16,8 +16,9 @@ SILU, GELU_TANH, GELU, RELU, RELU_SQUARED = range(5)
 _SHARE = 512  # numbers that a thread takes at a time
 # Products of two lines of each token, `x` and factors, whose strides are numbers from one token to the next.
 # x: address of float32 if `is_wide`, which are rounded first. outputs: address of `[num_tokens, size]`.
-TIMES_FIELDS = tuple("next threads num_tokens size x x_stride is_wide factors factor_stride outputs".split())
-_TIMES_X, _X_STRIDE, _IS_WIDE, _FACTORS, _FACTOR_STRIDE, _PRODUCTS = range(4, 10)
+# lines: 0, or the address of int64 `[num_tokens]`: the line of each token's factors.
+TIMES_FIELDS = tuple("next threads num_tokens size x x_stride is_wide factors factor_stride lines outputs".split())
+_TIMES_X, _X_STRIDE, _IS_WIDE, _FACTORS, _FACTOR_STRIDE, _FACTOR_LINES, _PRODUCTS = range(4, 11)
 
 _ZERO, _HALF, _ONE, _TWO = np.float32(0), np.float32(0.5), np.float32(1), np.float32(2)
 _SLOPE, _CUBE = np.float32(2 * 0.7978845608028654), np.float32(0.044715)  # of 2 * sqrt(2 / pi) * (x + 0.044715 * x^3)
@@ -76,7 +77,8 @@ def times(a, kind):
     size = a[_SIZE]
     token = take(ahead(a, _NEXT))
     while token < a[_NUM_TOKENS]:
-        factors = ahead(like(kind, a[_FACTORS]), token * a[_FACTOR_STRIDE])
+        line = int64_at(a[_FACTOR_LINES])[token] if a[_FACTOR_LINES] else token
+        factors = ahead(like(kind, a[_FACTORS]), line * a[_FACTOR_STRIDE])
         outputs = ahead(like(kind, a[_PRODUCTS]), token * size)
         if a[_IS_WIDE]:
             wide = ahead(float32_at(a[_TIMES_X]), token * a[_X_STRIDE])

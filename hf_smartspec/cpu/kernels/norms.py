@@ -34,9 +34,10 @@ _GATED_X, _GATED_WEIGHT, _GATES, _GATE_STRIDE, _GATED_OUTPUTS, _GATED_EPS = rang
 _GATED_VECTORS, _GATED_SIZE = 3, 4
 # x, added, outputs: addresses of `[num_tokens, size]`: `x` becomes `x + factor * added`, and outputs become `x`. The
 # first is left out where `added` is 0, the second where `outputs` is.
+# times: 0, or the address of one number, by which `x` is then multiplied.
 # lines: 0, or the address of int64 `[num_tokens]`: the line of each token in `x` and `added`.
-ADD_FIELDS = tuple("next threads num_tokens size x added outputs lines factor".split())
-_ADD_SIZE, _ADD_X, _ADD_ADDED, _ADD_OUTPUTS, _ADD_LINES, _ADD_FACTOR = range(3, 9)
+ADD_FIELDS = tuple("next threads num_tokens size x added times outputs lines factor".split())
+_ADD_SIZE, _ADD_X, _ADD_ADDED, _ADD_TIMES, _ADD_OUTPUTS, _ADD_LINES, _ADD_FACTOR = range(3, 10)
 _ZERO, _ONE = np.float32(0), np.float32(1)
 
 
@@ -119,6 +120,10 @@ def add(a, numbers, kind):
         x = ahead(like(kind, a[_ADD_X]), begin)
         if a[_ADD_ADDED]:
             _add(x, ahead(like(kind, a[_ADD_ADDED]), begin), size, factor)
+        if a[_ADD_TIMES]:
+            number = get(like(kind, a[_ADD_TIMES]), 0)
+            for index in range(size):
+                put(x, index, get(x, index) * number)
         if a[_ADD_OUTPUTS]:
             outputs = ahead(like(kind, a[_ADD_OUTPUTS]), token * size)
             for index in range(size):

@@ -142,12 +142,14 @@ class ForwardRecordings:
 
     def _look(self, decoder: "WrittenDecoder", cache: SlotCache) -> bool:
         """Return whether recordings can be used now. Those of other weights or memory are forgotten."""
-        parts: tuple[Any, ...] = decoder.plan.embedding, decoder.plan.rotary  # modules, in plans of models
+        plan = decoder.plan
+        further = None if plan.layer_inputs is None else plan.layer_inputs.embedding
+        parts: tuple[Any, ...] = plan.embedding, plan.rotary, further  # modules, in plans of models
         called = [_state_of(item.module) for item in parts if item is not None]
         memory = cache.places()
         if memory:  # there is none before the first forward
             self._forget_others(decoder, [*called, *memory])
-        self.may_serve = not (self._is_off or decoder.plan.calls_modules or None in called)
+        self.may_serve = not (self._is_off or plan.calls_modules or None in called)
         return bool(memory) and self.may_serve
 
     def _forget_others(self, decoder: "WrittenDecoder", places: list[Any]) -> None:

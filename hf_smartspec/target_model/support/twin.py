@@ -65,6 +65,7 @@ _SIZES = [
 ]
 # Values in twins for entries that a config leaves at None, since some configs derive them from others.
 _UNSET = {"num_key_value_heads": 4, "head_dim": 8, "num_experts_per_tok": 2}
+_SHARED = "num_kv_shared_layers"  # the last ones
 _ORIGINAL = "original_max_position_embeddings"
 _NO_SIZES = ("id2label", "label2id", "model_type", "transformers_version", "architectures")
 
@@ -159,7 +160,10 @@ def _shrunk(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _num_layers(values: dict[str, Any], num_layers: int) -> int:
-    """Return the number of first layers that have all kinds of layers among them; two at least."""
+    """
+    Return the number of first layers that have all kinds of layers among them; two at least. Where the last ones share
+    the keys and values of others, about as many of these follow, and the last is of the kind that the model's last is.
+    """
     entries = [
         (key, value) for key, value in values.items() if isinstance(value, list) and not _names_layers(key, value)
     ]
@@ -168,7 +172,11 @@ def _num_layers(values: dict[str, Any], num_layers: int) -> int:
     lists_of_numbers = [value for key, value in values.items() if isinstance(value, list) and _names_layers(key, value)]
     named = [value[0] + 1 for value in lists_of_numbers if value]
     named += [len(values.get("block_types") or ())]  # of RecurrentGemma: a pattern, which is repeated
-    return min(max([2, *named, *(kinds.index(kind) + 1 for kind in set(kinds))]), num_layers)
+    kept = min(max([2, *named, *(kinds.index(kind) + 1 for kind in set(kinds))]), num_layers)
+    if not (num_shared := values.get(_SHARED)):
+        return kept
+    most = range(kept + min(kept, num_shared), num_layers)
+    return next((number for number in most if kinds[number - 1] == kinds[-1]), num_layers)
 
 
 def _small(key: str, value: Any, values: dict[str, Any], num_layers: int, kept: int) -> Any:
@@ -191,6 +199,8 @@ def _small(key: str, value: Any, values: dict[str, Any], num_layers: int, kept: 
         return BORDERS[key]
     if _LAYERS.search(key):
         return min(value, kept)
+    if key == _SHARED:
+        return min(value, kept // 2)
     queries = "linear_num_value_heads" if key == "linear_num_key_heads" else "num_attention_heads"
     if re.search(r"(key_value|kv|num_key)_heads$", key) and value == values.get(queries):
         return min(value, 4)

@@ -28,6 +28,7 @@ from .copies import KeptCopy
 from .experts import Experts
 from .forward_writer import ForwardWriter, products_of
 from .inputs import DecoderInput
+from .layer_inputs import LayerInput
 from .mlps import MLP
 from .norms import Norm
 from .parts import Fused, Rows, Transposed
@@ -221,6 +222,9 @@ def can_compile(plan: DecoderPlan) -> bool:
         return False
     if plan.features is not None and not _can_compile_features(plan.features, dtype):
         return False
+    inputs = plan.layer_inputs
+    if inputs is not None and not (_is_plain(inputs.projection, dtype) and _is_norm(inputs.norm, dtype)):
+        return False
     kinds = {type(layer.recurrence) for layer in plan.layers if layer.recurrence is not None}
     return len(kinds) <= 1 and all(_can_compile_layer(layer, dtype) for layer in plan.layers)
 
@@ -236,8 +240,9 @@ def _can_compile_features(plan: FeaturePlan, dtype: torch.dtype) -> bool:
 
 
 def _can_compile_layer(plan: LayerPlan, dtype: torch.dtype) -> bool:
-    norms = plan.before_attention, plan.after_attention, plan.before_mlp, plan.after_mlp, plan.query_norm, plan.key_norm
-    mlp = plan.mlp
+    norms = [plan.before_attention, plan.after_attention, plan.before_mlp, plan.after_mlp]
+    norms += [plan.query_norm, plan.key_norm, plan.value_norm]
+    mlp, extra = plan.mlp, plan.layer_input
     is_known = not plan.head_dim % 16 if plan.recurrence is None else plan.recurrence.can_compile(dtype)
     return (
         is_known
@@ -246,7 +251,14 @@ def _can_compile_layer(plan: LayerPlan, dtype: torch.dtype) -> bool:
         and isinstance(mlp, MLP | Experts)
         and isinstance(mlp.activation, int)
         and all(_is_plain(item, dtype) for item in (plan.query_key_value, plan.attention_output, *mlp.products))
+        and (extra is None or _can_compile_input(extra, dtype))
+        and (plan.factor is None or plan.factor.number().dtype is dtype)
     )
+
+
+def _can_compile_input(plan: LayerInput, dtype: torch.dtype) -> bool:
+    is_known = isinstance(plan.activation, int) and _is_norm(plan.norm, dtype)
+    return is_known and all(_is_plain(item, dtype) for item in plan.products)
 
 
 def _is_norm(norm: Any, dtype: torch.dtype) -> bool:

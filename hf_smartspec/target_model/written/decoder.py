@@ -89,7 +89,8 @@ class WrittenDecoder:
         # Not in inference mode if modules are called: they may keep what they compute, and be trained later.
         with torch.no_grad() if self.plan.calls_modules else torch.inference_mode():
             x = self.embed(layout.tokens, layout.positions)
-            given = DecoderInput(x, layout, cache, self.tables(x, layout.positions), features)
+            inputs = self.layer_inputs(layout.tokens, x)
+            given = DecoderInput(x, layout, cache, self.tables(x, layout.positions), features, inputs)
             compiled = self._compiled
             if compiled is None or (keep is not None and layers is None) or not compiled.serves(layout, cache):
                 return self._run(given, keep)
@@ -120,13 +121,16 @@ class WrittenDecoder:
 
     def _run(self, given: DecoderInput, keep: Callable[[int, torch.Tensor], None] | None) -> torch.Tensor:
         """Run layer by layer."""
-        (x, layout, cache, tables, features), plan, lines, normed = given, self.plan, given.layout.kept, None
+        (x, layout, cache, tables, features, inputs), plan, lines = given, self.plan, given.layout.kept
+        normed = None
         if plan.features is not None and features is not None:
             normed, x = first_input(plan.features, x, features)
         for index, layer in enumerate(plan.layers):
             if keep is not None:
                 keep(index, x)
-            x = run_layer(layer, x, layout, cache.layer(index), tables, None if index else normed)
+            memory = cache.layer(index if layer.source is None else layer.source)
+            own = None if inputs is None else inputs[:, index]
+            x = run_layer(layer, x, layout, memory, tables, None if index else normed, own)
         if keep is not None:
             keep(len(plan.layers), x)
             x = plan.final_norm(x)
@@ -144,6 +148,10 @@ class WrittenDecoder:
         if self.plan.embedding_multiplier != 1.0:
             x = x * self.plan.embedding_multiplier
         return x if self.plan.positions is None else x + self.plan.positions(positions[0])
+
+    def layer_inputs(self, tokens: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+        """Return inputs of layers `[N, num_layers, size]`, where they have any, from tokens `[1, N]` and embeddings."""
+        return None if self.plan.layer_inputs is None else self.plan.layer_inputs(tokens, x)
 
     def tables(self, x: torch.Tensor, positions: torch.Tensor) -> Mapping[str | None, Tables]:
         """
@@ -216,10 +224,12 @@ def run_layer(
     memory: SlotLayer,
     tables: Mapping[str | None, Tables],
     normed: torch.Tensor | None = None,
+    own_input: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
     Run one layer on `x` of shape `[N, hidden_size]`, which is not changed; return its output of the same shape.
-    `normed` is the input of attention, where that is not `x` after its norm.
+    `normed` is the input of attention, where that is not `x` after its norm; `own_input`, `[N, size]`, that of
+    `LayerInput`.
     """
     if normed is None:
         normed = x if plan.before_attention is None else plan.before_attention(x)
@@ -234,7 +244,11 @@ def run_layer(
         return attended.add_(plan.mlp(normed if plan.before_mlp is None else plan.before_mlp(x))).add_(x)
     x = _add(plan, x, attended)
     out = plan.mlp(x if plan.before_mlp is None else plan.before_mlp(x))
-    return _add(plan, x, out if plan.after_mlp is None else plan.after_mlp(out))
+    x = _add(plan, x, out if plan.after_mlp is None else plan.after_mlp(out))
+    if plan.layer_input is not None:
+        assert own_input is not None, "the decoder has inputs of layers"
+        x = plan.layer_input(x, own_input).add_(x)
+    return x if plan.factor is None else x.mul_(plan.factor.number())
 
 
 def _add(plan: LayerPlan, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -247,22 +261,27 @@ def attend(
     plan: LayerPlan, x: torch.Tensor, layout: StepLayout, memory: SlotLayer, tables: Mapping[str | None, Tables]
 ) -> torch.Tensor:
     """
-    Run a layer's attention on `x` of shape `[N, hidden_size]`, after its norm; keys and values are written to `memory`.
+    Run a layer's attention on `x` of shape `[N, hidden_size]`, after its norm; keys and values are written to `memory`,
+    or are there.
     """
-    num, heads, both = len(x), plan.num_heads, plan.num_heads + plan.kv_heads
+    num, heads, both = len(x), plan.num_heads, plan.num_heads + plan.num_stored
     states = plan.query_key_value(x)
     if plan.has_gates:
         pairs, others = states.split([2 * heads * plan.head_dim, 2 * plan.kv_heads * plan.head_dim], dim=1)
         queries, gates = pairs.view(num, heads, 2, plan.head_dim).unbind(2)
         states = torch.cat([queries.reshape(num, -1), others], dim=1)
-    states = states.view(num, both + plan.kv_heads, plan.head_dim)
+    if plan.has_equal_values:
+        states = torch.cat([states, states[:, heads * plan.head_dim :]], dim=1)
+    states = states.view(num, both + plan.num_stored, plan.head_dim)
     if plan.is_by_head:
         *queries_keys, values = states.unflatten(1, (heads, 3)).unbind(2)
         rotated = torch.cat(queries_keys, dim=1)
     else:
         rotated, values = states[:, :both], states[:, both:]
-    if plan.query_norm is not None and plan.key_norm is not None:
+    if plan.query_norm is not None and (plan.key_norm is not None or plan.source is not None):
         rotated = _normed(plan, rotated)
+    if plan.value_norm is not None:
+        values = plan.value_norm(values)
     keys, values = _rotate_and_write(plan, rotated, values, memory, tables)
     output = packed_attention(rotated[:, :heads], keys, values, layout, plan.window, plan.scaling, plan.softcap)
     if plan.has_gates:
@@ -277,22 +296,26 @@ def _rotate_and_write(
     memory: SlotLayer,
     tables: Mapping[str | None, Tables],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate queries in place, `[N, heads + kv_heads, head_dim]`; write keys and values, and return the memory."""
+    """
+    Rotate queries and keys in place, `[N, heads + kv_heads, head_dim]`; write keys and values, if the layer has any,
+    and return the memory.
+    """
     heads = plan.num_heads
     if plan.rotation is not None:
         cos_sin = tables[plan.layer_type]
-        if memory.is_initialized and isinstance(plan.rotation, Rotation) and not plan.rotation.is_interleaved:
+        is_of_halves = isinstance(plan.rotation, Rotation) and not plan.rotation.is_interleaved
+        if memory.is_initialized and is_of_halves and plan.source is None:
             memories = memory.keys, memory.values
             if can_rotate(rotated, values, cos_sin, memories):
                 rotate_and_write(rotated, values, cos_sin, heads, memories, memory.lines)
                 return memories
         dim = cos_sin[0].shape[-1]
         plan.rotation.rotate(rotated if dim == plan.head_dim else rotated[..., :dim], heads, cos_sin)
-    return memory.write(rotated[:, heads:], values)
+    return memory.write(rotated[:, heads:], values) if plan.source is None else (memory.keys, memory.values)
 
 
 def _normed(plan: LayerPlan, states: torch.Tensor) -> torch.Tensor:
-    """Return queries and keys `[N, heads + kv_heads, head_dim]` after their norms."""
+    """Return queries and keys `[N, heads + num_stored, head_dim]` after their norms."""
     parts = states[:, : plan.num_heads], states[:, plan.num_heads :]
     if not plan.norms_heads:
         parts = parts[0].flatten(1), parts[1].flatten(1)

@@ -18,6 +18,7 @@ from .delta import DeltaPlan
 from .delta_program import DeltaOperators
 from .experts import Experts
 from .experts_program import ExpertOperators
+from .layer_inputs import LayerInput
 from .mlps import MLP
 from .plan import DecoderPlan, LayerPlan
 from .rotations import Rotation
@@ -27,8 +28,8 @@ class ForwardWriter:
     """
     Writer of the operators of a forward of up to `room` tokens. That of heads begins with the target's hidden states if
     it `reads_states`, or else with features. With a `screen` of the head, it ends with the best tokens in place of
-    logits. Of tokens that are not kept, the last layer computes queries, keys and values only. Weights are read from
-    their `compact` copies, where there are any.
+    logits. Of tokens that are not kept, the last layer computes queries, keys and values only; layers that have none of
+    these after all others compute nothing. Weights are read from their `compact` copies, where there are any.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class ForwardWriter:
         self.attending: list[int] = []
         self.multiplied: list[int] = []
         self.kept: dict[int, int] = {}  # by layer, the operators that store hidden states
+        self.inputs: dict[int, int] = {}  # operators that multiply by inputs of layers, and how many bytes in
         self._write(reads_states, screen)
 
     def _write(self, reads_states: bool, screen: Screen | None) -> None:
@@ -73,19 +75,26 @@ class ForwardWriter:
         self.recurred = self.new(max(sizes, default=0), torch.float32)
         self.attended = self.new(max([*sizes, self.queries.shape[1]]))
         maps: list[Any] = [item.query_key_value for item in layers if not isinstance(item.recurrence, DeltaPlan)]
-        self.states = self.new(max([item.shape[0] for item in maps], default=0))
+        equal: list[Any] = [layer for layer in layers if layer.has_equal_values]  # of these, norms fill `states`
+        self.states = self.new(max([*(item.shape[0] for item in maps), *map(width_of, equal)], default=0))
+        self.raw = self.new(max([layer.query_key_value.shape[0] for layer in equal], default=0))
         mlps: list[Any] = [layer.mlp for layer in layers if isinstance(layer.mlp, MLP)]
         mlps += [layer.mlp.shared[0] for layer in layers if isinstance(layer.mlp, Experts) and layer.mlp.shared]
-        self.hidden = self.new(max([mlp.inputs.shape[0] for mlp in mlps], default=0))
-        self.activated = self.new(max([mlp.output.shape[1] for mlp in mlps], default=0))
+        gates: list[Any] = [layer.layer_input.gate for layer in layers if layer.layer_input is not None]
+        sizes = [gate.shape[0] for gate in gates]
+        self.hidden = self.new(max([*sizes, *(mlp.inputs.shape[0] for mlp in mlps)], default=0))
+        self.activated = self.new(max([*sizes, *(mlp.output.shape[1] for mlp in mlps)], default=0))
         self.experts = ExpertOperators(self) if any(isinstance(layer.mlp, Experts) for layer in layers) else None
         self.beside = self.new(self.size if any(layer.is_parallel for layer in layers) else 0)
         self.pending: tuple[torch.Tensor, float] | None = None  # what is to be added to `x`
         normed = None if self.plan.features is None else self._first_input(self.plan.features, reads_states)
+        first = self._first_kept
         for index, layer in enumerate(layers):
             if index in self.layers:
                 self.kept[index] = self._sum()
-            self._write_layer(layer, None if index else normed, index == len(layers) - 1 and self._keeps_early)
+            if index == first and layer.source is not None:
+                self._keep_tokens()
+            self._write_layer(index, layer, None if index else normed, index == first and layer.source is None)
         if len(layers) in self.layers:
             self.kept[len(layers)] = self._sum()
         if -1 in self.layers:
@@ -102,10 +111,17 @@ class ForwardWriter:
             self.screening = ScreenOperators(screen, head.whole().weight, self.normed, self.rounded, self.add)
 
     @property
-    def _keeps_early(self) -> bool:
-        """Return whether nobody asks for the last layer's results of tokens that are not kept; of heads nobody does."""
-        is_asked = self.plan.features is None and not self.layers.isdisjoint({-1, len(self.plan.layers)})
-        return self.plan.layers[-1].recurrence is None and not is_asked
+    def _first_kept(self) -> int:
+        """
+        Return the first layer of whose results those of tokens that are not kept are needed by nobody, neither layers
+        nor those who ask for states; of heads nobody does.
+        """
+        layers, last = self.plan.layers, len(self.plan.layers) - 1
+        if layers[-1].recurrence is not None:
+            return last + 1
+        first = next((index for index in range(last, -1, -1) if layers[index].source is None), -1) + 1
+        asked = self.layers if self.plan.features is None else frozenset[int]()
+        return last + 1 if -1 in asked else max([min(first, last), *asked])
 
     def new(self, size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return memory for `size` numbers of each token."""
@@ -125,12 +141,15 @@ class ForwardWriter:
         if self.pending is not None:
             self._sum()
 
-    def _sum(self) -> int:
-        """Write an operator that adds to `x` what is pending, and copies it to its outputs, where they are set."""
+    def _sum(self, times: torch.Tensor | None = None) -> int:
+        """
+        Write an operator that adds to `x` what is pending, multiplies it, and copies it to its outputs, where they are
+        set.
+        """
         added, factor = self.pending or (None, 1.0)
         self.pending = None
-        address = 0 if added is None else added.data_ptr()
-        return self.add(codes.ADD, size=self.size, x=self.x.data_ptr(), added=address, factor=factor)
+        fields = {name: 0 if item is None else item.data_ptr() for name, item in (("added", added), ("times", times))}
+        return self.add(codes.ADD, size=self.size, x=self.x.data_ptr(), factor=factor, **fields)
 
     def _keep_tokens(self) -> None:
         """Go on with the tokens that are kept, as a new `x`."""
@@ -215,7 +234,7 @@ class ForwardWriter:
             self.norm_vectors(norm, 1, (self.size, 2 * self.size), x=x.data_ptr(), outputs=place)
         return both
 
-    def _write_layer(self, plan: LayerPlan, normed: torch.Tensor | None, keeps: bool) -> None:
+    def _write_layer(self, index: int, plan: LayerPlan, normed: torch.Tensor | None, keeps: bool) -> None:
         """Write a layer; if it `keeps`, what comes after keys and values is of the tokens that are kept."""
         normed = self._input(plan.before_attention) if normed is None else normed
         if plan.recurrence is None:
@@ -234,6 +253,10 @@ class ForwardWriter:
         if plan.after_mlp is not None:
             self._norm(plan.after_mlp, self.out, self.out)
         self.pending = self.out, plan.multiplier
+        if plan.layer_input is not None:
+            self._write_layer_input(index, plan.layer_input)
+        if plan.factor is not None:
+            self._sum(plan.factor.number())
 
     def _input(self, norm: Any) -> torch.Tensor:
         """Return the input of attention or of an MLP: `x`, or `normed`."""
@@ -246,22 +269,28 @@ class ForwardWriter:
     def _write_attention(self, plan: LayerPlan, normed: torch.Tensor, keeps: bool) -> None:
         heads, kv_heads, size = plan.num_heads, plan.kv_heads, plan.head_dim
         maps: Any = plan.query_key_value
-        self.multiply(maps, normed, self.states)
-        step, stride = 2 if plan.has_gates else 1, maps.shape[0]  # from one query to the next, and to the next token's
-        for norm, first, number, apart in (
-            (plan.query_norm, 0, heads, step),
-            (plan.key_norm, step * heads, kv_heads, 1),
+        raw = self.raw if plan.has_equal_values else self.states
+        self.multiply(maps, normed, raw)
+        step, stride = 2 if plan.has_gates else 1, width_of(plan)  # from one query to the next, and to the next token's
+        values = step * heads + kv_heads
+        for norm, first, place, number, apart in (
+            (plan.query_norm, 0, 0, heads, step),
+            (plan.key_norm, step * heads, step * heads, kv_heads, 1),
+            (plan.value_norm, step * heads if plan.has_equal_values else values, values, kv_heads, 1),
         ):
             if norm is not None:
-                place = self.states.data_ptr() + first * size * self.states.itemsize
                 number = number if plan.norms_heads else 1
-                fields = {"x": place, "outputs": place, "vector_stride": apart * size}
-                self.norm_vectors(norm, number, (stride, stride), **fields)
+                fields = {
+                    "x": raw.data_ptr() + first * size * raw.itemsize,
+                    "outputs": self.states.data_ptr() + place * size * raw.itemsize,
+                    "vector_stride": apart * size,
+                }
+                self.norm_vectors(norm, number, (maps.shape[0], stride), **fields)
         self.rotated.append(
             self.add(
                 codes.ROTATE,
                 heads=heads,
-                kv_heads=kv_heads,
+                kv_heads=plan.num_stored,
                 size=size,
                 states=self.states.data_ptr(),
                 queries=self.queries.data_ptr(),
@@ -290,6 +319,24 @@ class ForwardWriter:
             self.gathers[attention] = "places"
         self.multiply(plan.attention_output, self.attended, self.out)
 
+    def _write_layer_input(self, index: int, plan: LayerInput) -> None:
+        """Write what a layer adds last."""
+        gate, projection, inputs = plan.gate, plan.projection, self.plan.layer_inputs
+        assert inputs is not None
+        self._settle()
+        self.multiply(gate, self.x, self.hidden)
+        size, hidden, activated = inputs.size, self.hidden.data_ptr(), self.activated.data_ptr()
+        fields: dict[str, Any] = {"activation": plan.activation, "is_gated": False, "size": size}
+        self.add(codes.GATE, inputs=hidden, outputs=activated, **fields)
+        strides = {"x_stride": size, "factor_stride": inputs.num_layers * size}
+        number = self.add(codes.TIMES, size=size, x=activated, outputs=hidden, **strides)
+        self.inputs[number] = index * size * self.hidden.itemsize
+        if self.gathers:
+            self.gathers[number] = "lines"
+        self.multiply(projection, self.hidden, self.out)
+        self._norm(plan.norm, self.out, self.out)
+        self.pending = self.out, 1.0
+
     def _write_parallel_mlp(self, plan: LayerPlan, normed: torch.Tensor, keeps: bool) -> None:
         """Write the MLP beside attention, whose input was `normed`; both are pending then."""
         if plan.before_mlp is not None:
@@ -316,15 +363,21 @@ def _places(plan: LayerPlan) -> dict[str, int]:
     """Return where the queries, keys and values of a token lie, in heads; see `ROTATE_FIELDS`."""
     step = 2 if plan.has_gates else 1
     first = step * plan.num_heads
-    places = first + 2 * plan.kv_heads, step, first, 1, first + plan.kv_heads, 1
+    places = first + 2 * plan.num_stored, step, first, 1, first + plan.num_stored, 1
     if plan.is_by_head:
         places = 3 * plan.num_heads, 3, 1, 3, 2, 3
     return dict(zip(("width", "query_step", "key_place", "key_step", "value_place", "value_step"), places))
+
+
+def width_of(plan: LayerPlan) -> int:
+    """Return how many numbers a token's queries, keys and values have."""
+    return _places(plan)["width"] * plan.head_dim
 
 
 def products_of(plan: DecoderPlan) -> list[Any]:
     """Return all products of a forward."""
     layers: list[Any] = plan.layers
     others = [item for layer in layers for item in (layer.query_key_value, layer.attention_output, *layer.mlp.products)]
+    others += [item for layer in layers if layer.layer_input is not None for item in layer.layer_input.products]
     others += [] if plan.features is None else [plan.features.states_map]
     return [plan.head, *others]

@@ -34,6 +34,7 @@ class DecoderInput(NamedTuple):
         cache (`SlotCache`): Where their keys and values are stored.
         tables (mapping): Rotary embeddings, from `WrittenDecoder.tables`.
         features (`Features`, *optional*): The features of all tokens, for heads.
+        layer_inputs (`torch.Tensor` of shape `[N, num_layers, size]`, *optional*): From `DecoderPlan.layer_inputs`.
     """
 
     x: torch.Tensor
@@ -41,3 +42,4 @@ class DecoderInput(NamedTuple):
     cache: SlotCache
     tables: Mapping[str | None, Tables]
     features: Features | None = None
+    layer_inputs: torch.Tensor | None = None

@@ -52,16 +52,23 @@ class MLP:
 
     def _activated(self, hidden: torch.Tensor) -> torch.Tensor:
         known = self.activation
+        if not self.is_gated:
+            return activate(hidden, known)
         if isinstance(known, int):
             if can_gate(hidden):
-                return gated(hidden, known) if self.is_gated else activated(hidden, known)
-            if self.is_gated and known == SILU and elementwise.can_gate(hidden):
+                return gated(hidden, known)
+            if known == SILU and elementwise.can_gate(hidden):
                 return elementwise.silu_gated(hidden)
-        function = FUNCTIONS[known] if isinstance(known, int) else known
-        if not self.is_gated:
-            return function(hidden)
         gate, up = hidden.chunk(2, dim=-1)
+        function = FUNCTIONS[known] if isinstance(known, int) else known
         return function(gate) * up
+
+
+def activate(hidden: torch.Tensor, activation: int | Map) -> torch.Tensor:
+    """Return an activation of `hidden`, `[N, size]`."""
+    if not isinstance(activation, int):
+        return activation(hidden)
+    return activated(hidden, activation) if can_gate(hidden) else FUNCTIONS[activation](hidden)
 
 
 class CalledMLP:

@@ -53,12 +53,46 @@ class Norm(Weighted):
         return torch.rms_norm(x.float(), self.shape, factor, self.eps).to(x.dtype)
 
 
+class UnweightedNorm(Norm):
+    """
+    RMS norms without a weight, in whose place ones of its own change no bit.
+
+    Args:
+        like (`torch.Tensor` of shape `[size]`): A tensor with the dtype and device of these.
+    """
+
+    def __init__(self, module: nn.Module, eps: float, like: torch.Tensor):
+        Weighted.__init__(self, module)
+        self.eps, self.form, self.shape = eps, ONCE, tuple(like.shape)
+        with torch.inference_mode(False):
+            self._ones = torch.ones_like(like, requires_grad=False)
+
+    def weights(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self._ones, None
+
+
+@torch.no_grad()
+def unweighted_norm(module: nn.Module, like: torch.Tensor) -> Map:
+    """Return a norm without a weight, of vectors like this one; a norm of an unknown kind is called as it is."""
+    eps = _eps_of(module)
+    if eps is None or module._parameters:
+        return Called(module)
+    norm = UnweightedNorm(module, eps, like)
+    numbers = torch.rand(3, len(like), generator=torch.Generator().manual_seed(0)) - 0.5
+    x = (numbers * eps**0.5).to(like.device, like.dtype)  # small numbers, so that eps counts
+    return norm if torch.equal(norm.by_torch(x), type(module).forward(module, x)) else Called(module)
+
+
+def _eps_of(module: nn.Module) -> float | None:
+    return next((getattr(module, name) for name in _EPS if isinstance(getattr(module, name, None), float)), None)
+
+
 def written_norm(module: nn.Module) -> Map:
     """Return a norm in as few calls as compute the same; a norm of an unknown kind is called as it is."""
     weight = module._parameters.get("weight")
     if type(module) is nn.LayerNorm and weight is not None and weight.dim() == 1:
         return Norm(module, module.eps, CENTERED)
-    eps = next((getattr(module, name) for name in _EPS if isinstance(getattr(module, name, None), float)), None)
+    eps = _eps_of(module)
     if eps is None or weight is None or weight.dim() != 1 or len(list(module.parameters())) != 1:
         return Called(module)
     key = type(module), type(module).forward, eps, weight.dtype, weight.device.type, len(weight)

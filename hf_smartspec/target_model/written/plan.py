@@ -9,6 +9,7 @@ import torch
 from ..logits import LogitScaling
 from .convolution import ConvolutionPlan
 from .delta import DeltaPlan
+from .layer_inputs import Factor, LayerInput, LayerInputs
 from .parts import Fused, Map, Positions, Transposed
 from .rotations import OwnRotation, Rotation
 
@@ -21,7 +22,8 @@ class UnknownStructureError(Exception):
 class LayerPlan:
     """
     Plan of one layer. Norms are None where it has none. Of a parallel layer, attention and MLP read the same `x`, and
-    the same normed one where there is no norm before the MLP.
+    the same normed one where there is no norm before the MLP. A layer with a `source`, the number of an earlier one,
+    has maps of queries alone, and attends to what that layer has stored.
     """
 
     before_attention: Map | None
@@ -47,6 +49,16 @@ class LayerPlan:
     is_by_head: bool = False  # whether each head's query, key and value lie together in what maps return
     has_gates: bool = False  # whether every head's query is followed by a gate of its output, before a sigmoid
     recurrence: DeltaPlan | ConvolutionPlan | None = None  # in place of attention
+    value_norm: Map | None = None  # of each head
+    has_equal_values: bool = False  # whether values are keys, before the norms and rotation of these
+    source: int | None = None
+    layer_input: LayerInput | None = None
+    factor: Factor | None = None  # of the layer's output
+
+    @property
+    def num_stored(self) -> int:
+        """Return the number of key/value heads that the layer has itself."""
+        return self.kv_heads if self.source is None else 0
 
 
 @dataclass(eq=False)
@@ -84,6 +96,7 @@ class DecoderPlan:
         calls_modules (`bool`): Whether some modules, beside embeddings, are called as they are.
         features (`FeaturePlan`, *optional*): Input of the first layer, for heads.
         positions (`Callable`, *optional*): Learnt embeddings of positions.
+        layer_inputs (`Callable`, *optional*): Inputs of each layer beside hidden states.
     """
 
     embedding: Map
@@ -98,3 +111,4 @@ class DecoderPlan:
     calls_modules: bool = False
     features: FeaturePlan | None = None
     positions: Positions | None = None
+    layer_inputs: LayerInputs | None = None

@@ -52,11 +52,15 @@ class ForwardProgram:
         self.lines = column(codes.ROTATE, "lines")
         pairs = (codes.ROTATE, own.rotated), (codes.ATTEND, own.attending)
         self.memory_places = [_places(*pair, _MEMORY) for pair in pairs]
-        types = [layer.layer_type for layer in layers if layer.rotation is not None]
-        numbers = [number for number, layer in zip(own.rotated, layers) if layer.rotation is not None]
+        end = min(own.gathers)  # operators from here on are on the tokens that are kept
+        rotated = [(layer, number) for number, layer in zip(own.rotated, layers) if layer.rotation is not None]
+        types = [(layer.layer_type, number > end) for layer, number in rotated]
+        numbers = [number for _, number in rotated]
         self.rotations = _places_by(types, codes.ROTATE, numbers, _ROTATE)  # elsewhere, these fields stay 0
+        self.inputs = _places(codes.TIMES, list(own.inputs), ["factors"])
+        self.inputs_begin = np.array(list(own.inputs.values()), np.int64)[:, None]
         kinds = [
-            (number in own.gathers, layer.window, layer.num_heads, layer.kv_heads, layer.head_dim)
+            (number > end, layer.window, layer.num_heads, layer.kv_heads, layer.head_dim)
             for number, layer in zip(own.attending, layers)
         ]
         self.attentions = _places_by(kinds, codes.ATTEND, own.attending, _ATTEND)
@@ -102,13 +106,15 @@ class ForwardProgram:
 
     def _set_places(self, given: DecoderInput) -> list[torch.Tensor]:
         """Set the memory of layers, what tokens attend to, and rotary embeddings; return what must stay meanwhile."""
-        (x, layout, cache, tables, _), rows, own = given, self.program.rows, self.written
+        (x, layout, cache, tables, *_), rows, own = given, self.program.rows, self.written
         if self.kept_in != (ref(cache), cache.num_moves, len(cache.layers)):  # a look at every layer takes long
             self._set_memory(x, cache)
         held: list[torch.Tensor] = []
         rows[self.on_lines, self.lines] = layout.lines.data_ptr()
-        for name, where in self.rotations.items():
+        for (name, is_of_kept), where in self.rotations.items():
             cos, sin = (part.contiguous() for part in tables[name])
+            if is_of_kept and layout.kept is not None:
+                cos, sin = cos[layout.kept], sin[layout.kept]
             rows[where] = cos.shape[-1], cos.dtype is not own.dtype, cos.data_ptr(), sin.data_ptr()
             held += cos, sin
 
@@ -117,6 +123,11 @@ class ForwardProgram:
             parts, size = division(seen, heads, kv_heads, head_dim, own.num_threads)
             held.append(x.new_empty(own.num_threads * size, dtype=torch.float32))
             rows[where] = held[-1].data_ptr(), len(seen.runs) - 1, parts, size, *seen.addresses
+
+        if own.inputs:
+            assert given.layer_inputs is not None
+            held.append(given.layer_inputs.contiguous())
+            rows[self.inputs] = held[-1].data_ptr() + self.inputs_begin
 
         if needs_scratch(own.dtype, len(x)):
             held.append(x.new_empty(own.num_threads * self.most_scratch, dtype=torch.float32))
@@ -128,7 +139,7 @@ class ForwardProgram:
     def _set_memory(self, x: torch.Tensor, cache: SlotCache) -> None:
         """Set where the layers keep keys and values."""
         layers = [(index, layer) for index, layer in enumerate(self.plan.layers) if layer.recurrence is None]
-        memories = [cache.layer(index) for index, _ in layers]
+        memories = [cache.layer(index if layer.source is None else layer.source) for index, layer in layers]
         for memory, (_, layer) in zip(memories, layers):
             if not memory.is_initialized:
                 empty = x.new_empty(1, layer.kv_heads, 1, layer.head_dim)

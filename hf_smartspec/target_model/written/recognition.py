@@ -16,59 +16,33 @@ from ..logits import LogitScaling
 from .convolution import ConvolutionPlan, convolution_plan
 from .delta import DeltaPlan, delta_plan
 from .experts import Experts, written_experts
+from .layer_inputs import Factor, LayerInput, LayerInputs
 from .mlps import MLP, CalledMLP, written_activation
-from .norms import written_norm
+from .names import (
+    ACTIVATION,
+    ATTENTION,
+    ATTENTION_OUTPUT,
+    BY_HEAD,
+    EMBEDDING,
+    EQUAL_VALUES,
+    FINAL_NORM,
+    KEY_NORM,
+    LAYERS,
+    MLP_MAPS,
+    MLPS,
+    NORMS,
+    POSITIONS,
+    QUERY_KEY_VALUE,
+    QUERY_NORM,
+    QUERY_ONLY,
+    RECURRENT,
+    ROTARY,
+    VALUE_NORM,
+)
+from .norms import unweighted_norm, written_norm
 from .parts import Called, Fused, Map, Positions, Transposed, is_plain_map, written_map
 from .plan import DecoderPlan, LayerPlan, UnknownStructureError
 from .rotations import written_rotation
-
-# Names of layers' norms: before attention, after it, before the MLP, after it. The first row that fits counts.
-_NORMS = (
-    ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),  # GLM 4
-    ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),  # Gemma
-    (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),  # OLMo 2
-    ("input_layernorm", None, "post_attention_layernorm", None),  # Llama
-    ("input_layernorm", None, None, None),  # Cohere, Phi: attention and MLP side by side
-    ("ln_1", None, "ln_2", None),  # GPT-2
-    ("self_attn_layer_norm", None, "final_layer_norm", None),  # OPT
-    ("operator_norm", None, "ffn_norm", None),  # LFM2
-)
-_LAYERS, _EMBEDDING = ("layers", "h"), ("embed_tokens", "embed_in", "wte")
-_POSITIONS, _ROTARY = ("wpe", "embed_positions"), ("rotary_emb", "pos_emb")
-_ATTENTION = "self_attn", "attention", "attn"
-_RECURRENT = "linear_attn", "conv"
-_BY_HEAD = ("query_key_value",)  # each head's query, key and value lie together
-_QUERY_KEY_VALUE = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("qkv_proj",),
-    ("c_attn",),
-    _BY_HEAD,
-    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
-    ("in_proj",),
-)
-_ATTENTION_OUTPUT = ("o_proj", "dense", "out_proj", "c_proj")
-_QUERY_NORM, _KEY_NORM = ("q_norm", "q_layernorm"), ("k_norm", "k_layernorm")
-_MLP = (
-    (("gate_proj", "up_proj"), "down_proj"),
-    (("gate_up_proj",), "down_proj"),
-    (("up_proj",), "down_proj"),
-    (("c_fc",), "c_proj"),
-    (("fc1",), "fc2"),
-    (("dense_h_to_4h",), "dense_4h_to_h"),
-    (("w1", "w3"), "w2"),
-)
-_MLPS = ("mlp", "block_sparse_moe", "feed_forward")
-_ACTIVATION = ("act_fn", "activation_fn", "act")
-_FINAL_NORM = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "embedding_norm")
-
-
-# Attributes of modules and configs that are read here, beside those that forwards mention.
-READ = frozenset(
-    "_experts_implementation attn_logit_softcapping clip_qkv do_layer_norm_before embedding_multiplier eps "
-    "final_logit_softcapping head_dim head_size is_sliding layer_idx layer_types layerdrop logit_scale logits_scaling "
-    "max_norm num_attention_heads num_hidden_layers num_key_value_heads offset residual_multiplier scaling "
-    "sliding_window use_parallel_residual use_rope variance_epsilon".split()
-)
 
 
 def layers_of(decoder: Any) -> Any:
@@ -79,7 +53,7 @@ def layers_of(decoder: Any) -> Any:
         UnknownStructureError: if it has none.
     """
     modules = {} if decoder is None else decoder._modules
-    found = next((modules[name] for name in _LAYERS if name in modules), None)
+    found = next((modules[name] for name in LAYERS if name in modules), None)
     if not isinstance(found, nn.ModuleList):
         raise UnknownStructureError("no list of layers")
     return found
@@ -114,22 +88,28 @@ class _Recognition:
     def plan(self) -> DecoderPlan:
         decoder: Any = self.model.get_decoder()
         all_layers = layers_of(decoder)
-        self._bypass(*_path(self.model, decoder), decoder, all_layers, *_dropouts(decoder.children()))
+        around = _path(self.model, decoder)
+        self._bypass(*around, decoder, all_layers, *_dropouts(decoder.children()))
+        if any("get_per_layer_inputs" in mentions(type(module)) for module in around):
+            raise UnknownStructureError("tokens of images are replaced")  # Gemma 4
+        if getattr(self.config, "use_bidirectional_attention", None) in (True, "all"):
+            raise UnknownStructureError("tokens attend to later ones")
         if getattr(self.config, "clip_qkv", None) is not None:
             raise UnknownStructureError("values are clipped")
         if getattr(decoder, "layerdrop", 0.0):
             raise UnknownStructureError("layers are left out in training")
-        rotary, embedding = self._optional(decoder, _ROTARY), self._first(decoder, _EMBEDDING)
+        rotary, embedding = self._optional(decoder, ROTARY), self._first(decoder, EMBEDDING)
         self._know(embedding)
         positions = self._positions(decoder)
         layers = [self._layer(layer) for layer in all_layers[: self.config.num_hidden_layers]]
+        _set_sources(layers)
         if rotary is None:
             for layer in layers:
                 layer.rotation = None
         if rotary is None or "layer_type" not in inspect.signature(type(rotary).forward).parameters:
             for layer in layers:
                 layer.layer_type = None
-        norm, head = self._first(decoder, _FINAL_NORM), self.model.get_output_embeddings()
+        norm, head = self._first(decoder, FINAL_NORM), self.model.get_output_embeddings()
         if head is None:
             raise UnknownStructureError("no head")
         plan = DecoderPlan(
@@ -144,13 +124,14 @@ class _Recognition:
             laid_out=self.laid_out,
             calls_modules=self.calls_modules,
             positions=positions,
+            layer_inputs=self._layer_inputs(decoder),
         )
         self._check_parameters(decoder, all_layers[len(layers) :])
         self._check_forwards(decoder, *self.bodies)
         return plan
 
     def _positions(self, decoder: nn.Module) -> Positions | None:
-        module = self._optional(decoder, _POSITIONS)
+        module = self._optional(decoder, POSITIONS)
         if module is None:
             return None
         if not isinstance(module, nn.Embedding) or module.max_norm is not None:
@@ -161,19 +142,20 @@ class _Recognition:
         return Positions(module)
 
     def _layer(self, layer: Any) -> LayerPlan:
-        attention: Any = self._first(layer, (*_RECURRENT, *_ATTENTION))
+        attention: Any = self._first(layer, (*RECURRENT, *ATTENTION))
         self._bypass(layer, attention)
         self.bodies += layer, attention
-        names = next((row for row in _NORMS if set(row) <= {None, *layer._modules}), None)
+        names = next((row for row in NORMS if set(row) <= {None, *layer._modules}), None)
         if names is None or not getattr(layer, "do_layer_norm_before", True):
             raise UnknownStructureError("norms")
         norms = [None if name is None else self._norm(self._child(layer, name)) for name in names]
-        is_recurrent = any(name in layer._modules for name in _RECURRENT)
+        is_recurrent = any(name in layer._modules for name in RECURRENT)
         recurrence = self._recurrence(attention) if is_recurrent else None
-        maps = next((row for row in _QUERY_KEY_VALUE if all(name in attention._modules for name in row)), None)
+        maps = next((row for row in QUERY_KEY_VALUE if all(name in attention._modules for name in row)), None)
         if maps is None:
             raise UnknownStructureError("attention")
-        query, key = self._optional(attention, _QUERY_NORM), self._optional(attention, _KEY_NORM)
+        query, key = self._optional(attention, QUERY_NORM), self._optional(attention, KEY_NORM)
+        value = self._optional(attention, VALUE_NORM)
         heads = (0, 0, 0) if is_recurrent else self._heads(attention)
         self._bypass(*_dropouts(layer.modules()))
         config = getattr(attention, "config", self.config)
@@ -182,11 +164,14 @@ class _Recognition:
         for norm in (query, key):
             if norm is not None and getattr(getattr(norm, "weight", None), "ndim", 0) != 1:
                 raise UnknownStructureError("norms of heads")
+        norms_heads = query is not None and query.weight.numel() == heads[2]
+        if (maps == EQUAL_VALUES and None in (key, value)) or (value is not None and not norms_heads):
+            raise UnknownStructureError("values")
         is_parallel = names[1:] == (None, None, None) or getattr(layer, "use_parallel_residual", False)
         multiplier = float(getattr(layer, "residual_multiplier", 1.0))
         if is_parallel and (norms[1] or norms[3] or multiplier != 1.0):
             raise UnknownStructureError("norms or factors of parallel outputs")
-        if maps == _BY_HEAD and (query or key):
+        if maps == BY_HEAD and (query or key):
             raise UnknownStructureError("norms of heads")
         return LayerPlan(
             before_attention=norms[0],
@@ -196,8 +181,8 @@ class _Recognition:
             query_key_value=self._map([self._child(attention, name) for name in maps]),
             query_norm=None if query is None else self._norm(query),
             key_norm=None if key is None else self._norm(key),
-            norms_heads=query is not None and query.weight.numel() == heads[2],
-            attention_output=self._map([self._first(attention, _ATTENTION_OUTPUT)]),
+            norms_heads=norms_heads,
+            attention_output=self._map([self._first(attention, ATTENTION_OUTPUT)]),
             mlp=self._mlp(layer),
             num_heads=heads[0],
             kv_heads=heads[1],
@@ -208,11 +193,39 @@ class _Recognition:
             rotation=written_rotation(attention) if not is_recurrent and _rotates(attention) else None,
             layer_type=types[index] if types and index is not None else None,
             is_parallel=is_parallel,
-            is_by_head=maps == _BY_HEAD,
+            is_by_head=maps == BY_HEAD,
             multiplier=multiplier,
             has_gates=not is_recurrent and self._has_gates(attention, heads),
             recurrence=recurrence,
+            value_norm=None if value is None else self._norm(value, query.weight),
+            has_equal_values=maps == EQUAL_VALUES,
+            source=-1 if maps == QUERY_ONLY else None,
+            layer_input=self._layer_input(layer),
+            factor=Factor(layer, "layer_scalar") if "layer_scalar" in layer._buffers else None,
         )
+
+    def _layer_inputs(self, decoder: Any) -> LayerInputs | None:
+        """Return the inputs of layers beside hidden states (Gemma 4)."""
+        size = getattr(decoder, "hidden_size_per_layer_input", None)
+        if not size or "embed_tokens_per_layer" not in decoder._modules:
+            return None
+        embedding = self._child(decoder, "embed_tokens_per_layer")
+        self._know(embedding)
+        projection = self._map([self._child(decoder, "per_layer_model_projection")])
+        norm = self._norm(self._child(decoder, "per_layer_projection_norm"))
+        factors = float(decoder.per_layer_model_projection_scale), float(decoder.per_layer_input_scale)
+        return LayerInputs(Called(embedding), projection, norm, factors, self.config.num_hidden_layers, size)
+
+    def _layer_input(self, layer: Any) -> LayerInput | None:
+        """Return what the layer adds last, from an input of its own."""
+        if "per_layer_input_gate" not in layer._modules:
+            return None
+        names = "per_layer_input_gate", "per_layer_projection"
+        gate, projection = (self._map([self._child(layer, name)]) for name in names)
+        activation = self._first(layer, ACTIVATION)
+        self._bypass(*([activation] if isinstance(activation, nn.Module) else []))
+        norm = self._norm(self._child(layer, "post_per_layer_input_norm"))
+        return LayerInput(gate, written_activation(activation), projection, norm)
 
     def _recurrence(self, module: Any) -> DeltaPlan | ConvolutionPlan:
         """Return the plan of a gated delta rule or of a short convolution, without its maps."""
@@ -237,8 +250,10 @@ class _Recognition:
         """Return the numbers of heads and key/value heads, and the dimensions of each."""
         config = getattr(attention, "config", self.config)
         num_heads, size = config.num_attention_heads, self._optional(attention, ("head_dim", "head_size"))
-        kv_heads = shared_value(config, "num_key_value_heads") or num_heads
-        if any(name in attention._modules for name in ("c_attn", *_BY_HEAD)):  # whatever the config says
+        kv_heads = shared_value(config, "num_key_value_heads")
+        if not kv_heads:  # layers may differ (Gemma 4)
+            kv_heads = num_heads // getattr(attention, "num_key_value_groups", 1)
+        if any(name in attention._modules for name in ("c_attn", *BY_HEAD)):  # whatever the config says
             kv_heads = num_heads
         if not isinstance(size, int):
             raise UnknownStructureError("heads")
@@ -246,7 +261,7 @@ class _Recognition:
 
     def _mlp(self, layer: nn.Module) -> Map:
         """Return the MLP, whose maps may be the layer's own (OPT); unknown ones are called as they are."""
-        own = self._optional(layer, _MLPS)
+        own = self._optional(layer, MLPS)
         found = self._known_mlp(layer if own is None else own, own is not None)
         if found is None and own is None:
             raise UnknownStructureError("MLP")
@@ -259,8 +274,8 @@ class _Recognition:
 
     def _known_mlp(self, mlp: nn.Module, is_alone: bool = True) -> MLP | None:
         """Return an MLP of a known kind; None for others, and for modules that have more if it `is_alone`."""
-        names = next((row for row in _MLP if {*row[0], row[1]} <= set(mlp._modules)), None)
-        activation = self._optional(mlp, _ACTIVATION) or (silu if "silu" in mentions(type(mlp)) else None)
+        names = next((row for row in MLP_MAPS if {*row[0], row[1]} <= set(mlp._modules)), None)
+        activation = self._optional(mlp, ACTIVATION) or (silu if "silu" in mentions(type(mlp)) else None)
         if names is None or activation is None or (is_alone and len(_but_dropouts(mlp)) > len(names[0]) + 2):
             return None
         inputs, output = names
@@ -290,9 +305,10 @@ class _Recognition:
     def _know(self, module: nn.Module) -> None:
         self.known |= {id(parameter) for parameter in module.parameters()}
 
-    def _norm(self, module: nn.Module) -> Map:
+    def _norm(self, module: nn.Module, like: torch.Tensor | None = None) -> Map:
+        """Return a norm; one without a weight, if there is none, of vectors `like` this one."""
         self._know(module)
-        norm = written_norm(module)
+        norm = written_norm(module) if like is None or module._parameters else unweighted_norm(module, like)
         if isinstance(norm, Called):
             self.calls_modules = True
         else:
@@ -350,6 +366,18 @@ def _rotates(attention: Any) -> bool:
     """Return whether queries and keys are rotated; those of EXAONE 4's layers without a window are not."""
     is_global = "is_sliding" in mentions(type(attention)) and not attention.is_sliding
     return getattr(attention, "use_rope", True) and not (is_global and attention.sliding_window is not None)
+
+
+def _set_sources(layers: Sequence[LayerPlan]) -> None:
+    """Set the numbers of the layers whose keys and values others attend to: the last of their type that stores any."""
+    found: dict[str | None, int] = {}
+    for index, layer in enumerate(layers):
+        if layer.source is None:
+            found[layer.layer_type] = index
+        elif layer.layer_type not in found:
+            raise UnknownStructureError("keys and values")
+        else:
+            layer.source = found[layer.layer_type]
 
 
 def _path(model: nn.Module, decoder: nn.Module) -> list[nn.Module]:

@@ -1,5 +1,6 @@
 """Rotary embeddings of a written-out layer."""
 
+import inspect
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -53,10 +54,15 @@ class Rotation:
 
 
 class OwnRotation:
-    """Rotary embeddings by the function of a model's own file."""
+    """
+    Rotary embeddings by the function of a model's own file, which takes queries and keys, or one of these (Gemma 4),
+    before cosines and sines.
+    """
 
     def __init__(self, function: Callable):
         self.function = function
+        parameters = inspect.signature(function).parameters.values()
+        self.takes_one = sum(item.default is inspect.Parameter.empty for item in parameters) == 3
 
     @staticmethod
     def tables(cos: torch.Tensor, sin: torch.Tensor) -> Tables:
@@ -64,6 +70,9 @@ class OwnRotation:
 
     def rotate(self, x: torch.Tensor, num_heads: int, tables: Tables) -> None:
         heads = x.transpose(0, 1)[None]
+        if self.takes_one:
+            x.copy_(self.function(heads, *tables)[0].transpose(0, 1))
+            return
         query, key = self.function(heads[:, :num_heads], heads[:, num_heads:], *tables)
         x.copy_(torch.cat([query, key], dim=1)[0].transpose(0, 1))
 

@@ -2,7 +2,7 @@
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -38,6 +38,9 @@ _MOST_TYPICAL, _MOST_RARE = 1.4, 8.0
 # needed, it bounds the difference between sums in another order.
 _LEAST_ROUNDING, _FLOAT32_ROUNDING = 0.25, 16.0
 _MOST_HEAD = 16.0  # the same for embeddings and logits, which are computed from equal states
+
+Memories = tuple[torch.Tensor, ...]  # keys and values of a layer
+Shared = dict[str, Memories]  # by type of layer, those that later layers attend to
 
 
 def check(model: PreTrainedModel, decoder: WrittenDecoder) -> None:
@@ -86,6 +89,7 @@ class _Call(NamedTuple):
     layout: StepLayout
     rows: Sequence[RowInput]  # where the cache has states
     tables: Mapping[str | None, Tables]
+    inputs: torch.Tensor | None  # [N, num_layers, size], of layers
 
 
 class _Trial:
@@ -105,6 +109,9 @@ class _Trial:
         self.configs = attention_configs(model)
         self.calls: defaultdict[int, list[_Call]] = defaultdict(list)  # by layer
         self.tables: Mapping[str | None, Tables] = {}  # of the latest forward
+        self.inputs: torch.Tensor | None = None
+        self.stored: defaultdict[int, list[Memories]] = defaultdict(list)  # by layer, of each call
+        self.shared: defaultdict[int, Shared] = defaultdict(dict)  # by call, what layers in float32 pass on
         self.output: torch.Tensor | None = None  # of the latest layer
 
     def run(self) -> None:
@@ -163,43 +170,57 @@ class _Trial:
         x = (args[0] if args else kwargs["hidden_states"])[0]
         if index == 0:
             self.tables = self.decoder.tables(x, layout.positions)
+            self.inputs = self.decoder.layer_inputs(layout.tokens, x)
             self._compare_directly("the embeddings", self.decoder.embed(layout.tokens, layout.positions), x)
         elif self.output is None or not torch.equal(x, self.output.to(x.device)):
             raise UnknownStructureError(f"values are computed between layers {index - 1} and {index}")
+        if self.inputs is not None:
+            own = args[1] if len(args) > 1 else kwargs["per_layer_input"]
+            self._compare_directly(f"the inputs of layer {index}", self.inputs[:, index], own[0])
         self.output = output
         cache = self.forward.cache
         rows = cache.step.inputs if isinstance(cache, StateCache) else ()
-        self.calls[index].append(_Call(args, kwargs, x, output, layout, rows, self.tables))
+        self.calls[index].append(_Call(args, kwargs, x, output, layout, rows, self.tables, self.inputs))
 
     def _compare_layer(self, index: int, layer: nn.Module) -> None:
         # Keys and values of their own, in the places that the forward's cache has for them.
         written, wide, errors = _beside(self.forward.cache), _beside(self.forward.cache), []
         # The copy shares the model's own configs, which select how it attends.
         in_float32 = float32_copy(layer, self.configs) if self.is_coarse else None
-        for call in self.calls.pop(index):
+        plan = self.plan.layers[index]
+        source = index if plan.source is None else plan.source
+        for number, call in enumerate(self.calls.pop(index)):
             written.layout = wide.layout = call.layout
             if isinstance(written, StateCache):
                 written.begin(call.rows, call.x.device)
-            output = run_layer(self.plan.layers[index], call.x, call.layout, written.layer(index), call.tables)
+            if plan.source is not None:
+                written.layer(source).hold(*self.stored[source][number])
+            own = None if call.inputs is None else call.inputs[:, index]
+            output = run_layer(plan, call.x, call.layout, written.layer(source), call.tables, None, own)
             expected, unit = call.output, self._unit(call.output)
             if in_float32 is not None:
-                expected = self._run_wide(in_float32, call, wide)
+                expected = self._run_wide(in_float32, call, wide, self.shared[number])
                 unit = torch.maximum(unit, _distance(call.output, expected))
             errors.append((_distance(output, expected) / unit).cpu())
+            if any(layer.source == index for layer in self.plan.layers):
+                self.stored[index].append(_copied(written.layer(index).memories))
         self._judge(index, torch.cat(errors))
 
     def _unit(self, x: torch.Tensor) -> torch.Tensor:
         """Return the least rounding error of states `[N, size]`, `[N]`."""
         return (x.norm(dim=-1, dtype=_wide(x)) * self.rounding).clamp_min(torch.finfo(torch.float32).tiny)
 
-    def _run_wide(self, layer: nn.Module, call: _Call, cache: SlotCache) -> torch.Tensor:
+    def _run_wide(self, layer: nn.Module, call: _Call, cache: SlotCache, shared: Shared) -> torch.Tensor:
         """
         Run a layer in float32, which shows how much the own layer's rounding changes: a lot where attention is steep.
+        It may add to the keys and values that layers share.
         """
-        cast = _Cast(self.forward.cache, cache)
+        cast, before = _Cast(self.forward.cache, cache, shared), dict(shared)
         kwargs = {name: cast(value) for name, value in call.kwargs.items()}
         with tree_attention_step(self.configs, call.layout):
-            return _first(layer.forward(*map(cast, call.args), **kwargs))[0]
+            output = _first(layer.forward(*map(cast, call.args), **kwargs))[0]
+        shared |= {name: _copied(item) for name, item in shared.items() if item is not before.get(name)}
+        return output
 
     def _compare_logits(self, own: torch.Tensor) -> None:
         layout = self.forward.cache.layout
@@ -234,12 +255,14 @@ class _LastingBuffer(StagingBuffer):
 class _Cast:
     """Conversion of a layer's arguments to float32, with another cache."""
 
-    def __init__(self, cache: SlotCache, other: SlotCache):
-        self.cache, self.other = cache, other
+    def __init__(self, cache: SlotCache, other: SlotCache, shared: Shared):
+        self.cache, self.other, self.shared = cache, other, shared
 
     def __call__(self, value: Any) -> Any:
         if value is self.cache:
             return self.other
+        if isinstance(value, MutableMapping):
+            return self.shared
         if isinstance(value, torch.Tensor):
             return value.float() if value.is_floating_point() else value
         if isinstance(value, (tuple, list)):
@@ -264,6 +287,11 @@ def _distance(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 def _first(output: Any) -> torch.Tensor:
     return output if isinstance(output, torch.Tensor) else output[0]
+
+
+def _copied(memories: Sequence[torch.Tensor]) -> Memories:
+    """Return copies of keys and values, to whose lines later calls write."""
+    return tuple(memory.clone() for memory in memories)
 
 
 def _beside(cache: SlotCache) -> SlotCache:

@@ -19,7 +19,7 @@ from hf_smartspec.target_model.written import packed_forward, written_decoder
 from hf_smartspec.target_model.written.recognition import make_plan
 
 from ...covering import exhaustive
-from ...models import RECURRENT, new_model
+from ...models import GEMMA_4, RECURRENT, new_model
 from .test_written import TREE, logits_of
 
 pytestmark = pytest.mark.skipif(not has_kernels(torch.float32), reason="there is no compiled code for this CPU")
@@ -27,16 +27,20 @@ pytestmark = pytest.mark.skipif(not has_kernels(torch.float32), reason="there is
 # Biases, norms of heads, of all heads together, after attention and MLP, shifted; windows, tied heads, layers without
 # rotation, parts of heads rotated, scaled residuals; layer norms, MLPs without gates, attention and MLPs side by side;
 # rotations of neighbours, in float32, soft caps; learnt positions, transposed weights, queries and keys by head; delta
-# rules, gates of heads, and short convolutions; experts, with one that is shared.
+# rules, gates of heads, and short convolutions; experts, with one that is shared; norms of values, sizes of heads by
+# layer, inputs of layers, factors of outputs, layers that attend to keys and values of others or whose values are keys.
 NAMES = "llama qwen2 qwen3 mistral gemma gemma3_text olmo2 smollm3 phi3 granite seed_oss exaone4".split()
 NAMES += "stablelm starcoder2 phi cohere glm4 ernie4_5 gemma2 gpt2 opt gpt_neox".split()
 NAMES += "qwen3_moe mixtral olmoe granitemoe qwen2_moe".split()
+NAMES += GEMMA_4
 NAMES += [name for name in ("qwen3_5_text", "lfm2", "lfm2_moe") if name in RECURRENT]
 SHORT_WINDOWS = "mistral", "gemma3_text", "exaone4"  # shorter than trees may be deep: those are masked
 # Options of those whose configs have no size of heads, or short windows by default.
 _WIDE = "phi3 stablelm phi cohere gpt_neox lfm2 lfm2_moe mixtral olmoe".split()
 OWN = {name: {"hidden_size": 64} for name in _WIDE}
 OWN |= {name: {"head_dim": 16, "sliding_window": 64} for name in ("gemma2", "starcoder2")}
+OWN |= {name: {"head_dim": 16, "global_head_dim": 32, "sliding_window": 64} for name in GEMMA_4}
+OWN |= {name: OWN[name] | {"hidden_size_per_layer_input": 16} for name in GEMMA_4 if "equal" not in name}
 OWN |= {"gpt2": {"n_embd": 64}, "opt": {"hidden_size": 64, "word_embed_proj_dim": 64}}
 # Options of these kinds.
 OPTIONS = [

@@ -17,13 +17,14 @@ from hf_smartspec.target_model.layout.rows import RowInput
 from hf_smartspec.target_model.written import packed_forward, written_decoder, written_decoders
 from hf_smartspec.target_model.written.parts import Fused
 
-from ...models import new_model, shared_model
+from ...models import GEMMA_4, new_model, shared_model
 
 WRITTEN = (
     "llama mistral qwen2 qwen3 qwen3_moe gemma gemma2 gemma3_text phi3 olmo olmo2 olmo3 mixtral granite granitemoe "
     "cohere stablelm smollm3 phi starcoder2 glm glm4 helium qwen2_moe olmoe nemotron ernie4_5 seed_oss ministral "
     "exaone4 gpt2 opt gpt_neox"
 ).split()
+WRITTEN += GEMMA_4
 TREE = DraftTree(np.array([5, 9, 7, 11]), np.array([-1, 0, 0, 2]), np.ones(4, np.float32))
 
 

@@ -1,0 +1,52 @@
+"""Names by which parts of models are recognised."""
+
+# Names of layers' norms: before attention, after it, before the MLP, after it. The first row that fits counts.
+NORMS = (
+    ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),  # GLM 4
+    ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),  # Gemma
+    (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),  # OLMo 2
+    ("input_layernorm", None, "post_attention_layernorm", None),  # Llama
+    ("input_layernorm", None, None, None),  # Cohere, Phi: attention and MLP side by side
+    ("ln_1", None, "ln_2", None),  # GPT-2
+    ("self_attn_layer_norm", None, "final_layer_norm", None),  # OPT
+    ("operator_norm", None, "ffn_norm", None),  # LFM2
+)
+LAYERS, EMBEDDING = ("layers", "h"), ("embed_tokens", "embed_in", "wte")
+POSITIONS, ROTARY = ("wpe", "embed_positions"), ("rotary_emb", "pos_emb")
+ATTENTION = "self_attn", "attention", "attn"
+RECURRENT = "linear_attn", "conv"
+BY_HEAD = ("query_key_value",)  # each head's query, key and value lie together
+EQUAL_VALUES, QUERY_ONLY = ("q_proj", "k_proj"), ("q_proj",)  # keys are values, too; those of an earlier layer
+QUERY_KEY_VALUE = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("qkv_proj",),
+    ("c_attn",),
+    BY_HEAD,
+    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    ("in_proj",),
+    EQUAL_VALUES,
+    QUERY_ONLY,
+)
+ATTENTION_OUTPUT = ("o_proj", "dense", "out_proj", "c_proj")
+QUERY_NORM, KEY_NORM, VALUE_NORM = ("q_norm", "q_layernorm"), ("k_norm", "k_layernorm"), ("v_norm",)
+MLP_MAPS = (
+    (("gate_proj", "up_proj"), "down_proj"),
+    (("gate_up_proj",), "down_proj"),
+    (("up_proj",), "down_proj"),
+    (("c_fc",), "c_proj"),
+    (("fc1",), "fc2"),
+    (("dense_h_to_4h",), "dense_4h_to_h"),
+    (("w1", "w3"), "w2"),
+)
+MLPS = ("mlp", "block_sparse_moe", "feed_forward")
+ACTIVATION = ("act_fn", "activation_fn", "act")
+FINAL_NORM = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "embedding_norm")
+
+# Attributes of modules and configs that are read here, beside those that forwards mention.
+READ = frozenset(
+    "_experts_implementation attn_logit_softcapping clip_qkv do_layer_norm_before embedding_multiplier eps "
+    "final_logit_softcapping head_dim head_size is_sliding layer_idx layer_types layerdrop logit_scale logits_scaling "
+    "max_norm num_attention_heads num_hidden_layers num_key_value_groups num_key_value_heads offset "
+    "residual_multiplier scaling sliding_window use_bidirectional_attention use_parallel_residual use_rope "
+    "variance_epsilon".split()
+)

@@ -1,0 +1,178 @@
+"""Decoders whose layers have inputs of their own, or attend to the keys and values of earlier ones (Gemma 4)."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from transformers import Gemma4Config, Gemma4ForConditionalGeneration, Gemma4TextConfig
+
+import hf_smartspec
+from hf_smartspec.cpu.few_tokens import has_kernels
+from hf_smartspec.drafts.tree import DraftTree
+from hf_smartspec.target_model.forward.packed import PackedForward
+from hf_smartspec.target_model.layout.rows import RowInput
+from hf_smartspec.target_model.support.twin import small_config
+from hf_smartspec.target_model.written import packed_forward, written_decoder
+from hf_smartspec.target_model.written.decoder import WrittenDecoder
+from hf_smartspec.target_model.written.plan import UnknownStructureError
+from hf_smartspec.target_model.written.recognition import make_plan
+from hf_smartspec.target_model.written.trial import check
+
+from ...models import CONFIGS, GEMMA_4, new_model
+from .test_compiled import by_layers, model_of, tried
+from .test_written import is_written, logits_of
+
+pytestmark = pytest.mark.skipif(not GEMMA_4, reason="this release's layers are not known")
+compiled = pytest.mark.skipif(not has_kernels(torch.float32), reason="there is no compiled code for this CPU")
+SHARED = "gemma4_text+shared"
+
+
+def are_the_models_own(model) -> bool:
+    expected, actual = logits_of(PackedForward(model)), logits_of(packed_forward(model))
+    return bool((actual - expected).abs().max() <= 1e-5 * max(expected.abs().max(), 1))
+
+
+@compiled
+@pytest.mark.parametrize("layers", [{0}, {2, 3}, {1, 4}, {-1}])
+def test_hidden_states_are_those_of_the_layers(layers):
+    model = model_of(SHARED)
+    forward, other, found = tried(model), by_layers(copy.deepcopy(model)), []
+    for item in (forward, other):
+        row = item.add()
+        with item.taps.taking(layers) as fed:
+            logits, _ = item.forward([RowInput(row, np.arange(3, 12), DraftTree.chain(np.arange(4, 7)))])
+        found.append((logits, fed[row].pieces[0].states))
+    (logits, states), (expected_logits, expected) = found
+    assert torch.equal(logits, expected_logits) and states.keys() == expected.keys() == layers
+    assert all(torch.equal(states[layer], expected[layer]) for layer in layers)
+
+
+@compiled
+@pytest.mark.parametrize(("layers", "num_early"), [(set(), 2), ({2}, 2), ({3}, 3), ({4}, 4)])
+def test_layers_without_keys_compute_no_more_than_is_asked_for(layers, num_early):
+    """Leave out tokens whose logits nobody asks for, from the first layer on that stores nothing."""
+    forward = tried(model_of(SHARED))
+    row, run = forward.add(), RowInput(forward.add(), np.arange(3, 12), DraftTree.chain(np.arange(4, 7)))
+    with forward.taps.taking(layers):
+        forward.forward([RowInput(row, np.arange(2, 7)), run])
+    programs = [item for (item,) in written_decoder(forward.model)._compiled._free.values()]
+    (program,) = [item for item in programs if (item.written.layers, item.written.room) == (layers, 32)]
+    counts = [program.token_counts[number] for number in program.written.multiplied]
+    assert counts == [17] * 6 * num_early + [5] * (6 * (4 - num_early) + 1)
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_prompts_in_parts_none_of_whose_tokens_are_kept(dtype, programs):
+    model = model_of(SHARED, dtype)
+    tried(model)
+    programs.clear()
+    forward, text = packed_forward(model, prefill_chunk=16), np.arange(3, 63)
+    logits, _ = forward.forward([RowInput(forward.add(), text)])
+    assert len(programs) > 1
+    other = by_layers(model)
+    assert torch.equal(logits, other.forward([RowInput(other.add(), text)])[0])
+
+
+@compiled
+@pytest.mark.parametrize("is_in_place", [True, False])
+@torch.no_grad()
+def test_changes_of_factors_are_seen(is_in_place):
+    model = model_of("gemma4_text")
+    forward, layer = tried(model), model.model.layers[1]
+    if is_in_place:
+        layer.layer_scalar.fill_(0.5)
+    else:
+        layer.layer_scalar = torch.full((1,), 0.5)
+    assert are_the_models_own(model) and is_written(model) and forward.model is model
+
+
+@torch.no_grad()
+def test_hooks_of_further_embeddings_are_called():
+    model = new_model("gemma4_text")
+    assert is_written(model)
+    before = logits_of(packed_forward(model))
+    model.model.embed_tokens_per_layer.register_forward_hook(lambda module, args, output: output * 2)
+    assert is_written(model) and are_the_models_own(model)
+    assert not torch.equal(before, logits_of(packed_forward(model)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
+        {"use_bidirectional_attention": "all"},
+    ],
+)
+def test_further_parts_are_left_to_the_models_own_forward(options):
+    with pytest.raises(UnknownStructureError):
+        make_plan(new_model("gemma4_text", **options))
+
+
+def test_models_that_see_are_left_to_their_own_forward():
+    """Which looks up another token in place of one that stands for an image."""
+    text = Gemma4TextConfig(**CONFIGS["gemma4_text"][1])
+    model = Gemma4ForConditionalGeneration(Gemma4Config(text_config=text, vision_config=None, audio_config=None))
+    with pytest.raises(UnknownStructureError, match="images"):
+        make_plan(model)
+
+
+def _without_factor(layer):
+    layer.factor = None
+
+
+def _without_projection(layer):
+    layer.layer_input.norm = torch.zeros_like
+
+
+def _with_keys_of_another(layer):
+    layer.source = 0
+
+
+def _with_values_as_they_are(layer):
+    layer.value_norm = None
+
+
+_TWO_SOURCES = {"layer_types": [f"{kind}_attention" for kind in "sliding sliding full sliding full".split()]}
+WRONG = {
+    "no factor": (1, _without_factor, "gemma4_text", {}),
+    "no inputs": (1, _without_projection, "gemma4_text", {}),
+    "keys of another layer": (3, _with_keys_of_another, SHARED, _TWO_SOURCES | {"num_hidden_layers": 5}),
+    "values without norms": (1, _with_values_as_they_are, "gemma4_text+equal", {}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("wrong", WRONG)
+@torch.no_grad()
+def test_wrong_arithmetic_is_found(wrong, dtype):
+    layer, change, name, options = WRONG[wrong]
+    model = new_model(name, dtype=dtype, **options)
+    check(model, WrittenDecoder(make_plan(model)[0]))
+    plan = make_plan(model)[0]
+    change(plan.layers[layer])
+    with pytest.raises(UnknownStructureError, match=f"layer {layer} differs"):
+        check(model, WrittenDecoder(plan))
+
+
+def test_twins_have_layers_that_share():
+    """A few of all types that store keys and values, and as many that attend to these."""
+    types = (["sliding_attention"] * 4 + ["full_attention"]) * 7
+    config = Gemma4TextConfig(num_hidden_layers=35, layer_types=types, num_kv_shared_layers=20)
+    twin = small_config(config)
+    assert (twin.num_hidden_layers, twin.num_kv_shared_layers) == (10, 5) and twin.layer_types == types[:10]
+    config = Gemma4TextConfig(num_hidden_layers=35, layer_types=types, num_kv_shared_layers=2)
+    assert (small_config(config).num_hidden_layers, small_config(config).num_kv_shared_layers) == (10, 2), "ends alike"
+
+
+@pytest.mark.parametrize("name", GEMMA_4)
+def test_texts_longer_than_windows_are_those_of_plain_decoding(name):
+    model = new_model(name, **({} if name == "gemma4_text" else {"head_dim": 16}))
+    tokens = torch.randint(3, 97, (3, 10), generator=torch.Generator().manual_seed(0)).repeat(1, 2)
+    mask = (torch.arange(20) >= torch.tensor([[7], [0], [12]])).long()
+    inputs = {"input_ids": tokens * mask, "attention_mask": mask, "max_new_tokens": 24, "do_sample": False}
+    expected = model.generate(**inputs)
+    with hf_smartspec.enabled(model):
+        assert torch.equal(model.generate(**inputs, assistant="prompt_lookup"), expected)
+    assert is_written(model)
