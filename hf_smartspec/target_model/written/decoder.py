@@ -88,8 +88,9 @@ class WrittenDecoder:
         """
         # Not in inference mode if modules are called: they may keep what they compute, and be trained later.
         with torch.no_grad() if self.plan.calls_modules else torch.inference_mode():
-            x = self.embed(layout.tokens, layout.positions)
-            inputs = self.layer_inputs(layout.tokens, x)
+            tokens = self.read(layout.tokens)
+            x = self.embed(tokens, layout.positions)
+            inputs = self.layer_inputs(tokens, x)
             given = DecoderInput(x, layout, cache, self.tables(x, layout.positions), features, inputs)
             compiled = self._compiled
             if compiled is None or (keep is not None and layers is None) or not compiled.serves(layout, cache):
@@ -137,6 +138,10 @@ class WrittenDecoder:
             keep(-1, x)
             return self.logits(x if lines is None else x[lines])
         return self.logits(plan.final_norm(x if lines is None else x[lines]))
+
+    def read(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the tokens whose embeddings the decoder reads, `[1, N]` like the given ones."""
+        return tokens if self.plan.placeholders is None else self.plan.placeholders(tokens)
 
     def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Look up tokens, and positions where they are learnt, `[1, N]` each; return `[N, hidden_size]`."""

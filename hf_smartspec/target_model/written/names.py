@@ -44,9 +44,9 @@ FINAL_NORM = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "embedding_
 
 # Attributes of modules and configs that are read here, beside those that forwards mention.
 READ = frozenset(
-    "_experts_implementation attn_logit_softcapping clip_qkv do_layer_norm_before embedding_multiplier eps "
-    "final_logit_softcapping head_dim head_size is_sliding layer_idx layer_types layerdrop logit_scale logits_scaling "
-    "max_norm num_attention_heads num_hidden_layers num_key_value_groups num_key_value_heads offset "
-    "residual_multiplier scaling sliding_window use_bidirectional_attention use_parallel_residual use_rope "
-    "variance_epsilon".split()
+    "_experts_implementation attn_logit_softcapping audio_token_id clip_qkv do_layer_norm_before embedding_multiplier "
+    "eps final_logit_softcapping head_dim head_size image_token_id is_sliding layer_idx layer_types layerdrop "
+    "logit_scale logits_scaling max_norm num_attention_heads num_hidden_layers num_key_value_groups "
+    "num_key_value_heads offset pad_token_id residual_multiplier scaling sliding_window use_bidirectional_attention "
+    "use_parallel_residual use_rope variance_epsilon video_token_id".split()
 )

@@ -11,6 +11,7 @@ from .convolution import ConvolutionPlan
 from .delta import DeltaPlan
 from .layer_inputs import Factor, LayerInput, LayerInputs
 from .parts import Fused, Map, Positions, Transposed
+from .placeholders import Placeholders
 from .rotations import OwnRotation, Rotation
 
 
@@ -97,6 +98,7 @@ class DecoderPlan:
         features (`FeaturePlan`, *optional*): Input of the first layer, for heads.
         positions (`Callable`, *optional*): Learnt embeddings of positions.
         layer_inputs (`Callable`, *optional*): Inputs of each layer beside hidden states.
+        placeholders (`Callable`, *optional*): Tokens that are replaced before embeddings are looked up.
     """
 
     embedding: Map
@@ -112,3 +114,4 @@ class DecoderPlan:
     features: FeaturePlan | None = None
     positions: Positions | None = None
     layer_inputs: LayerInputs | None = None
+    placeholders: Placeholders | None = None

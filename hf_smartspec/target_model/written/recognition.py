@@ -41,6 +41,7 @@ from .names import (
 )
 from .norms import unweighted_norm, written_norm
 from .parts import Called, Fused, Map, Positions, Transposed, is_plain_map, written_map
+from .placeholders import placeholders_of
 from .plan import DecoderPlan, LayerPlan, UnknownStructureError
 from .rotations import written_rotation
 
@@ -90,8 +91,6 @@ class _Recognition:
         all_layers = layers_of(decoder)
         around = _path(self.model, decoder)
         self._bypass(*around, decoder, all_layers, *_dropouts(decoder.children()))
-        if any("get_per_layer_inputs" in mentions(type(module)) for module in around):
-            raise UnknownStructureError("tokens of images are replaced")  # Gemma 4
         if getattr(self.config, "use_bidirectional_attention", None) in (True, "all"):
             raise UnknownStructureError("tokens attend to later ones")
         if getattr(self.config, "clip_qkv", None) is not None:
@@ -125,6 +124,7 @@ class _Recognition:
             calls_modules=self.calls_modules,
             positions=positions,
             layer_inputs=self._layer_inputs(decoder),
+            placeholders=placeholders_of(self.model, around),
         )
         self._check_parameters(decoder, all_layers[len(layers) :])
         self._check_forwards(decoder, *self.bodies)

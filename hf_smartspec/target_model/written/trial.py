@@ -170,8 +170,9 @@ class _Trial:
         x = (args[0] if args else kwargs["hidden_states"])[0]
         if index == 0:
             self.tables = self.decoder.tables(x, layout.positions)
-            self.inputs = self.decoder.layer_inputs(layout.tokens, x)
-            self._compare_directly("the embeddings", self.decoder.embed(layout.tokens, layout.positions), x)
+            tokens = self.decoder.read(layout.tokens)
+            self.inputs = self.decoder.layer_inputs(tokens, x)
+            self._compare_directly("the embeddings", self.decoder.embed(tokens, layout.positions), x)
         elif self.output is None or not torch.equal(x, self.output.to(x.device)):
             raise UnknownStructureError(f"values are computed between layers {index - 1} and {index}")
         if self.inputs is not None:

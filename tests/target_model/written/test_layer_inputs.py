@@ -21,7 +21,7 @@ from hf_smartspec.target_model.written.trial import check
 
 from ...models import CONFIGS, GEMMA_4, new_model
 from .test_compiled import by_layers, model_of, tried
-from .test_written import is_written, logits_of
+from .test_written import TREE, are_near, is_written, logits_of
 
 pytestmark = pytest.mark.skipif(not GEMMA_4, reason="this release's layers are not known")
 compiled = pytest.mark.skipif(not has_kernels(torch.float32), reason="there is no compiled code for this CPU")
@@ -29,8 +29,7 @@ SHARED = "gemma4_text+shared"
 
 
 def are_the_models_own(model) -> bool:
-    expected, actual = logits_of(PackedForward(model)), logits_of(packed_forward(model))
-    return bool((actual - expected).abs().max() <= 1e-5 * max(expected.abs().max(), 1))
+    return are_near(logits_of(packed_forward(model)), logits_of(PackedForward(model)))
 
 
 @compiled
@@ -110,12 +109,21 @@ def test_further_parts_are_left_to_the_models_own_forward(options):
         make_plan(new_model("gemma4_text", **options))
 
 
-def test_models_that_see_are_left_to_their_own_forward():
-    """Which looks up another token in place of one that stands for an image."""
+@torch.no_grad()
+def test_models_that_see_read_padding_in_place_of_images():
+    """A text may hold such a token without an image, and a model may pick one."""
     text = Gemma4TextConfig(**CONFIGS["gemma4_text"][1])
-    model = Gemma4ForConditionalGeneration(Gemma4Config(text_config=text, vision_config=None, audio_config=None))
-    with pytest.raises(UnknownStructureError, match="images"):
-        make_plan(model)
+    tokens = {"image_token_id": 5, "video_token_id": 24, "audio_token_id": 6}
+    config = Gemma4Config(text_config=text, vision_config=None, audio_config=None, **tokens)
+    torch.manual_seed(0)
+    model = hf_smartspec.enable(Gemma4ForConditionalGeneration(config).eval())
+    assert {5, 24, 6} <= {*range(3, 24 + 1), *TREE.tokens.tolist()}, "texts and drafts have them"
+    assert is_written(model) and are_the_models_own(model)
+    inputs = {"input_ids": torch.tensor([[3, 5, 7, 24, 6, 3, 5, 7]]), "max_new_tokens": 20, "do_sample": False}
+    assert torch.equal(model.generate(**inputs, assistant="prompt_lookup"), model.generate(**inputs))
+    before = logits_of(packed_forward(model))
+    model.config.image_token_id = 9
+    assert are_the_models_own(model) and not torch.equal(before, logits_of(packed_forward(model)))
 
 
 def _without_factor(layer):
