@@ -28,7 +28,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
     "dots3_note_text": {"swa_head_dim": 16},
-    "gemma3n_text": {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8},
+    "gemma3n_text": {"vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},

@@ -99,13 +99,13 @@ class Drafting:
             if self.policy.rests(names):
                 return self._without_drafts(rows, start)
             asks_first = self.policy.asks_first(names)
-        first = self._ask_first(rows) if asks_first else None
-        if first is not None and first.are_empty:
-            return self._without_drafts(rows, start, has_asked=True)
         observed = self.statistics.seconds_observe - self._seconds_meanwhile
         if self._has_learnt:
             self._seconds_learning = observed - self._seconds_observed
         self._seconds_observed = observed
+        first = self._ask_first(rows) if asks_first else None
+        if first is not None and first.are_empty:
+            return self._without_drafts(rows, start, has_asked=True)
         self._seconds_assigned = self.statistics.seconds_select
         with self._timed("seconds_select"):
             step = policy_rows(rows, feeds, num_waiting, self.policy, self._lengths)
@@ -133,7 +133,7 @@ class Drafting:
         """
         Return what the first source proposes; None where the policy is called before it: for sources that draft by
         level, such as a later one where the first has failed, for those that need hidden states or scores, and for rows
-        with different sources.
+        with different sources. Drafts are cut later to what namespaces that share the step may have.
         """
         cost = rows[0].chain.costs[0]
         if cost.is_autoregressive or cost.follows_target:

@@ -5,6 +5,7 @@ import pytest
 
 import hf_smartspec
 from hf_smartspec import DraftTree, Engine, SmartSpecConfig
+from hf_smartspec.decoding.drafting import Drafting
 from hf_smartspec.drafts.merge import join
 from hf_smartspec.goodput import DraftCost, FixedLength, GoodputAuction, NoSpeculation, StepOutcome, StepSeconds
 from hf_smartspec.goodput.policy import Stage, StepRows
@@ -325,6 +326,40 @@ def test_what_was_proposed_first_is_verified_and_asked_for_once(sizes, most):
     assert policy.num_empty > 0 and all(policy.sizes[1:-1]), "the policy decides where something was proposed"
     assert max(policy.sizes) == most, "no more than the policy allows"
     assert source.num_calls <= policy.num_empty + len(policy.sizes), "none is asked twice in a step"
+
+
+def test_the_time_of_learning_counts_also_where_the_next_step_finds_nothing(monkeypatch):
+    model, batch, policy, learning = tiny_llama(), prompts([5]), Eager(), []
+    count = Drafting._count_as_drafting
+    monkeypatch.setattr(
+        Drafting, "_count_as_drafting", lambda self, *args: (learning.append(args[2:]), count(self, *args))[1]
+    )
+    asked = {**batch, "max_new_tokens": 30, "do_sample": False}
+    source = SeldomKnowing(model.generate(**asked), batch["attention_mask"])
+    with hf_smartspec.enabled(model):
+        model.generate(**asked, assistant=SmartSpecConfig(source, policy=policy))
+    seconds = [args[0] for args in learning if args]  # the first is that of the prompt
+    assert len(seconds) > 3 and all(number > 0 for number in seconds[2:])
+
+
+class Choosing(SeldomKnowing):
+    """Has another source draft for long prompts."""
+
+    def choose(self, requests):
+        return [self.other if len(request.prompt) > 6 else self for request in requests]
+
+
+def test_rows_with_different_sources_are_not_asked_before_the_policy():
+    model, batch, policy = tiny_llama(), prompts([5, 9]), Eager()
+    asked = {**batch, "max_new_tokens": 30, "do_sample": False}
+    expected = model.generate(**asked)
+    kinds = Choosing, type("Other", (SeldomKnowing,), {})
+    source, other = (cls(expected, batch["attention_mask"]) for cls in kinds)
+    source.other, policy.asks_first = other, lambda request_ids: len(request_ids) == 2
+    with hf_smartspec.enabled(model):
+        actual = model.generate(**asked, assistant=SmartSpecConfig(source, policy=policy))
+    assert actual.tolist() == expected.tolist()
+    assert source.num_calls and other.num_calls and not policy.num_empty
 
 
 class Failing(SeldomKnowing):

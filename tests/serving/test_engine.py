@@ -10,7 +10,7 @@ from hf_smartspec.goodput import GoodputAuction
 from ..costs import UnmovedCost
 from ..covering import exhaustive
 from ..generate.helpers import EOS, VOCAB_SIZE, Oracle, Spy, noisy_copy, set_special_tokens, tiny_llama
-from ..models import new_model
+from ..models import GEMMA_4, new_model
 from .helpers import TIMEOUT, Asked, all_alone, change_weights_while_running, check_all, random_requests, suffix
 
 
@@ -40,7 +40,9 @@ def test_many_requests_with_their_own_settings(model, many, max_batch_size, max_
     assert (statistics.steps > statistics.forwards) == (max_batch_size > 1)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", *exhaustive(["gpt2"], ["mistral"], ["stablelm"])])
+@pytest.mark.parametrize(
+    "architecture", ["llama", "gemma3_text", *GEMMA_4[1:2], *exhaustive(["gpt2"], ["mistral"], ["stablelm"])]
+)
 def test_architectures_and_sources(architecture):
     model = set_special_tokens(new_model(architecture), EOS)
     long = [Asked([(7 * i) % 30 + 3 for i in range(150)], {"max_new_tokens": 12})]  # a part of its own in attention

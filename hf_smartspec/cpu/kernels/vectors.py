@@ -179,7 +179,7 @@ class Pairs(Lanes):
 class Widened(Pairs):
     """
     `Pairs` for CPUs that multiply float32 only: the first of all neighbours are widened and multiplied, and in a second
-    turn the others. Each takes one instruction, where vectors of neighbours would take two.
+    turn the others. Widening a vector takes one instruction so, and two where its numbers stay neighbours.
     """
 
     turns = 2

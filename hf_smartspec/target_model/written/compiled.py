@@ -252,8 +252,12 @@ def _can_compile_layer(plan: LayerPlan, dtype: torch.dtype) -> bool:
         and isinstance(mlp.activation, int)
         and all(_is_plain(item, dtype) for item in (plan.query_key_value, plan.attention_output, *mlp.products))
         and (extra is None or _can_compile_input(extra, dtype))
-        and (plan.factor is None or plan.factor.number().dtype is dtype)
+        and (plan.factor is None or _is_number(plan.factor.number(), dtype))
     )
+
+
+def _is_number(factor: torch.Tensor, dtype: torch.dtype) -> bool:
+    return factor.dtype is dtype and factor.numel() == 1
 
 
 def _can_compile_input(plan: LayerInput, dtype: torch.dtype) -> bool:

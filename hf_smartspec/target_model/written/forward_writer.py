@@ -26,10 +26,11 @@ from .rotations import Rotation
 
 class ForwardWriter:
     """
-    Writer of the operators of a forward of up to `room` tokens. That of heads begins with the target's hidden states if
-    it `reads_states`, or else with features. With a `screen` of the head, it ends with the best tokens in place of
-    logits. Of tokens that are not kept, the last layer computes queries, keys and values only; layers that have none of
-    these after all others compute nothing. Weights are read from their `compact` copies, where there are any.
+    Writer of the operators of a forward of up to `room` tokens. That of heads begins with the target's hidden states
+    if it `reads_states`, or else with features. With a `screen` of the head, it ends with the best tokens in place of
+    logits. Of tokens that are not kept, the last layer computes queries, keys and values only; the last layers, if
+    they have no keys and values of their own, compute nothing for these. Weights are read from their `compact` copies,
+    where there are any.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class ForwardWriter:
         self.attended = self.new(max([*sizes, self.queries.shape[1]]))
         maps: list[Any] = [item.query_key_value for item in layers if not isinstance(item.recurrence, DeltaPlan)]
         equal: list[Any] = [layer for layer in layers if layer.has_equal_values]  # of these, norms fill `states`
-        self.states = self.new(max([*(item.shape[0] for item in maps), *map(width_of, equal)], default=0))
+        self.states = self.new(max([*(item.shape[0] for item in maps), *map(_width_of, equal)], default=0))
         self.raw = self.new(max([layer.query_key_value.shape[0] for layer in equal], default=0))
         mlps: list[Any] = [layer.mlp for layer in layers if isinstance(layer.mlp, MLP)]
         mlps += [layer.mlp.shared[0] for layer in layers if isinstance(layer.mlp, Experts) and layer.mlp.shared]
@@ -113,8 +114,8 @@ class ForwardWriter:
     @property
     def _first_kept(self) -> int:
         """
-        Return the first layer of whose results those of tokens that are not kept are needed by nobody, neither layers
-        nor those who ask for states; of heads nobody does.
+        Return the first layer that may leave out tokens that are not kept: neither later layers nor those who ask for
+        hidden states need more of it. Of heads nobody asks.
         """
         layers, last = self.plan.layers, len(self.plan.layers) - 1
         if layers[-1].recurrence is not None:
@@ -271,7 +272,10 @@ class ForwardWriter:
         maps: Any = plan.query_key_value
         raw = self.raw if plan.has_equal_values else self.states
         self.multiply(maps, normed, raw)
-        step, stride = 2 if plan.has_gates else 1, width_of(plan)  # from one query to the next, and to the next token's
+        step, stride = (
+            2 if plan.has_gates else 1,
+            _width_of(plan),
+        )  # from one query to the next, and to the next token's
         values = step * heads + kv_heads
         for norm, first, place, number, apart in (
             (plan.query_norm, 0, 0, heads, step),
@@ -369,7 +373,7 @@ def _places(plan: LayerPlan) -> dict[str, int]:
     return dict(zip(("width", "query_step", "key_place", "key_step", "value_place", "value_step"), places))
 
 
-def width_of(plan: LayerPlan) -> int:
+def _width_of(plan: LayerPlan) -> int:
     """Return how many numbers a token's queries, keys and values have."""
     return _places(plan)["width"] * plan.head_dim
 

@@ -16,8 +16,11 @@ class LayerInputs:
 
     Args:
         embedding (`Callable`): Returns `[1, N, num_layers * size]`.
-        norm (`Callable`): Norm of each layer's input.
-        factors (pair of `float`): By which products are rounded where the model rounds them.
+        projection (`Callable`): Map of `[N, hidden_size]` to `[N, num_layers * size]`.
+        norm (`Callable`): Norm of each layer's input, of the last of its dimensions.
+        factors (pair of `float`): What the projection and the sum are multiplied by.
+        num_layers (`int`): Number of layers.
+        size (`int`): Size of the input of each.
     """
 
     def __init__(
@@ -28,8 +31,8 @@ class LayerInputs:
 
     def __call__(self, tokens: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Return inputs `[N, num_layers, size]`, from tokens `[1, N]` and their embeddings `[N, hidden_size]`."""
-        projected = self.norm((self.projection(x) * self.factors[0]).view(-1, self.num_layers, self.size))
-        return (projected + self.embedding(tokens)[0].view(projected.shape)).mul_(self.factors[1])
+        projected = self.projection(x).mul_(self.factors[0]).view(-1, self.num_layers, self.size)
+        return (self.norm(projected) + self.embedding(tokens)[0].view(projected.shape)).mul_(self.factors[1])
 
 
 class LayerInput:

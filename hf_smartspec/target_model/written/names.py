@@ -42,7 +42,7 @@ MLPS = ("mlp", "block_sparse_moe", "feed_forward")
 ACTIVATION = ("act_fn", "activation_fn", "act")
 FINAL_NORM = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "embedding_norm")
 
-# Attributes of modules and configs that are read here, beside those that forwards mention.
+# Attributes of modules and configs that recognition reads, beside those that forwards mention.
 READ = frozenset(
     "_experts_implementation attn_logit_softcapping audio_token_id clip_qkv do_layer_norm_before embedding_multiplier "
     "eps final_logit_softcapping head_dim head_size image_token_id is_sliding layer_idx layer_types layerdrop "

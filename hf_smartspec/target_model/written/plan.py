@@ -52,7 +52,7 @@ class LayerPlan:
     recurrence: DeltaPlan | ConvolutionPlan | None = None  # in place of attention
     value_norm: Map | None = None  # of each head
     has_equal_values: bool = False  # whether values are keys, before the norms and rotation of these
-    source: int | None = None
+    source: int | None = None  # while a model is recognised, -1 for a layer that is not known yet
     layer_input: LayerInput | None = None
     factor: Factor | None = None  # of the layer's output
 

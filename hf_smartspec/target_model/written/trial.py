@@ -2,7 +2,7 @@
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -40,6 +40,7 @@ _LEAST_ROUNDING, _FLOAT32_ROUNDING = 0.25, 16.0
 _MOST_HEAD = 16.0  # the same for embeddings and logits, which are computed from equal states
 
 Memories = tuple[torch.Tensor, ...]  # keys and values of a layer
+_SHARED = "shared_kv_states"  # the argument of layers that holds these
 Shared = dict[str, Memories]  # by type of layer, those that later layers attend to
 
 
@@ -203,7 +204,7 @@ class _Trial:
                 expected = self._run_wide(in_float32, call, wide, self.shared[number])
                 unit = torch.maximum(unit, _distance(call.output, expected))
             errors.append((_distance(output, expected) / unit).cpu())
-            if any(layer.source == index for layer in self.plan.layers):
+            if any(other.source == index for other in self.plan.layers):
                 self.stored[index].append(_copied(written.layer(index).memories))
         self._judge(index, torch.cat(errors))
 
@@ -216,8 +217,8 @@ class _Trial:
         Run a layer in float32, which shows how much the own layer's rounding changes: a lot where attention is steep.
         It may add to the keys and values that layers share.
         """
-        cast, before = _Cast(self.forward.cache, cache, shared), dict(shared)
-        kwargs = {name: cast(value) for name, value in call.kwargs.items()}
+        cast, before = _Cast(self.forward.cache, cache), dict(shared)
+        kwargs = {name: shared if name == _SHARED else cast(value) for name, value in call.kwargs.items()}
         with tree_attention_step(self.configs, call.layout):
             output = _first(layer.forward(*map(cast, call.args), **kwargs))[0]
         shared |= {name: _copied(item) for name, item in shared.items() if item is not before.get(name)}
@@ -256,14 +257,12 @@ class _LastingBuffer(StagingBuffer):
 class _Cast:
     """Conversion of a layer's arguments to float32, with another cache."""
 
-    def __init__(self, cache: SlotCache, other: SlotCache, shared: Shared):
-        self.cache, self.other, self.shared = cache, other, shared
+    def __init__(self, cache: SlotCache, other: SlotCache):
+        self.cache, self.other = cache, other
 
     def __call__(self, value: Any) -> Any:
         if value is self.cache:
             return self.other
-        if isinstance(value, MutableMapping):
-            return self.shared
         if isinstance(value, torch.Tensor):
             return value.float() if value.is_floating_point() else value
         if isinstance(value, (tuple, list)):

@@ -11,7 +11,7 @@ from hf_smartspec.goodput import FixedLength
 
 from ...covering import exhaustive
 from ...generate.helpers import VOCAB_SIZE, noisy_copy, tiny_llama
-from ...models import new_model, noisy_model, shared_model
+from ...models import GEMMA_4, new_model, noisy_model, shared_model
 from ...watching import Watching
 from ..helpers import TIMEOUT, Asked, all_at_once, check_all, suffix
 from .sharing import FIRST, LONG, LONGER, PREFIX, alike, begin, check_rows, end, end_all
@@ -71,7 +71,9 @@ def test_compiled_decoders(together):
     assert len(together) > 10
 
 
-@pytest.mark.parametrize("architecture", ["gemma3_text", *exhaustive(["starcoder2"], ["gemma2"], ["mistral"])])
+@pytest.mark.parametrize(
+    "architecture", ["gemma3_text", *GEMMA_4[1:2], *exhaustive(["starcoder2"], ["gemma2"], ["mistral"])]
+)
 def test_models_that_do_not_see_everything_alike_copy(together, architecture):
     model, base = shared_model(architecture), Asked(FIRST, LONG)
     with Engine(model, suffix()) as engine:

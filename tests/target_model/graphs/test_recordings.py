@@ -14,7 +14,7 @@ from hf_smartspec.target_model.written import packed_forward
 
 from ...candidates.models import checks
 from ...generate.helpers import noisy_copy, prompts, tiny_llama
-from ...models import new_model, shared_model
+from ...models import GEMMA_4, new_model, shared_model
 from ...recorder import OperationRecorder
 from ..attention.test_varlen import calls  # noqa: F401
 
@@ -40,7 +40,7 @@ class Steps:
 
 
 @pytest.mark.parametrize("source", ["none", "prompt_lookup", "suffix", "chain", "tree"])
-@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", *GEMMA_4])
 def test_tokens_are_those_of_plain_decoding(recorders, architecture, source):
     model = new_model(architecture)
     draft = noisy_copy(model, 0.03)

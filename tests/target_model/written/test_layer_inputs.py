@@ -126,6 +126,16 @@ def test_models_that_see_read_padding_in_place_of_images():
     assert are_the_models_own(model) and not torch.equal(before, logits_of(packed_forward(model)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_towers_for_images_and_sounds_are_left_alone(dtype):
+    text = Gemma4TextConfig(**CONFIGS[SHARED][1])
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = sizes | {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 32}
+    audio = sizes | {"output_proj_dims": 32}
+    config = Gemma4Config(text_config=text, vision_config=vision, audio_config=audio)
+    assert is_written(Gemma4ForConditionalGeneration(config).to(dtype).eval())
+
+
 def _without_factor(layer):
     layer.factor = None
 
