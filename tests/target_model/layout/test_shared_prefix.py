@@ -25,7 +25,7 @@ MODELS = {
     "written out": (lambda: shared_model("llama", dtype=torch.float64), packed_forward, 1e-9),
     "llama": (lambda: shared_model("llama", dtype=torch.float64), PackedForward, 1e-9),
     "opt": (lambda: shared_model("opt", dtype=torch.float64), PackedForward, 1e-9),
-    "gpt_oss": (lambda: new_model("gpt_oss", **_SINKS), PackedForward, 1e-5),
+    "gpt_oss": (lambda: new_model("gpt_oss", dtype=torch.float64, **_SINKS), PackedForward, 1e-9),
     "gpt_oss, compiled attention": (lambda: new_model("gpt_oss", head_dim=16, **_SINKS), PackedForward, 1e-5),
     "compiled attention": (lambda: new_model("llama", head_dim=16), packed_forward, 1e-5),  # float32
 }
