@@ -120,7 +120,7 @@ def said(monkeypatch):
 
 def test_who_waits_for_the_compiler_is_told_once(package, said, tmp_path, monkeypatch):
     call_anew()
-    assert said == ["Compiling inner loops, for about half a minute, once per installation."]
+    assert said == ["Compiling inner loops, for half a minute to two, once per installation."]
     monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path / "another folder"))
     call_anew()
     write_factor(package, 3)

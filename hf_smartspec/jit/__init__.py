@@ -198,7 +198,7 @@ def announce(is_kept: bool) -> None:
     kept = "once per installation"
     if not is_kept:
         kept = "in every process (no folder can be written; `NUMBA_CACHE_DIR` names one)"
-    logger.info(f"Compiling inner loops, for about half a minute, {kept}.")
+    logger.info(f"Compiling inner loops, for half a minute to two, {kept}.")
 
 
 class _Progress:

@@ -125,8 +125,9 @@ def test_any_number_of_tokens(dtype, programs):
 
 
 @pytest.mark.parametrize("layers", [{0}, {1, 2}, {-1}, {-1, 0, 2}])
-def test_hidden_states_are_those_of_the_layers(layers):
-    model = model_of("llama")
+@pytest.mark.parametrize("name", ["llama", *GEMMA_4[1:2]])
+def test_hidden_states_are_those_of_the_layers(name, layers):
+    model = model_of(name)
     forward, other = tried(model), by_layers(copy.deepcopy(model))
     found = []
     for item in (forward, other):
