@@ -135,6 +135,8 @@ class Drafting:
         level, such as a later one where the first has failed, for those that need hidden states or scores, and for rows
         with different sources. Drafts are cut later to what namespaces that share the step may have.
         """
+        if not rows:
+            return None
         cost = rows[0].chain.costs[0]
         if cost.is_autoregressive or cost.follows_target:
             return None
@@ -224,7 +226,7 @@ class Drafting:
         if not asked:
             return trees
         found = self._proposals(stage.position, asked, price) if known is None else known
-        proposals = found.within(asked)
+        proposals = found.trees if known is None else known.within(asked)
         stage.seconds += found.seconds
         with self._timed("seconds_select"):
             before = self.clock()

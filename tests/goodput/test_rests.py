@@ -343,7 +343,7 @@ def test_the_time_of_learning_counts_also_where_the_next_step_finds_nothing(monk
 
 
 class Choosing(SeldomKnowing):
-    """Has another source draft for long prompts."""
+    """Source that has another one draft for long prompts."""
 
     def choose(self, requests):
         return [self.other if len(request.prompt) > 6 else self for request in requests]

@@ -36,7 +36,7 @@ class LayerInputs:
 
 
 class LayerInput:
-    """What a layer adds to hidden states last: `norm(projection(activation(gate(x)) * given))`."""
+    """Summand that a layer adds to hidden states last: `norm(projection(activation(gate(x)) * given))`."""
 
     def __init__(self, gate: Map, activation: int | Map, projection: Map, norm: Map):
         self.gate, self.activation, self.projection, self.norm = gate, activation, projection, norm

@@ -94,7 +94,7 @@ def test_further_parts_are_left_to_the_models_own_forward(options):
 
 @torch.no_grad()
 def test_models_that_see_read_padding_in_place_of_images():
-    """A text may hold such a token without an image, and a model may pick one."""
+    """Replace such tokens also where there is no image: a text may hold them, and a model may pick one."""
     text = Gemma4TextConfig(**CONFIGS["gemma4_text"][1])
     tokens = {"image_token_id": 5, "video_token_id": 24, "audio_token_id": 6}
     config = Gemma4Config(text_config=text, vision_config=None, audio_config=None, **tokens)
@@ -158,7 +158,7 @@ def test_wrong_arithmetic_is_found(wrong, dtype):
 
 
 def test_twins_have_layers_that_share():
-    """A few of all types that store keys and values, and as many that attend to these."""
+    """Keep a few layers of all types that store keys and values, and as many that attend to these."""
     types = (["sliding_attention"] * 4 + ["full_attention"]) * 7
     config = Gemma4TextConfig(num_hidden_layers=35, layer_types=types, num_kv_shared_layers=20)
     twin = small_config(config)
