@@ -17,8 +17,9 @@ from .kernels.dots import GROUP, SIDE
 from .kernels.program import BOUND, LEVELS, PICK, SCORE
 from .kernels.screen import CHUNK, MOST
 from .program import DTYPES, Program
+from .quantized.levels import dequantized, in_blocks, to_levels
 from .quantized.native import Rounded, blocks_of, num_groups
-from .quantized.product import dequantized, has_right_kernels, in_blocks, to_levels
+from .quantized.product import has_right_kernels
 from .tensor_checks import has_sums_of_bits, is_plain, sums_of_bits, version_of
 from .threads import share_of
 

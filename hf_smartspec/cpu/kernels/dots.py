@@ -1,6 +1,9 @@
-"""Sums of products of int8 numbers, scaled by group: with the CPU's dot products of int8 (VNNI), or with AVX2 alone."""
+"""
+Sums of products of int8 numbers, scaled by group, with weights in eight or four bits: with the CPU's dot products of int8
+(VNNI), or with AVX2 alone.
+"""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from llvmlite import ir  # type: ignore[import-untyped]
@@ -13,8 +16,9 @@ SIDE = 16  # outputs of a block, whose weights lie together
 GROUP, PART = 64, 32  # neighbouring inputs that have one scale in a weight, and in a token
 PARTS = GROUP // PART
 OFFSET = 128  # added to weights, since the instruction multiplies unsigned by signed numbers
+_IN_BYTES = 8  # neighbouring inputs of an output, whose codes lie in four bytes
 _TOGETHER = 4  # neighbouring inputs of an output, whose products one instruction adds up
-BLOCK = SIDE * GROUP  # bytes of a block's weights for one group
+BLOCK, SMALL_BLOCK = SIDE * GROUP, SIDE * GROUP // 2  # bytes of a block's weights for one group, in eight bits and in four
 
 
 class _Instructions(NamedTuple):
@@ -26,7 +30,7 @@ class _Instructions(NamedTuple):
 _INSTRUCTIONS = {  # the fastest first
     "avx512": _Instructions(("+avx512vnni", "+avx512bw", "+avx512vl"), 64, 12),
     "avxvnni": _Instructions(("+avxvnni",), 32, 4),
-    "avx2": _Instructions(("+avx2",), 32, 4),
+    "avx2": _Instructions(("+avx2", "+f16c"), 32, 4),
 }
 
 
@@ -58,13 +62,31 @@ def dots(builder, num_tokens, weight, scales, levels, steps, offsets, sums, num_
     (int32). With each group, a block's `BLOCK` bytes of weights are prefetched: first those `distance` bytes after the
     block's first weight, then `pace` bytes further each time; any memory may lie there.
     """
+    vectors = (_Signs if instructions() == "avx2" else _Dots)(builder, _INSTRUCTIONS[instructions()].width)
+    addresses = weight, scales, levels, steps, offsets, sums, num_groups, distance, pace
+    _for_each_number(builder, num_tokens, lambda number: _write(vectors, number, *addresses))
+
+
+@written(types.void, *[types.int64] * 10)
+def small_dots(builder, num_tokens, weight, scales, levels, steps, offsets, sums, num_groups, distance, pace):
+    """
+    Do as `dots` with a weight in four bits, as `Int4Linear.weight` and its scales: a part's sum of products with codes
+    is added times their scale, and then the sum of its levels, times their least weight.
+    """
+    vectors = (_Pairs if instructions() == "avx2" else _Codes)(builder, _INSTRUCTIONS[instructions()].width)
+    addresses = weight, scales, levels, steps, offsets, sums, num_groups, distance, pace
+    _for_each_number(builder, num_tokens, lambda number: _write_small(vectors, number, *addresses))
+
+
+def _for_each_number(builder: ir.IRBuilder, num_tokens: ir.Value, write: Callable[[int], None]) -> None:
+    """Write code for each number of tokens, of which that for `num_tokens` runs."""
     done = builder.append_basic_block("done")
     size = builder.switch(num_tokens, done)
     for number in range(1, most_tokens() + 1):
         block = builder.append_basic_block(f"dots_{number}")
         size.add_case(I64(number), block)
         builder.position_at_end(block)
-        _write(_vectors(builder), number, weight, scales, levels, steps, offsets, sums, num_groups, distance, pace)
+        write(number)
         builder.branch(done)
     builder.position_at_end(done)
 
@@ -100,9 +122,34 @@ def _write(vectors, num_tokens, weight, scales, levels, steps, offsets, sums, nu
         vectors.store(total, place(builder, sums, I64(token * SIDE), FLOAT))
 
 
-def _vectors(builder: ir.IRBuilder) -> "_Dots":
-    name = instructions()
-    return (_Signs if name == "avx2" else _Dots)(builder, _INSTRUCTIONS[name].width)
+def _write_small(vectors, num_tokens, weight, scales, levels, steps, offsets, sums, num_groups, distance, pace):
+    builder, tokens = vectors.builder, range(num_tokens)
+    totals = [vectors.new_totals() for _ in tokens]
+    with cgutils.for_range_slice(builder, I64(0), num_groups, I64(1), I64) as (group, _):
+        own = [builder.add(builder.mul(I64(token), num_groups), group) for token in tokens]
+        start, due = builder.mul(group, I64(SMALL_BLOCK)), builder.add(distance, builder.mul(group, pace))
+        for part in range(PARTS):
+            indices = [builder.add(builder.mul(index, I64(PARTS)), I64(part)) for index in own]
+            counts = [vectors.start() for _ in tokens]
+            for number in range(part * PART // _IN_BYTES, (part + 1) * PART // _IN_BYTES):
+                begin = I64(_TOGETHER * SIDE * number)
+                prefetch(builder, place(builder, weight, builder.add(due, begin), I8))
+                for place_of, codes in enumerate(vectors.codes(place(builder, weight, builder.add(start, begin), I8))):
+                    for token, index in enumerate(own):
+                        first = I64(_IN_BYTES * number + _TOGETHER * place_of)
+                        level = builder.add(builder.mul(index, I64(GROUP)), first)
+                        numbers = vectors.levels(place(builder, levels, level, I8))
+                        counts[token] = vectors.more(counts[token], codes, numbers)
+                hold_order(builder)
+            first = builder.add(builder.mul(group, I64(PARTS)), I64(part))
+            factors, least = vectors.halves_at(place(builder, scales, builder.mul(first, I64(2 * SIDE)), I16))
+            for total, index, count in zip(totals, indices, counts):
+                step = builder.load(place(builder, steps, index, FLOAT))
+                vectors.add_products(total, vectors.scaled(count, step), factors)
+                sum_of_levels = builder.sitofp(builder.load(place(builder, offsets, index, I32)), FLOAT)
+                vectors.add_products(total, vectors.filled(builder.fmul(sum_of_levels, step)), least)
+    for token, total in enumerate(totals):
+        vectors.store(total, place(builder, sums, I64(token * SIDE), FLOAT))
 
 
 class _Dots:
@@ -199,3 +246,54 @@ class _Signs(_Dots):
     def _with_signs(self, numbers: ir.Value, signs: ir.Value) -> ir.Value:
         """Return numbers, negated where `signs` is negative, and 0 where it is 0."""
         return call(self.builder, "llvm.x86.avx2.psign.b", self.bytes, numbers, signs)
+
+
+class _Codes(_Dots):
+    """Writer of the same for weights in four bits, of which two lie in a byte, by VNNI."""
+
+    def start(self) -> list[ir.Value]:
+        return [ir.Constant(self.integers, [0] * self.lanes) for _ in self.parts]
+
+    def codes(self, pointer: ir.Value) -> tuple[list[ir.Value], list[ir.Value]]:
+        """Load the codes of a block's outputs for eight inputs, and return those for the first four, and the others."""
+        builder, mask = self.builder, ir.Constant(self.integers, [0x0F0F0F0F] * self.lanes)
+        found = [self._load(pointer, self.integers, part * self.width) for part in self.parts]
+        above = [builder.lshr(part, ir.Constant(self.integers, [4] * self.lanes)) for part in found]
+        return [builder.and_(part, mask) for part in found], [builder.and_(part, mask) for part in above]
+
+    def halves_at(self, pointer: ir.Value) -> tuple[list[ir.Value], list[ir.Value]]:
+        """Load scales and least weights of a part, float16. The latter are divided by `-OFFSET`, as sums of levels are."""
+        builder, kind = self.builder, ir.VectorType(ir.HalfType(), self.lanes)
+        found = [
+            builder.fpext(self._load(pointer, kind, 2 * (row * SIDE + part * self.lanes)), self.floats)
+            for row in range(2)
+            for part in self.parts
+        ]
+        factor = ir.Constant(self.floats, [-1 / OFFSET] * self.lanes)
+        factors, least = found[: len(self.parts)], found[len(self.parts) :]
+        return factors, [builder.fmul(own, factor) for own in least]
+
+    def filled(self, number: ir.Value) -> list[ir.Value]:
+        """Return vectors whose entries are all `number`."""
+        return [self._filled(number)] * len(self.parts)
+
+
+class _Pairs(_Codes):
+    """Writer for CPUs with AVX2 alone: the sums of a part's products in pairs fit an int16."""
+
+    def start(self) -> list[ir.Value]:
+        pairs = ir.VectorType(I16, self.width // 2)
+        return [ir.Constant(pairs, [0] * pairs.count) for _ in self.parts]
+
+    def more(self, sums: list[ir.Value], weights: list[ir.Value], levels: ir.Value) -> list[ir.Value]:
+        builder, own = self.builder, self.builder.bitcast(levels, self.bytes)
+        products = [
+            call(builder, "llvm.x86.avx2.pmadd.ub.sw", total.type, builder.bitcast(part, self.bytes), own)
+            for total, part in zip(sums, weights)
+        ]
+        return [builder.add(*pair) for pair in zip(sums, products)]
+
+    def scaled(self, sums: list[ir.Value], step: ir.Value) -> list[ir.Value]:
+        builder, name = self.builder, "llvm.x86.avx2.pmadd.wd"
+        ones = [ir.Constant(total.type, [1] * total.type.count) for total in sums]
+        return super().scaled([call(builder, name, self.integers, *pair) for pair in zip(sums, ones)], step)

@@ -1,4 +1,6 @@
-"""Linear maps in int8: tokens rounded by groups of their numbers, and their products with a weight."""
+"""
+Linear maps of tokens in int8, rounded by groups of their numbers, and their products with a weight in eight or four bits.
+"""
 
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
@@ -8,7 +10,7 @@ from numba.core import cgutils
 from ...jit import inner
 from ...jit.pointers import ahead, float32_at, get, int8_at, int32_at, like, put, take
 from ...jit.writing import FLOAT, I32, I64, call, written
-from .dots import BLOCK, GROUP, OFFSET, PART, PARTS, SIDE, dots, most_of_a_tile, most_tokens
+from .dots import BLOCK, GROUP, OFFSET, PART, PARTS, SIDE, SMALL_BLOCK, dots, most_of_a_tile, most_tokens, small_dots
 from .multiply import tile_widths
 
 # Compiled code is called with the address of these numbers, int64 each.
@@ -107,41 +109,42 @@ def _round(numbers, num, step, found):
 
 
 @inner
-def multiply_int8(a, kind):
-    """Take the next share of the weight's blocks, until no blocks are left. Outputs and biases are of one kind."""
+def multiply(a, kind, is_small):
+    """
+    Take the next share of the weight's blocks, until no blocks are left. Outputs and biases are of one kind. In four
+    bits, `weight` and `scales` are addresses of `[blocks, groups, GROUP // 8, SIDE, 4]` uint8 and `[blocks, groups,
+    PARTS, 2, SIDE]` float16.
+    """
     blocks, sums = (a[_NUM_OUTPUTS] + SIDE - 1) // SIDE, _room()
     num_tiles, width, num_wider = tile_widths(a[_NUM_TOKENS], most_of_a_tile())  # once, since divisions take long
     # Each tile prefetches its part of the block ahead, so that memory is read while all tiles compute.
-    size = a[_NUM_GROUPS] * BLOCK
+    block_size = SMALL_BLOCK if is_small else BLOCK
+    size = a[_NUM_GROUPS] * block_size
     distance = _AHEAD if num_tiles == 1 else size
-    part, pace = size // num_tiles, BLOCK // num_tiles
+    part, pace = size // num_tiles, block_size // num_tiles
     begin = a[_SHARE] * take(ahead(a, _NEXT))
     while begin < blocks:
         for block in range(begin, min(begin + a[_SHARE], blocks)):
             token = 0
             for number in range(num_tiles):
                 num = width + 1 if number < num_wider else width
-                _tile(a, kind, block, token, num, sums, distance + number * part, pace)
+                _tile(a, kind, is_small, block, token, num, sums, distance + number * part, pace)
                 token += num
         begin = a[_SHARE] * take(ahead(a, _NEXT))
 
 
 @inner
-def _tile(a, kind, block, token, num_tokens, sums, distance, pace):
+def _tile(a, kind, is_small, block, token, num_tokens, sums, distance, pace):
     groups, num_outputs = a[_NUM_GROUPS], a[_NUM_OUTPUTS]
     first, place = block * groups, token * groups
-    dots(
-        num_tokens,
-        a[_WEIGHT] + first * BLOCK,
-        a[_SCALES] + first * SIDE * 4,
-        a[_OWN_LEVELS] + place * GROUP,
-        a[_OWN_STEPS] + place * 4 * PARTS,
-        a[_OWN_OFFSETS] + place * 4 * PARTS,
-        sums,
-        groups,
-        distance,
-        pace,
-    )
+    levels, steps = a[_OWN_LEVELS] + place * GROUP, a[_OWN_STEPS] + place * 4 * PARTS
+    offsets = a[_OWN_OFFSETS] + place * 4 * PARTS
+    if is_small:
+        weight, scales = a[_WEIGHT] + first * SMALL_BLOCK, a[_SCALES] + first * PARTS * 2 * SIDE * 2
+        small_dots(num_tokens, weight, scales, levels, steps, offsets, sums, groups, distance, pace)
+    else:
+        weight, scales = a[_WEIGHT] + first * BLOCK, a[_SCALES] + first * SIDE * 4
+        dots(num_tokens, weight, scales, levels, steps, offsets, sums, groups, distance, pace)
     row, found = block * SIDE, float32_at(sums)
     num = min(SIDE, num_outputs - row)
     for index in range(num_tokens):

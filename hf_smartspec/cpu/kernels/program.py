@@ -5,7 +5,7 @@ from ...jit.pointers import add_to, ahead, bfloat16_at, call_at, float32_at, flo
 from .attend import attend
 from .experts import combine, group, multiply_each, route
 from .gates import gate, times
-from .int8 import levels, multiply_int8
+from .int8 import levels, multiply as multiply_levels
 from .multiply import multiply, multiply_narrow
 from .norms import add, gated_norm, norm
 from .recur import convolve, recur
@@ -22,8 +22,8 @@ _LEFT = 2**32
 _SPINS = 1000  # looks at a state, of some 50 ns each, before other threads get this one's processor
 (
     MULTIPLY, NARROW, NORM, ADD, GATE, ROTATE, ATTEND, LEVELS, INT8, CONVOLVE, RECUR, GATED_NORM, TIMES, ROUTE,
-    GROUP, EXPERTS, COMBINE, SCORE, BOUND, PICK,
-) = range(20)  # fmt: skip
+    GROUP, EXPERTS, COMBINE, SCORE, BOUND, PICK, INT4,
+) = range(21)  # fmt: skip
 
 
 @callback
@@ -89,8 +89,8 @@ def _operate(code, a, fields, kind, wide_kind):
         attend(a, fields, kind)
     elif code == LEVELS:
         levels(a, kind)
-    elif code == INT8:
-        multiply_int8(a, kind)
+    elif code == INT8 or code == INT4:
+        multiply_levels(a, kind, code == INT4)
     elif code == CONVOLVE:
         convolve(a, kind)
     elif code == RECUR:
@@ -108,7 +108,7 @@ def _operate(code, a, fields, kind, wide_kind):
     elif code == COMBINE:
         combine(a, kind)
     elif code == SCORE:  # in float32, whatever the kind
-        multiply_int8(a, float32_at(0))
+        multiply_levels(a, float32_at(0), False)
     elif code == BOUND:
         bound(a, kind)
     elif code == PICK:

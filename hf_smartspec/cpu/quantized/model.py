@@ -9,26 +9,27 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ...log import get_logger
-from .linear import Int8Linear
+from . import codes
+from .linear import Int4Linear, Int8Linear, QuantizedLinear
 
 logger = get_logger(__name__)
 
-KINDS = ("int8",)
+KINDS = ("int8", "int4")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _REMEDY = "Load the model anew without it, and quantize that."
 
 
 def quantize(model: PreTrainedModel, kind: str = "int8") -> PreTrainedModel:
     """
-    Replace a model's linear layers, the output layer included, by ones in int8: about half the bytes of bfloat16, and
-    up to twice its speed on CPUs with int8 instructions (docs/quantized.md).
+    Replace a model's linear layers by ones in int8, about half the bytes of bfloat16, or in int4, about a third. The
+    output layer is in int8 in both (docs/quantized.md).
 
     Embeddings, norms, convolutions and experts that are not `nn.Linear` stay as they are. An output layer that is tied
     to the input embeddings gets a weight of its own. Parameters no longer require gradients.
 
     Args:
         model (`PreTrainedModel`): A model on the CPU, in float32, bfloat16 or float16. It is changed in place.
-        kind (`str`): `"int8"`.
+        kind (`str`): `"int8"` or `"int4"`.
 
     Returns:
         `PreTrainedModel`: the same object.
@@ -36,20 +37,22 @@ def quantize(model: PreTrainedModel, kind: str = "int8") -> PreTrainedModel:
     Raises:
         TypeError: if `model` is not a model of transformers.
         ValueError: if `kind` is unknown; if the model is already quantized, is not on the CPU, has adapters, has hooks
-            on its linear layers, or has no linear layers.
+            on its linear layers, or has no linear layers; if a weight is beyond what int4 holds.
     """
     _check(model, kind)
     before = _num_bytes(model)
-    replaced: dict[nn.Module, Int8Linear] = {}
+    head = model.get_output_embeddings()
+    replaced: dict[nn.Module, QuantizedLinear] = {}
     for parent, name, linear in _linears(model):
         if linear not in replaced:
-            replaced[linear] = Int8Linear(linear.weight, linear.bias).train(linear.training)
+            layer = Int8Linear if kind == "int8" or linear is head else Int4Linear
+            replaced[linear] = layer(linear.weight, linear.bias).train(linear.training)
         setattr(parent, name, replaced[linear])
     _untie(model)
     model.requires_grad_(False)
     vars(model)["hf_quantizer"] = _Quantizer(QuantizationConfigMixin(kind))  # type: ignore[arg-type]
     logger.info(
-        f"{type(model).__name__}: {len(replaced)} linear layers in int8, {_num_bytes(model) / 2**20:,.0f} MiB of "
+        f"{type(model).__name__}: {len(replaced)} linear layers in {kind}, {_num_bytes(model) / 2**20:,.0f} MiB of "
         f"weights in place of {before / 2**20:,.0f}."
     )
     return model
@@ -74,7 +77,7 @@ class _Quantizer(HfQuantizer):
 
 def _check(model: PreTrainedModel, kind: str) -> None:
     if kind not in KINDS:
-        raise ValueError(f"`kind` must be 'int8', got {kind!r}.")
+        raise ValueError(f"`kind` must be {' or '.join(map(repr, KINDS))}, got {kind!r}.")
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"`model` must be a model of transformers, got {type(model).__name__}. A model with adapters of PEFT can "
@@ -97,6 +100,8 @@ def _check(model: PreTrainedModel, kind: str) -> None:
         raise ValueError(f"{type(model).__name__} has no `nn.Linear` to quantize.")
     for _, name, linear in linears:
         _check_linear(name, linear)
+        if kind == "int4":
+            codes.check(linear.weight)
 
 
 def _check_linear(name: str, linear: Any) -> None:
@@ -121,7 +126,7 @@ def _linears(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
 def _untie(model: Any) -> None:
     """Keep transformers from tying the output layer to the embeddings again, now that it has a weight of its own."""
     head = model.get_output_embeddings()
-    if not isinstance(head, Int8Linear):
+    if not isinstance(head, QuantizedLinear):
         return
     names = [name for name, module in model.named_modules() if module is head]
     for name in names:

@@ -6,12 +6,13 @@ import torch
 
 from ..few_tokens import SMALL
 from ..kernels.dots import GROUP, PARTS, SIDE, instructions
-from ..kernels.program import INT8, LEVELS
+from ..kernels.program import INT4, INT8, LEVELS
 from ..kernels.vectors import num_lanes
 from ..program import DTYPES, run_operator
 from ..tensor_checks import is_plain, is_vector
 from ..threads import has_threads, share_of
 
+_DTYPES = (torch.int8, torch.float32), (torch.uint8, torch.float16)  # of weights and scales, in int8 and in int4
 _FEW = 2**13  # numbers that one thread has rounded by then
 
 
@@ -25,8 +26,7 @@ def can_read(weight: torch.Tensor, scale: torch.Tensor, num_outputs: int, num_in
     """Return whether compiled code reads a weight and its scales as they lie in memory."""
     return (
         weight.is_cpu
-        and weight.dtype == torch.int8
-        and scale.dtype == torch.float32
+        and (weight.dtype, scale.dtype) in _DTYPES
         and weight.shape[:2] == scale.shape[:2] == (-(-num_outputs // SIDE), num_groups(num_inputs))
         and weight.is_contiguous()
         and scale.is_contiguous()
@@ -47,22 +47,27 @@ def can_multiply(
     )
 
 
-def int8_linear(
+def quantized_linear(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, num_outputs: int
 ) -> torch.Tensor:
-    """Return the results of `product.plain_int8_linear`, bit by bit, for arguments that pass `can_multiply`."""
+    """Return the results of `product.plain_quantized_linear`, bit by bit, for arguments that pass `can_multiply`."""
     x = x.contiguous()
     num_tokens, num_inputs, num_threads = len(x), x.shape[1], torch.get_num_threads()
     outputs, levels = x.new_empty(num_tokens, num_outputs), Rounded(num_tokens, weight.shape[1])
     fields = num_tokens, num_inputs, x.data_ptr(), *levels.addresses
     run_operator(x.dtype, LEVELS, num_threads if x.numel() > _FEW else 1, *fields)
-    num_threads = num_threads if num_tokens * weight.numel() > SMALL else 1
+    num_threads = num_threads if num_tokens * num_outputs * num_inputs > SMALL else 1
     run_operator(
-        x.dtype, INT8, num_threads, num_tokens, weight.shape[1], num_outputs, blocks_of(num_outputs, num_inputs),
+        x.dtype, code_of(weight), num_threads, num_tokens, weight.shape[1], num_outputs, blocks_of(num_outputs, num_inputs),
         weight.data_ptr(), scale.data_ptr(), *levels.addresses, 0 if bias is None else bias.data_ptr(),
         outputs.data_ptr(),
     )  # fmt: skip
     return outputs
+
+
+def code_of(weight: torch.Tensor) -> int:
+    """Return the code of the operator that multiplies by a weight."""
+    return INT8 if weight.dtype is torch.int8 else INT4
 
 
 def blocks_of(num_outputs: int, num_inputs: int) -> int:

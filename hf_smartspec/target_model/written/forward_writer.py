@@ -9,7 +9,7 @@ from ...cpu.few_tokens import ROWS
 from ...cpu.kernels import program as codes
 from ...cpu.kernels.multiply import part_rows, scratch_size, tokens_at_once
 from ...cpu.program import ON_TOKENS
-from ...cpu.quantized.native import Rounded, blocks_of, num_groups
+from ...cpu.quantized.native import Rounded, blocks_of, code_of, num_groups
 from ...cpu.screening import Screen, ScreenOperators
 from ...cpu.threads import share_of
 from .convolution import ConvolutionPlan
@@ -69,7 +69,7 @@ class ForwardWriter:
         self.embedded = self.given = self.x  # what tokens are copied to, and features
         groups = [num_groups(item.shape[1]) for item in products_of(self.plan) if item.whole().scale is not None]
         groups += [] if screen is None else [num_groups(self.size)]
-        self.rounded = Rounded(self.room, max(groups, default=0))  # for products in int8
+        self.rounded = Rounded(self.room, max(groups, default=0))  # for products of quantized weights
         layers = self.plan.layers
         self.queries = self.new(max(layer.num_heads * layer.head_dim for layer in layers))
         sizes = [layer.recurrence.num_outputs for layer in layers if layer.recurrence is not None]
@@ -202,7 +202,7 @@ class ForwardWriter:
             rounded = dict(zip(("levels", "steps", "offsets"), self.rounded.addresses))
             self.add(codes.LEVELS, size=num_inputs, tokens=x.data_ptr(), **rounded)
             fields |= {"num_groups": weight.shape[1], "share": blocks_of(num_outputs, num_inputs), **rounded}
-            return self.add(codes.INT8, scales=scale.data_ptr(), **fields)
+            return self.add(code_of(weight), scales=scale.data_ptr(), **fields)
         at_once = tokens_at_once(self.room, num_inputs, self.dtype.itemsize)
         size = scratch_size(self.room, num_inputs, self.dtype.itemsize)
         rows = part_rows(num_outputs, num_inputs, self.dtype.itemsize, self.num_threads)

@@ -12,13 +12,14 @@ from transformers.pytorch_utils import Conv1D
 
 from ...cpu.few_tokens import has_kernels, product
 from ...cpu.kernels.dots import SIDE
-from ...cpu.quantized import Int8Linear
-from ...cpu.quantized.product import int8_linear
+from ...cpu.quantized import Int4Linear, Int8Linear, QuantizedLinear
+from ...cpu.quantized.product import quantized_linear
 from ...cpu.tensor_checks import has_sums_of_bits, sums_of_bits, version_of
 from ..cache.free_memory import free_bytes
 
 Map = Callable[[torch.Tensor], torch.Tensor]  # [N, in] -> [N, out]
 
+_LINEAR = nn.Linear, Int8Linear, Int4Linear
 _MOST_MEMORY = 0.5  # of the free memory that copies take
 
 
@@ -83,19 +84,19 @@ class Fused:
     rows of one tensor.
 
     Args:
-        modules (sequence of `nn.Linear` or of `Int8Linear`): Layers of one kind, in the order of their outputs.
+        modules (sequence of `nn.Linear` or of `QuantizedLinear`): Layers of one kind, in the order of their outputs.
     """
 
-    def __init__(self, modules: Sequence[nn.Linear | Int8Linear]):
+    def __init__(self, modules: Sequence[nn.Linear | QuantizedLinear]):
         # No tensor is kept, so that the model's old memory is freed when it is moved.
         self._modules = [weakref.ref(module) for module in modules]
         lengths = [(name, len(item)) for module in modules for name, item in module.named_parameters(recurse=False)]
         self._lengths = {name: sum(num for other, num in lengths if other == name) for name, _ in lengths}
-        # Blocks of int8 are filled up with zeros, which would stand between the outputs of two layers.
-        is_int8 = type(modules[0]) is Int8Linear
-        num_outputs = sum(module.out_features for module in modules) if is_int8 else self._lengths["weight"]
+        # Blocks of quantized weights are filled up with zeros, which would stand between the outputs of two layers.
+        has_blocks = isinstance(modules[0], QuantizedLinear)
+        num_outputs = sum(module.out_features for module in modules) if has_blocks else self._lengths["weight"]
         self.shape = num_outputs, modules[0].in_features
-        self._can_be_one = not is_int8 or not any(module.out_features % SIDE for module in modules[:-1])
+        self._can_be_one = not has_blocks or not any(module.out_features % SIDE for module in modules[:-1])
         self._is_one = self._can_be_one and all(map(_are_side_by_side, self._parameters()))
 
     def lay_out(self) -> None:
@@ -143,7 +144,7 @@ class Fused:
     @staticmethod
     def _product(x: torch.Tensor, weights: "Weights", num_outputs: int) -> torch.Tensor:
         weight, bias, scale = weights
-        return product(x, weight, bias) if scale is None else int8_linear(x, weight, scale, bias, num_outputs)
+        return product(x, weight, bias) if scale is None else quantized_linear(x, weight, scale, bias, num_outputs)
 
 
 class Transposed(Weighted):
@@ -238,7 +239,7 @@ class Rows(Weighted):
 
 
 class Weights(NamedTuple):
-    """Parameters of a linear layer; `scale` is None unless it is in int8."""
+    """Parameters of a linear layer; `scale` is None unless it is quantized."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
@@ -272,12 +273,12 @@ def _is_own(parameter: torch.Tensor) -> bool:
 
 def is_plain_map(module: nn.Module) -> bool:
     """Return whether the module is a linear layer that need not be called."""
-    return type(module) in (nn.Linear, Int8Linear, Conv1D)
+    return type(module) in (*_LINEAR, Conv1D)
 
 
 def can_fuse(modules: Sequence[nn.Module]) -> bool:
     """Return whether these are plain linear layers of one kind."""
-    if type(modules[0]) not in (nn.Linear, Int8Linear) or len({type(module) for module in modules}) > 1:
+    if type(modules[0]) not in _LINEAR or len({type(module) for module in modules}) > 1:
         return False
     weights: list[torch.Tensor] = [module.weight for module in modules]  # type: ignore[misc]
     kinds = {(weight.dtype, weight.device, module.bias is None) for weight, module in zip(weights, modules)}
