@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # the names of `_PLACES`, for type checkers and editors
         TextClassifier as TextClassifier,
         TreeCandidateGenerator as TreeCandidateGenerator,
     )
-    from .cpu.quantized import Int8Linear as Int8Linear, quantize as quantize
+    from .cpu.quantized import Int4Linear as Int4Linear, Int8Linear as Int8Linear, quantize as quantize
     from .decoding.statistics import GenerationStatistics as GenerationStatistics
     from .decoding.trace import TracedRequest as TracedRequest, TracedStep as TracedStep
     from .drafts.tree import DraftTree as DraftTree
@@ -65,7 +65,7 @@ _PLACES = {
     "sampling.noise": "SeededGumbelLogitsProcessor",
     "serving.engine": "Engine",
     "serving.outputs": "EngineOutput",
-    "cpu.quantized": "Int8Linear quantize",
+    "cpu.quantized": "Int4Linear Int8Linear quantize",
 }
 _ROOMS = [
     *("candidates", "cpu", "decoding", "drafts", "generate", "goodput", "online", "prepare", "sampling", "serving"),

@@ -36,13 +36,13 @@ class Peer(NamedTuple):
 PEERS = {
     "transformers": Peer("transformers", ("model", "draft"), KINDS[:2]),
     "compiled": Peer("transformers", ("model",), KINDS[:2], settings={"compiled": True}),
-    "smartspec": Peer("smartspec", ("model", "draft"), settings={"needs_library": True}),
+    "smartspec": Peer("smartspec", ("model", "draft"), KINDS, settings={"needs_library": True}),
     "llama.cpp": Peer("llama_cpp", ("gguf", "draft_gguf"), KINDS, requirements=("xllamacpp==2026.10.11549",)),
     "openvino": Peer(
         "openvino_genai", ("arrays", "draft_arrays"), requirements=("openvino==2026.4.1", "openvino-genai==2026.4.1.0")
     ),
 }
-BASELINES = ("transformers, plain", "smartspec, generate on it")  # plain `generate`; in int8, the second
+BASELINES = ("transformers, plain", "smartspec, generate on it")  # plain `generate`; of quantized models, the second
 
 
 _MADE = "made-with.txt"  # in an environment: what was installed, written last

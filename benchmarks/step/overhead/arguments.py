@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--parts", nargs="+", default=PARTS, choices=(*PARTS, QUANTIZED, QUALITY),
         help="host: the host time of steps without a forward; forward: packed against plain forwards; step: the share "
         "of steps outside the forwards; none: decoding without speculation (default: all these); quantized: the "
-        "embedded target, cost-matched, in --dtype and in int8; quality: perplexity in float32, bfloat16 and int8",
+        "embedded target, cost-matched, in --dtype, int8 and int4; quality: perplexity in each of them",
     )  # fmt: skip
     add_options(
         parser,

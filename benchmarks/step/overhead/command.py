@@ -21,7 +21,7 @@ from ...kit.models import choose_model
 from ...kit.session import Case, Section, new_session, print_head
 from ...kit.sources import sources_by_name
 from ...kit.tables import Column, Row
-from . import host, int8, quality
+from . import host, quality, quantized
 from .arguments import QUALITY, QUANTIZED
 from .stubs import VOCAB_SIZE, llama_config
 
@@ -53,7 +53,7 @@ def _sections(args: argparse.Namespace, named: str | None) -> dict[str, Section]
     model = cache(partial(_model, args))
     return {
         "host": host.section(args.host_steps),
-        QUANTIZED: int8.section(named, args.parameters, args.prompts, args.dtype, *sizes),
+        QUANTIZED: quantized.section(named, args.parameters, args.prompts, args.dtype, *sizes),
         QUALITY: quality.section(args.model, args.prompts),
         "forward": _forward_section(model, args.batch_sizes, args.widths, args.repeats or 7),
         "step": _step_section(model, batch_size=8, repeats=1),

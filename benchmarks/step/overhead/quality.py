@@ -1,4 +1,4 @@
-"""Quality of int8: perplexity of recorded responses, in each dtype and quantized."""
+"""Quality of int8 and int4: perplexity of recorded responses, in each dtype and quantized."""
 
 import math
 from collections.abc import Iterator
@@ -10,21 +10,20 @@ from transformers import PreTrainedModel
 
 from hf_smartspec.commands.common.models import demo_folder, load_model
 from hf_smartspec.commands.common.recordings import Fields, Recording, read_requests, tokenized, tokenizer_of
-from hf_smartspec.cpu.quantized import quantize
+from hf_smartspec.cpu.quantized import KINDS, quantize
 
 from ...kit.models import real_model
 from ...kit.session import Case, Section
 from ...kit.tables import Column, Row
 
-WAYS = {"float32": ("float32", False), "bfloat16": ("bfloat16", False)} | {
-    f"int8, from {dtype}": (dtype, True) for dtype in ("float32", "bfloat16")
-}
+WAYS: dict[str, tuple[str, str | None]] = {"float32": ("float32", None), "bfloat16": ("bfloat16", None)}
+WAYS |= {f"{kind}, from {dtype}": (dtype, kind) for kind in KINDS for dtype in ("float32", "bfloat16")}
 _MAX_PROMPT, _MAX_RESPONSE = 256, 256  # tokens
 
 
 def section(name: str | None, path: Path | None) -> Section:
     """
-    Return for every dtype, and for int8, the perplexity of the file's responses after their prompts, how much higher it
+    Return for every dtype, int8 and int4 the perplexity of the file's responses after their prompts, how much higher it
     is than in float32, and the share of tokens after which the likeliest next token is float32's.
 
     Args:
@@ -43,9 +42,9 @@ def section(name: str | None, path: Path | None) -> Section:
     def reference() -> tuple[float, torch.Tensor]:
         return _judged(load_model(name, "float32"), texts())
 
-    def measure(dtype: str, is_quantized: bool) -> Row:
+    def measure(dtype: str, kind: str | None) -> Row:
         model = load_model(name, dtype)
-        perplexity, likeliest = _judged(quantize(model) if is_quantized else model, texts())
+        perplexity, likeliest = _judged(quantize(model, kind) if kind else model, texts())
         expected, own = reference()
         agreement = float((likeliest == own).double().mean())
         return {"perplexity": perplexity, "change": perplexity / expected - 1, "agreement": agreement}

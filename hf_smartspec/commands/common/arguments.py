@@ -10,7 +10,7 @@ from typing import Any
 
 DTYPES = ("float32", "bfloat16", "float16")
 AUTO = "auto"  # in place of a dtype: that of the model's files
-QUANTIZATIONS = ("int8",)  # kinds that `quantize` takes
+QUANTIZATIONS = ("int8", "int4")  # kinds that `quantize` takes
 PARAMETERS = 200e6  # of the demo target, enlarged
 
 

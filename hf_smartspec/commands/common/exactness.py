@@ -22,7 +22,7 @@ _LEVEL = 1 / 127
 class Rounding:
     """Measured rounding of a model."""
 
-    dtype: str  # the model's dtype; "int8" where `hf_smartspec.quantize` has changed it
+    dtype: str  # the model's dtype; "int8" where `hf_smartspec.quantize` has changed it, as tokens are in it
     # Largest difference between the logits of plain decoding and those of one forward over the same text, relative to
     # the largest logit of the position.
     measured: float

@@ -94,11 +94,24 @@ def load_model(
     return model.eval()
 
 
-def use_quantized(model: PreTrainedModel, kind: str | None) -> None:
-    """Quantize the model, if `--quantize` was given; raises `UsageError` for a model that cannot be quantized."""
-    if kind:
+def dtype_to_load(name: str, dtype: str, quantization: str | None) -> str:
+    """
+    Return the dtype in which a model is loaded that `use_quantized` changes: weights of .gguf files, which may be
+    multiples of scales already, are not rounded before.
+    """
+    return "float32" if quantization and name.endswith(_GGUF) else dtype
+
+
+def use_quantized(model: PreTrainedModel, quantization: str | None, dtype: str) -> None:
+    """
+    Quantize the model, if `--quantize` was given, with all else in `dtype`; raises `UsageError` for a model that cannot
+    be quantized.
+    """
+    if quantization:
         with usage_errors("--quantize"):
-            quantize(model, kind)
+            quantize(model, quantization)
+        if dtype != "auto":
+            model.to(getattr(torch, dtype))
 
 
 def load_draft(name: str, target: PreTrainedModel, dtype: str = "float32") -> PreTrainedModel:

@@ -15,7 +15,16 @@ from ...serving.engine import Engine
 from .arguments import PARAMETERS, UsageError, usage_errors
 from .cost_matched import enlarge
 from .drafters import DrafterFiles, new_source
-from .models import demo_folder, load_draft, load_model, load_tokenizer, name_of, use_machine, use_quantized
+from .models import (
+    demo_folder,
+    dtype_to_load,
+    load_draft,
+    load_model,
+    load_tokenizer,
+    name_of,
+    use_machine,
+    use_quantized,
+)
 from .names import SOURCES, WITH_DRAFT_MODEL, check_distinct, shown
 from .recordings import DataSet, Fields, Recording, answered, read_requests, remember
 from .replaying import ReplayEngine
@@ -173,15 +182,15 @@ def load_target(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTo
     """
     use_machine(args)
     name = args.model or str(demo_folder("--model") / "models" / "target")
-    model = load_model(name, args.dtype, args.device)
-    args.dtype = name_of(model.dtype)
+    model = load_model(name, dtype_to_load(name, args.dtype, args.quantize), args.device)
     tokenizer = load_tokenizer(name)
     if tokenizer is None:
         raise UsageError(f"--model: {name!r} has no tokenizer")
     if num := num_parameters(args):
         with usage_errors("--parameters"):
             model = enlarge(model, num)
-    use_quantized(model, args.quantize)
+    use_quantized(model, args.quantize, args.dtype)
+    args.dtype = name_of(model.dtype)
     # Greedy and nothing else, whatever the model samples or penalises by default.
     model.generation_config = GenerationConfig(
         eos_token_id=eos_ids(model) or None,

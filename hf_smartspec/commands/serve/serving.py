@@ -26,7 +26,7 @@ from ...serving.server.running import DrainingServer
 from ...serving.server.served import ServedModel
 from ..common.arguments import UsageError, usage_errors
 from ..common.drafters import DrafterFiles
-from ..common.models import load_model, load_tokenizer, use_quantized
+from ..common.models import dtype_to_load, load_model, load_tokenizer, use_quantized
 from .learning import learning_draft, new_learning, sharing_of_learnt
 
 _MIB = 2**20
@@ -130,8 +130,8 @@ def load_served(
     keys: ApiKeys | None = None,
 ) -> ServedModel:
     """Return a model with its started engine."""
-    model = load_model(path, args.dtype, args.device)
-    use_quantized(model, args.quantize)
+    model = load_model(path, dtype_to_load(path, args.dtype, args.quantize), args.device)
+    use_quantized(model, args.quantize, args.dtype)
     tokenizer = load_tokenizer(path)
     if tokenizer is None:
         raise UsageError(f"the model {path!r} has no tokenizer, which a server needs")

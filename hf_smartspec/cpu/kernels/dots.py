@@ -1,6 +1,6 @@
 """
-Sums of products of int8 numbers, scaled by group, with weights in eight or four bits: with the CPU's dot products of int8
-(VNNI), or with AVX2 alone.
+Sums of products of int8 numbers with weights in eight or four bits, scaled by group: with the CPU's dot products of
+int8 (VNNI), or with AVX2 alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,8 @@ PARTS = GROUP // PART
 OFFSET = 128  # added to weights, since the instruction multiplies unsigned by signed numbers
 _IN_BYTES = 8  # neighbouring inputs of an output, whose codes lie in four bytes
 _TOGETHER = 4  # neighbouring inputs of an output, whose products one instruction adds up
-BLOCK, SMALL_BLOCK = SIDE * GROUP, SIDE * GROUP // 2  # bytes of a block's weights for one group, in eight bits and in four
+BLOCK = SIDE * GROUP  # bytes of a block's weights for one group
+SMALL_BLOCK = BLOCK // 2  # the same in four bits
 
 
 class _Instructions(NamedTuple):
@@ -262,7 +263,7 @@ class _Codes(_Dots):
         return [builder.and_(part, mask) for part in found], [builder.and_(part, mask) for part in above]
 
     def halves_at(self, pointer: ir.Value) -> tuple[list[ir.Value], list[ir.Value]]:
-        """Load scales and least weights of a part, float16. The latter are divided by `-OFFSET`, as sums of levels are."""
+        """Load scales and least weights of a part, float16; these divided by `-OFFSET`, with which sums are given."""
         builder, kind = self.builder, ir.VectorType(ir.HalfType(), self.lanes)
         found = [
             builder.fpext(self._load(pointer, kind, 2 * (row * SIDE + part * self.lanes)), self.floats)

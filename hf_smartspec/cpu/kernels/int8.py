@@ -1,5 +1,5 @@
 """
-Linear maps of tokens in int8, rounded by groups of their numbers, and their products with a weight in eight or four bits.
+Linear maps of tokens in int8: rounded by groups of their numbers, and multiplied by a weight in eight or four bits.
 """
 
 import numpy as np

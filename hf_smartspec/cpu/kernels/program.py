@@ -5,7 +5,8 @@ from ...jit.pointers import add_to, ahead, bfloat16_at, call_at, float32_at, flo
 from .attend import attend
 from .experts import combine, group, multiply_each, route
 from .gates import gate, times
-from .int8 import levels, multiply as multiply_levels
+from .int8 import levels
+from .int8 import multiply as multiply_levels
 from .multiply import multiply, multiply_narrow
 from .norms import add, gated_norm, norm
 from .recur import convolve, recur
@@ -89,8 +90,10 @@ def _operate(code, a, fields, kind, wide_kind):
         attend(a, fields, kind)
     elif code == LEVELS:
         levels(a, kind)
-    elif code == INT8 or code == INT4:
-        multiply_levels(a, kind, code == INT4)
+    elif code == INT8:
+        multiply_levels(a, kind, False)
+    elif code == INT4:
+        multiply_levels(a, kind, True)
     elif code == CONVOLVE:
         convolve(a, kind)
     elif code == RECUR:

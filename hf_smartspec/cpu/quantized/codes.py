@@ -1,4 +1,4 @@
-"""Weights in int4: codes from 0 to 15, with a scale and a least weight for each half of a group of neighbouring inputs."""
+"""Weights in int4: codes from 0 to 15, with a scale and a least weight for each half of a group of inputs."""
 
 import torch
 from torch.nn.functional import pad
@@ -51,7 +51,7 @@ def to_codes(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def check(rows: torch.Tensor) -> None:
     """Raise a `ValueError` if a weight is beyond `MOST`, or NaN."""
-    if rows.numel() and not (largest := float(rows.abs().max())) <= MOST:
+    if rows.numel() and not (largest := float(rows.detach().abs().max())) <= MOST:
         raise ValueError(f"Weights in int4 have scales in float16, and may be {MOST:,} at most, got {largest:,.6g}.")
 
 

@@ -13,8 +13,8 @@ from .product import dequantized, quantized_linear
 
 class QuantizedLinear(nn.Module):
     """
-    Base of linear layers with a quantized weight, for inference on the CPU. Tokens are rounded to int8 as well, in groups
-    of 32 numbers, for the time of the product. `dequantized` returns the usual matrix.
+    Base of linear layers with a quantized weight, for inference on the CPU. Tokens are rounded to int8 as well, in
+    groups of 32 numbers, for the time of the product. `dequantized` returns the usual matrix.
 
     Args:
         weight (`torch.Tensor` of shape `[out_features, in_features]`): The weight, in a floating dtype.
@@ -90,13 +90,13 @@ class Int8Linear(QuantizedLinear):
 
 class Int4Linear(QuantizedLinear):
     """
-    A linear layer with a weight in four bits, for inference on the CPU. Each group of 32 neighbouring inputs of an output
-    has a scale and a least weight in float16, as in llama.cpp's Q4_1: five bits per weight in all. Tokens are rounded as
-    by `Int8Linear`.
+    A linear layer with a weight in four bits, for inference on the CPU. Each group of 32 neighbouring inputs of an
+    output has a scale and a least weight in float16, as in llama.cpp's Q4_1: five bits per weight in all. Tokens are
+    rounded to int8 as well, in the same groups, for the time of the product.
 
     The weight lies in blocks of 16 outputs, in the order in which it is multiplied: `weight` has the shape `[blocks,
-    groups, 8, 16, 4]`, two codes in a byte, and `scale` `[blocks, groups, 2, 2, 16]`, scales and least weights of the two
-    halves of a group of 64 inputs; `dequantized` returns the usual matrix.
+    groups, 8, 16, 4]`, two codes in a byte, and `scale` `[blocks, groups, 2, 2, 16]`, scales and least weights of the
+    two halves of a group of 64 inputs; `dequantized` returns the usual matrix.
 
     Args:
         weight (`torch.Tensor` of shape `[out_features, in_features]`): The weight, in a floating dtype.

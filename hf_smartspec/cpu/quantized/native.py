@@ -57,8 +57,9 @@ def quantized_linear(
     fields = num_tokens, num_inputs, x.data_ptr(), *levels.addresses
     run_operator(x.dtype, LEVELS, num_threads if x.numel() > _FEW else 1, *fields)
     num_threads = num_threads if num_tokens * num_outputs * num_inputs > SMALL else 1
+    share = blocks_of(num_outputs, num_inputs)
     run_operator(
-        x.dtype, code_of(weight), num_threads, num_tokens, weight.shape[1], num_outputs, blocks_of(num_outputs, num_inputs),
+        x.dtype, code_of(weight), num_threads, num_tokens, weight.shape[1], num_outputs, share,
         weight.data_ptr(), scale.data_ptr(), *levels.addresses, 0 if bias is None else bias.data_ptr(),
         outputs.data_ptr(),
     )  # fmt: skip

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
+
 import torch
 from torch.nn.functional import linear, pad
 
@@ -41,8 +42,8 @@ def quantized_linear(
 
     Args:
         x (`torch.Tensor` of shape `[N, in]`): Tokens, in a floating dtype.
-        weight, scale (`torch.Tensor`): Levels and one scale per group of an output, from `in_blocks`, or codes and their
-            scales, from `to_codes`.
+        weight, scale (`torch.Tensor`): Levels and one scale per group of an output, from `in_blocks`, or codes and
+            their scales, from `to_codes`.
         bias (`torch.Tensor` of shape `[out]`, *optional*): Added to each result.
         num_outputs (`int`): The number of outputs.
 

@@ -114,7 +114,7 @@ def mode_of(model: PreTrainedModel) -> str:
     forward = "own forward"
     if written_decoder(model) is not None:
         forward = "written out, recorded" if records(model.device) else "written out"
-    weights = "int8 weights, " if is_quantized(model) else ""
+    weights = "quantized weights, " if is_quantized(model) else ""
     return f"{forward}, {attention} attention, {weights}cache in {model.dtype}"
 
 

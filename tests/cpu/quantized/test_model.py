@@ -9,9 +9,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import hf_smartspec
-from hf_smartspec import Engine, Int8Linear, SmartSpecConfig, quantize
-from hf_smartspec.cpu.quantized import is_quantized
-from hf_smartspec.cpu.quantized.product import int8_linear, plain_int8_linear, unrounded_tokens
+from hf_smartspec import Engine, Int4Linear, Int8Linear, SmartSpecConfig, quantize
+from hf_smartspec.cpu.quantized import KINDS, QuantizedLinear, is_quantized
+from hf_smartspec.cpu.quantized.product import plain_quantized_linear, quantized_linear, unrounded_tokens
 from hf_smartspec.target_model.cost.profiling import mode_of, profile_path
 from hf_smartspec.target_model.forward.packed import PackedForward
 from hf_smartspec.target_model.written import packed_forward, written_decoder, written_decoders
@@ -23,8 +23,8 @@ from ...target_model.written.test_written import logits_of
 ARGUMENTS = {"max_new_tokens": 24, "do_sample": False}
 
 
-def new_quantized(name: str = "llama", dtype=torch.float32, **changes):
-    return quantize(new_model(name, dtype=dtype, **changes))
+def new_quantized(name: str = "llama", dtype=torch.float32, kind: str = "int8", **changes):
+    return quantize(new_model(name, dtype=dtype, **changes), kind)
 
 
 def ragged(num_rows: int) -> dict[str, torch.Tensor]:
@@ -37,7 +37,7 @@ def ragged(num_rows: int) -> dict[str, torch.Tensor]:
 
 
 def linears(model) -> list[nn.Module]:
-    return [module for module in model.modules() if isinstance(module, (nn.Linear, Int8Linear))]
+    return [module for module in model.modules() if isinstance(module, (nn.Linear, QuantizedLinear))]
 
 
 def test_all_linear_maps_are_replaced_in_place():
@@ -52,6 +52,27 @@ def test_all_linear_maps_are_replaced_in_place():
     ids = torch.arange(3, 40)[None]
     expected, actual = plain(ids).logits, model(ids).logits
     assert 0 < (actual - expected).norm() < 0.1 * expected.norm()
+
+
+def test_in_int4_all_but_the_output_layer_have_four_bits():
+    model = new_model("qwen2", tie_word_embeddings=False)
+    ids = torch.arange(3, 40)[None]
+    expected = model(ids).logits
+    quantize(model, "int4")
+    head = model.get_output_embeddings()
+    assert {type(module) for module in linears(model)} == {Int4Linear, Int8Linear} and is_quantized(model)
+    assert [module for module in linears(model) if type(module) is Int8Linear] == [head]
+    assert 0 < (model(ids).logits - expected).norm() < 0.6 * expected.norm(), "of random weights"
+
+
+def test_a_weight_that_int4_does_not_hold_leaves_the_model_as_it_is():
+    model = new_model("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[0, 0] = 1e6
+    with pytest.raises(ValueError, match="at most, got 1e"):
+        quantize(model, "int4")
+    assert {type(module) for module in linears(model)} == {nn.Linear}
+    quantize(model, "int8")
 
 
 def test_memory_is_given_back():
@@ -82,8 +103,9 @@ def test_a_tied_output_layer_gets_a_weight_of_its_own(name):
 @pytest.mark.parametrize("num_rows", [1, 4])
 @pytest.mark.parametrize("is_written", [True, False])
 @pytest.mark.parametrize("source", ["none", "auto", "prompt_lookup", "draft", "trees"])
-def test_tokens_are_those_of_plain_decoding(source, is_written, num_rows):
-    model, inputs = new_quantized(), ragged(num_rows)
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_those_of_plain_decoding(source, is_written, num_rows, kind):
+    model, inputs = new_quantized(kind=kind), ragged(num_rows)
     draft = noisy_model("llama")
     sources = {"draft": SmartSpecConfig(draft, num_nodes=4), "trees": SmartSpecConfig(draft, num_nodes=8, width=3)}
     plain = model.generate(**inputs, **ARGUMENTS)
@@ -97,8 +119,9 @@ def test_tokens_are_those_of_plain_decoding(source, is_written, num_rows):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bloom", "t5", "mixtral"])
-def test_models_that_run_otherwise(name):
-    model, inputs = new_quantized(name), ragged(1)
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_that_run_otherwise(name, kind):
+    model, inputs = new_quantized(name, kind=kind), ragged(1)
     plain = model.generate(**inputs, **ARGUMENTS)
     with hf_smartspec.enabled(model):
         config = SmartSpecConfig("prompt_lookup", num_nodes=4)
@@ -122,8 +145,9 @@ def test_sampled_tokens_are_those_of_the_seed():
         assert torch.equal(model.generate(**ragged(4), **arguments, assistant=config), plain)
 
 
-def test_the_engine_serves_quantized_models():
-    model, prompts = new_quantized(), [np.arange(3, 3 + length) for length in (9, 4, 14)]
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_engine_serves_quantized_models(kind):
+    model, prompts = new_quantized(kind=kind), [np.arange(3, 3 + length) for length in (9, 4, 14)]
     expected = [model.generate(torch.tensor(prompt)[None], **ARGUMENTS)[0, len(prompt) :] for prompt in prompts]
     with Engine(model, assistant="prompt_lookup", max_batch_size=2) as engine:
         names = [engine.add_request(prompt.tolist(), max_new_tokens=24) for prompt in prompts]
@@ -132,10 +156,11 @@ def test_the_engine_serves_quantized_models():
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "phi3", "gemma2", "olmo2", "starcoder2", "mixtral"])
+@pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_written_out_decoders_compute_the_same(name):
+def test_written_out_decoders_compute_the_same(name, kind):
     """Nearly always to the last bits: these may move a number by one level, of which 127 make its token's largest."""
-    model = new_quantized(name)
+    model = new_quantized(name, kind=kind)
     assert written_decoder(model) is not None
     expected, actual = logits_of(PackedForward(model)), logits_of(packed_forward(model))
     differences = (actual - expected).abs().amax(-1)
@@ -161,8 +186,9 @@ def test_half_precision():
         assert model.generate(**ragged(4), **ARGUMENTS, assistant="auto").shape[0] == 4
 
 
-def test_copies_and_casts_decode_alike():
-    model = new_quantized()
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_and_casts_decode_alike(kind):
+    model = new_quantized(kind=kind)
     plain = model.generate(**ragged(1), **ARGUMENTS)
     duplicate = copy.deepcopy(model)
     assert is_quantized(duplicate) and torch.equal(duplicate.generate(**ragged(1), **ARGUMENTS), plain)
@@ -171,12 +197,13 @@ def test_copies_and_casts_decode_alike():
     duplicate.generate(**ragged(1), **ARGUMENTS)
 
 
-def test_state_dicts_of_both_kinds_are_loaded():
-    plain, model, other = new_model("llama"), new_quantized(), new_quantized(seed=1)
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_dicts_of_both_kinds_are_loaded(kind):
+    plain, model, other = new_model("llama"), new_quantized(kind=kind), new_quantized(kind=kind, seed=1)
     ids = torch.arange(3, 20)[None]
     assert not torch.equal(other(ids).logits, model(ids).logits)
     for state in (model.state_dict(), plain.state_dict()):
-        other.load_state_dict(quantize(new_model("llama", seed=1)).state_dict())
+        other.load_state_dict(new_quantized(kind=kind, seed=1).state_dict())
         other.load_state_dict(state)
         assert torch.equal(other(ids).logits, model(ids).logits)
 
@@ -188,17 +215,19 @@ def test_saving_is_refused(tmp_path, caplog):
     assert not list(tmp_path.iterdir())
 
 
-def test_profiles_tell_int8_from_others():
+def test_profiles_tell_kinds_from_one_another():
     model = new_model("llama")
-    mode, path = mode_of(model), profile_path(model)
-    quantize(model)
-    assert "int8" in mode_of(model) and "int8" not in mode
-    assert profile_path(model) != path
+    modes, paths = [mode_of(model)], {profile_path(model)}
+    for kind in KINDS:
+        quantized = new_quantized(kind=kind)
+        modes.append(mode_of(quantized))
+        paths.add(profile_path(quantized))
+    assert ["quantized" in mode for mode in modes] == [False, True, True] and len(paths) == 3
 
 
 def test_unknown_kinds_and_models_are_refused():
-    with pytest.raises(ValueError, match="`kind` must be 'int8', got 'int4'"):
-        quantize(new_model("llama"), "int4")
+    with pytest.raises(ValueError, match="`kind` must be 'int8' or 'int4', got 'int2'"):
+        quantize(new_model("llama"), "int2")
     with pytest.raises(TypeError, match="got Linear"):
         quantize(nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"no `nn\.Linear`"):
@@ -243,18 +272,19 @@ def test_adapters_are_refused():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *exhaustive([torch.float32])])
+@pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_products_of_real_activations_do_not_depend_on_what_is_beside_them(dtype, real_folder, real_tokenizer):
-    model = quantize(AutoModelForCausalLM.from_pretrained(real_folder, dtype=dtype))
+def test_products_of_real_activations_do_not_depend_on_what_is_beside_them(dtype, kind, real_folder, real_tokenizer):
+    model = quantize(AutoModelForCausalLM.from_pretrained(real_folder, dtype=dtype), kind)
     num_seen = 0
 
     def compare(module, args, output):
         nonlocal num_seen
         num_seen += 1
         x, parameters = args[0][0], (module.weight, module.scale, module.bias, module.out_features)
-        assert torch.equal(output[0], plain_int8_linear(x, *parameters))
+        assert torch.equal(output[0], plain_quantized_linear(x, *parameters))
         for tokens in (slice(0, 1), slice(3, 5), slice(2, 14)):
-            assert torch.equal(int8_linear(x[tokens], *parameters), output[0, tokens])
+            assert torch.equal(quantized_linear(x[tokens], *parameters), output[0, tokens])
 
     for module in linears(model):
         module.register_forward_hook(compare)
@@ -274,8 +304,9 @@ def test_tokens_need_not_be_rounded():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *exhaustive([torch.bfloat16])])
-def test_a_real_models_tokens_depend_neither_on_drafts_nor_on_the_batch(dtype, real_folder, real_tokenizer):
-    model = quantize(AutoModelForCausalLM.from_pretrained(real_folder, dtype=dtype))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_real_models_tokens_depend_neither_on_drafts_nor_on_the_batch(dtype, kind, real_folder, real_tokenizer):
+    model = quantize(AutoModelForCausalLM.from_pretrained(real_folder, dtype=dtype), kind)
     texts = ["The capital of France is", "def add(a, b):\n    return", "1, 2, 3, 1, 2, 3, 1, 2"]
     num_tokens = 24 if IS_EXHAUSTIVE else 10
     arguments = {"max_new_tokens": num_tokens, "do_sample": False, "eos_token_id": None}

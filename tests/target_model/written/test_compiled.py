@@ -249,9 +249,13 @@ def test_weights_of_other_dtypes_and_single_biases_are_left_to_the_layers():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3_text", "phi3", "gpt_neox", "opt", "qwen2_moe", "lfm2"])
-def test_every_bit_in_int8_is_that_of_the_layers(name, dtype, programs):
-    model = hf_smartspec.quantize(model_of(name, dtype))
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [(name, "int8") for name in ("llama", "qwen2", "gemma3_text", "phi3", "gpt_neox", "opt", "qwen2_moe", "lfm2")]
+    + [(name, "int4") for name in ("llama", "phi3", "qwen2_moe")],
+)
+def test_every_bit_of_quantized_models_is_that_of_the_layers(name, kind, dtype, programs):
+    model = hf_smartspec.quantize(model_of(name, dtype), kind)
     other = copy.deepcopy(model)
     forward = tried(model)
     programs.clear()

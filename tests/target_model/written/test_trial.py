@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from hf_smartspec.cpu.kernels.norms import SHIFTED
-from hf_smartspec.cpu.quantized import quantize
+from hf_smartspec.cpu.quantized import KINDS, quantize
 from hf_smartspec.target_model.logits import LogitScaling
 from hf_smartspec.target_model.written import registry, trial, written_decoder
 from hf_smartspec.target_model.written.decoder import WrittenDecoder
@@ -123,9 +123,10 @@ def test_wrong_arithmetic_in_one_layer_is_refused(wrong, dtype, layer):
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+@pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_int8_is_told_from_wrong_arithmetic(dtype):
-    model = quantize(with_outliers(distinct(new_model("llama", dtype=dtype))))
+def test_rounding_of_quantized_models_is_told_from_wrong_arithmetic(kind, dtype):
+    model = quantize(with_outliers(distinct(new_model("llama", dtype=dtype))), kind)
     plan = make_plan(model)[0]
     check(model, WrittenDecoder(plan))
     _with_swapped_heads(plan.layers[1])
@@ -271,8 +272,9 @@ def test_a_real_model_is_taken_but_not_with_wrong_arithmetic_in_one_layer(real_m
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *exhaustive([torch.float32])])
+@pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_a_real_model_in_int8_is_taken(real_folder, dtype):
+def test_a_real_model_that_is_quantized_is_taken(real_folder, dtype, kind):
     """A last bit moves one number of one token to its next level: all later tokens see that one."""
-    model = quantize(AutoModelForCausalLM.from_pretrained(real_folder, dtype=dtype))
+    model = quantize(AutoModelForCausalLM.from_pretrained(real_folder, dtype=dtype), kind)
     check(model, WrittenDecoder(make_plan(model)[0]))

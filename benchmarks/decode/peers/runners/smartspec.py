@@ -17,8 +17,10 @@ def load(job: dict[str, Any]) -> Engine:
     if "draft" in job["files"]:
         ways["draft model"] = {"assistant": load_model(job, "draft")}
     ways |= {Path(folder).name: {"assistant": folder} for folder in job["heads"]}
-    if job["kind"] == "int8":
-        hf_smartspec.quantize(model, "int8")
+    if job["kind"] in ("int8", "int4"):
+        hf_smartspec.quantize(model, job["kind"])
+        if job["kind"] == "int4":  # of weights in float32, which codes and scales come nearer to
+            model.to(torch.bfloat16)
         ways = {"generate on it": {}} | ways
     with torch.no_grad():
         hf_smartspec.enable(model)

@@ -15,7 +15,7 @@ from ....prepare.call import model_limits
 from ....serving.engine import Engine
 from ....serving.prompts import prompt_ids
 from ..arguments import UsageError, usage_errors
-from ..models import check_folder, demo_folder, load_model, load_tokenizer, use_machine, use_quantized
+from ..models import check_folder, demo_folder, dtype_to_load, load_model, load_tokenizer, use_machine, use_quantized
 from ..names import parts_of
 from .arguments import AUTO, Sampling
 
@@ -86,14 +86,14 @@ def load_speaker(args: argparse.Namespace) -> Speaker:
     assistant = assistant_of(args.assistant, args.draft)
     path = args.model or str(demo_folder("--model") / "models" / "target")
     dtype = args.dtype if args.dtype != AUTO or args.model else "float32"
-    model = load_model(path, dtype, args.device, args.trust_remote_code)
+    model = load_model(path, dtype_to_load(path, dtype, args.quantize), args.device, args.trust_remote_code)
     tokenizer = load_tokenizer(path, args.trust_remote_code)
     if tokenizer is None:
         raise UsageError(f"--model: {path!r} has no tokenizer")
     if template := getattr(args, "chat_template", None):
         with usage_errors(f"--chat-template: cannot read {template!r}"):
             tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
-    use_quantized(model, args.quantize)
+    use_quantized(model, args.quantize, dtype)
     return Speaker(args.model or "embedded", model, tokenizer, assistant)
 
 

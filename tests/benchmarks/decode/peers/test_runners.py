@@ -9,6 +9,7 @@ import torch
 import hf_smartspec
 from benchmarks.decode.peers.files import write_files
 from benchmarks.decode.peers.runners import smartspec, transformers
+from hf_smartspec import Int4Linear
 from hf_smartspec.commands.common.cost_matched import enlarge
 from hf_smartspec.commands.common.models import load_model
 from hf_smartspec.training.medusa import MedusaTraining
@@ -55,6 +56,15 @@ def test_learned_drafters_are_ways_of_their_own(job, tmp_path):
 def test_int8_has_plain_generate_on_the_same_weights(job):
     ways = smartspec.load(job | {"kind": "int8"}).ways
     assert ways["generate on it"].decode(PROMPTS, 12) == ways["none"].decode(PROMPTS, 12)
+
+
+def test_int4_computes_all_but_its_products_in_bfloat16(job, monkeypatch):
+    models = []
+    enable = hf_smartspec.enable
+    monkeypatch.setattr(hf_smartspec, "enable", lambda model: models.append(model) or enable(model))
+    ways = smartspec.load(job | {"kind": "int4"}).ways
+    assert ways["prompt_lookup"].decode(PROMPTS, 12) == ways["none"].decode(PROMPTS, 12)
+    assert models[0].dtype == torch.bfloat16 and isinstance(models[0].model.layers[0].mlp.up_proj, Int4Linear)
 
 
 def test_answers_are_forgotten_before_the_same_prompt_comes_again(job, monkeypatch):

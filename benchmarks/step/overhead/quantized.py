@@ -1,7 +1,8 @@
-"""Gain of int8: a target decodes real prompts one at a time in its dtype and in int8, side by side."""
+"""Gain of int8 and int4: a target decodes real prompts one at a time in its dtype and quantized, side by side."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from hf_smartspec.commands.common.arguments import UsageError, usage_errors
 from hf_smartspec.commands.common.cost_matched import enlarge
 from hf_smartspec.commands.common.models import demo_folder, load_model, load_tokenizer
 from hf_smartspec.commands.common.recordings import DataSet, Fields, read_requests
-from hf_smartspec.cpu.quantized import quantize
+from hf_smartspec.cpu.quantized import KINDS, quantize
 from hf_smartspec.generate import enabled
 from hf_smartspec.prepare.presets import suffix_trees
 
@@ -31,8 +32,8 @@ def section(
     repeats: int,
 ) -> Section:  # fmt: skip
     """
-    Return for every size and way to decode the tokens per second at batch 1 in `dtype` and in int8, and their ratio.
-    Suffix trees are emptied before every run.
+    Return for every size and way to decode the tokens per second at batch 1 in `dtype`, in int8 and in int4, and the
+    ratios. Suffix trees are emptied before every run.
 
     Args:
         name (`str`, *optional*): The model; by default the embedded target, at each of the sizes.
@@ -41,16 +42,17 @@ def section(
     """
     columns = (
         Column("MiB", lambda row, _: f"{row['mib']['full']:,.0f}"),
-        Column("MiB in int8", lambda row, _: f"{row['mib']['int8']:,.0f}"),
+        Column("in int8", lambda row, _: f"{row['mib']['int8']:,.0f}"),
+        Column("in int4", lambda row, _: f"{row['mib']['int4']:,.0f}"),
         Column(dtype, "full", "{:.1f}"),
-        Column("int8", "int8", "{:.1f}"),
-        Column(f"int8 / {dtype}", "ratio", "{:.2f}"),
+        *(Column(kind, kind, "{:.1f}") for kind in KINDS),
+        *(Column(f"{kind} / {dtype}", lambda row, _, kind=kind: f"{row['ratios'][kind]:.2f}") for kind in KINDS),
     )
 
     def cases() -> Iterator[Case]:
         small, prompts = _loaded(name, path, dtype, num_prompts, num_tokens)
         for size in sizes if name is None else [small.num_parameters()]:
-            models = _pair(small, size)
+            models = _models(small, size)
             for way in WAYS:
                 label = f"{models['full'].num_parameters() / 1e6:.0f} M, {way}"
                 yield Case(label, partial(_compare, models, way, prompts, num_tokens, repeats))
@@ -78,16 +80,16 @@ def _loaded(
     return load_model(model_name, dtype), [torch.tensor(prompt)[None] for prompt in data.prompts]
 
 
-def _pair(small: PreTrainedModel, size: float) -> dict[str, PreTrainedModel]:
+def _models(small: PreTrainedModel, size: float) -> dict[str, PreTrainedModel]:
     """
-    Return the target at this size in its dtype and in int8.
+    Return the target at this size in its dtype, in int8 and in int4.
 
     Raises:
-        UsageError: for sizes that cannot be had, and CPUs that have no int8 products.
+        UsageError: for sizes that cannot be had, and CPUs that have no products of int8.
     """
     with usage_errors(f"--parameters {size:.0f}", ValueError):
         model = small if size == small.num_parameters() else enlarge(small, size)
-        models = {"full": model, "int8": quantize(copy.deepcopy(model))}
+        models = {"full": model, **{kind: quantize(copy.deepcopy(model), kind) for kind in KINDS}}
     for item in models.values():
         item.generation_config = GenerationConfig(pad_token_id=0)
     return models
@@ -97,7 +99,9 @@ def _compare(
     models: dict[str, PreTrainedModel], way: str, prompts: Sequence[torch.Tensor], num_tokens: int, repeats: int
 ) -> Row:
     model, arguments = models["full"], WAYS[way]
-    with enabled(model), enabled(models["int8"]):
+    with ExitStack() as stack:
+        for item in models.values():
+            stack.enter_context(enabled(item))
         for item in models.values():
             _decoding(item, prompts[:1], _WARMUP, arguments)()
         functions = {name: _decoding(item, prompts, num_tokens, arguments) for name, item in models.items()}
@@ -108,7 +112,7 @@ def _compare(
         "parameters": model.num_parameters(),
         "way": way,
         **speed,
-        "ratio": speed["int8"] / speed["full"],
+        "ratios": {kind: speed[kind] / speed["full"] for kind in KINDS},
         "mib": mib,
     }
 

@@ -1,4 +1,4 @@
-"""Gain of int8: both models decode the same prompts in every way, and the report has each speed."""
+"""Gain of int8 and int4: all models decode the same prompts in every way, and the report has each speed."""
 
 import io
 import json
@@ -9,8 +9,8 @@ from rich.console import Console
 
 from benchmarks.benches import load_parser
 from benchmarks.kit.session import Session
-from benchmarks.step.overhead import int8
-from benchmarks.step.overhead.int8 import WAYS
+from benchmarks.step.overhead import quantized
+from benchmarks.step.overhead.quantized import WAYS
 from hf_smartspec import enabled, suffix_trees
 from hf_smartspec.cpu.quantized import is_quantized
 from tests.benchmarks.helpers import bench
@@ -24,37 +24,37 @@ def folder(tmp_path, monkeypatch):
     save_tiny_models(tmp_path / "models")
     rows = [{"prompt": f"{n} and {n} and"} for n in range(3)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.setattr(int8, "demo_folder", lambda *_: tmp_path)
+    monkeypatch.setattr(quantized, "demo_folder", lambda *_: tmp_path)
     return tmp_path
 
 
-def test_both_models_decode_all_prompts_in_every_way(folder, monkeypatch):
-    calls, original = [], int8._decoding
+def test_all_models_decode_all_prompts_in_every_way(folder, monkeypatch):
+    calls, original = [], quantized._decoding
 
     def noted(model, prompts, num_tokens, arguments):
         calls.append((is_quantized(model), len(prompts), num_tokens, arguments))
         return original(model, prompts, num_tokens, arguments)
 
-    monkeypatch.setattr(int8, "_decoding", noted)
+    monkeypatch.setattr(quantized, "_decoding", noted)
     session, output = Session({}), io.StringIO()
-    section = int8.section(None, [5e5], None, "float32", num_prompts=2, num_tokens=5, repeats=1)
+    section = quantized.section(None, [5e5], None, "float32", num_prompts=2, num_tokens=5, repeats=1)
     session.run([section], Console(file=output, width=150))
     rows = list(session.rows("quantized").values())
     assert [row["way"] for row in rows] == ["plain", "none", "auto"]
-    sizes = (1, int8._WARMUP), (2, 5)
+    sizes = (1, quantized._WARMUP), (2, 5)
     assert calls == [
-        (kind, *size, arguments) for arguments in WAYS.values() for size in sizes for kind in (False, True)
+        (kind, *size, arguments) for arguments in WAYS.values() for size in sizes for kind in (False, True, True)
     ]
     for row in rows:
         assert row["parameters"] == pytest.approx(5e5, rel=0.05)
-        assert row["ratio"] == pytest.approx(row["int8"] / row["full"]) and row["full"] > 0
-        assert row["mib"]["int8"] < 0.5 * row["mib"]["full"]
+        assert row["ratios"] == {kind: pytest.approx(row[kind] / row["full"]) for kind in ("int8", "int4")}
+        assert row["full"] > 0 and row["mib"]["int4"] < row["mib"]["int8"] < 0.5 * row["mib"]["full"]
     assert "int8 / float32" in output.getvalue() and "auto" in output.getvalue()
 
 
 def test_answers_are_forgotten_before_the_next_repetition():
     model = new_model("llama")
-    decode = int8._decoding(model, [torch.arange(3, 9)[None], torch.arange(9, 3, -1)[None]], 6, WAYS["auto"])
+    decode = quantized._decoding(model, [torch.arange(3, 9)[None], torch.arange(9, 3, -1)[None]], 6, WAYS["auto"])
     with enabled(model):
         decode()
         remembered = suffix_trees(model).num_cached_tokens()
