@@ -3,7 +3,7 @@ Sums of products of int8 numbers with weights in eight or four bits, scaled by g
 int8 (VNNI), or with AVX2 alone.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from llvmlite import ir  # type: ignore[import-untyped]
@@ -16,7 +16,6 @@ SIDE = 16  # outputs of a block, whose weights lie together
 GROUP, PART = 64, 32  # neighbouring inputs that have one scale in a weight, and in a token
 PARTS = GROUP // PART
 OFFSET = 128  # added to weights, since the instruction multiplies unsigned by signed numbers
-_IN_BYTES = 8  # neighbouring inputs of an output, whose codes lie in four bytes
 _TOGETHER = 4  # neighbouring inputs of an output, whose products one instruction adds up
 BLOCK = SIDE * GROUP  # bytes of a block's weights for one group
 SMALL_BLOCK = BLOCK // 2  # the same in four bits
@@ -63,9 +62,7 @@ def dots(builder, num_tokens, weight, scales, levels, steps, offsets, sums, num_
     (int32). With each group, a block's `BLOCK` bytes of weights are prefetched: first those `distance` bytes after the
     block's first weight, then `pace` bytes further each time; any memory may lie there.
     """
-    vectors = (_Signs if instructions() == "avx2" else _Dots)(builder, _INSTRUCTIONS[instructions()].width)
-    addresses = weight, scales, levels, steps, offsets, sums, num_groups, distance, pace
-    _for_each_number(builder, num_tokens, lambda number: _write(vectors, number, *addresses))
+    _write(_Dots, _Signs, builder, num_tokens, weight, scales, levels, steps, offsets, sums, num_groups, distance, pace)
 
 
 @written(types.void, *[types.int64] * 10)
@@ -74,83 +71,59 @@ def small_dots(builder, num_tokens, weight, scales, levels, steps, offsets, sums
     Do as `dots` with a weight in four bits, as `Int4Linear.weight` and its scales: a part's sum of products with codes
     is added times their scale, and then the sum of its levels, times their least weight.
     """
-    vectors = (_Pairs if instructions() == "avx2" else _Codes)(builder, _INSTRUCTIONS[instructions()].width)
-    addresses = weight, scales, levels, steps, offsets, sums, num_groups, distance, pace
-    _for_each_number(builder, num_tokens, lambda number: _write_small(vectors, number, *addresses))
+    _write(
+        _Codes, _Pairs, builder, num_tokens, weight, scales, levels, steps, offsets, sums, num_groups, distance, pace
+    )
 
 
-def _for_each_number(builder: ir.IRBuilder, num_tokens: ir.Value, write: Callable[[int], None]) -> None:
-    """Write code for each number of tokens, of which that for `num_tokens` runs."""
-    done = builder.append_basic_block("done")
+def _write(usual, with_avx2, builder, num_tokens, *addresses):
+    """Write code for each number of tokens, of which that for `num_tokens` runs, by the writer for the CPU."""
+    name, done = instructions(), builder.append_basic_block("done")
+    vectors = (with_avx2 if name == "avx2" else usual)(builder, _INSTRUCTIONS[name].width)
     size = builder.switch(num_tokens, done)
     for number in range(1, most_tokens() + 1):
         block = builder.append_basic_block(f"dots_{number}")
         size.add_case(I64(number), block)
         builder.position_at_end(block)
-        write(number)
+        _write_for(vectors, number, *addresses)
         builder.branch(done)
     builder.position_at_end(done)
 
 
-def _write(vectors, num_tokens, weight, scales, levels, steps, offsets, sums, num_groups, distance, pace):
+def _write_for(vectors, num_tokens, weight, scales, levels, steps, offsets, sums, num_groups, distance, pace):
     builder, tokens = vectors.builder, range(num_tokens)
     totals = [vectors.new_totals() for _ in tokens]
     with cgutils.for_range_slice(builder, I64(0), num_groups, I64(1), I64) as (group, _):
         own = [builder.add(builder.mul(I64(token), num_groups), group) for token in tokens]
-        start, due = builder.mul(group, I64(BLOCK)), builder.add(distance, builder.mul(group, pace))
-        scaled: dict[int, list[ir.Value]] = {}
+        start, due = builder.mul(group, I64(vectors.block)), builder.add(distance, builder.mul(group, pace))
+        parts: list[list[_Part]] = [[] for _ in tokens]
         for part in range(PARTS):
             indices = [builder.add(builder.mul(index, I64(PARTS)), I64(part)) for index in own]
-            counts = [vectors.start(builder.load(place(builder, offsets, index, I32))) for index in indices]
-            for number in range(part * PART // _TOGETHER, (part + 1) * PART // _TOGETHER):
+            added = [builder.load(place(builder, offsets, index, I32)) for index in indices]
+            counts = [vectors.start(offset) for offset in added]
+            for number in range(part * PART // vectors.inputs, (part + 1) * PART // vectors.inputs):
                 begin = I64(_TOGETHER * SIDE * number)
                 prefetch(builder, place(builder, weight, builder.add(due, begin), I8))
-                factors = vectors.weights(place(builder, weight, builder.add(start, begin), I8))
-                for token, index in enumerate(own):
-                    level = builder.add(builder.mul(index, I64(GROUP)), I64(_TOGETHER * number))
-                    numbers = vectors.levels(place(builder, levels, level, I8))
-                    counts[token] = vectors.more(counts[token], factors, numbers)
-                hold_order(builder)  # many prefetches in a row would keep numbers waiting that are needed now
-            for token, index in enumerate(indices):
-                found = vectors.scaled(counts[token], builder.load(place(builder, steps, index, FLOAT)))
-                if part:
-                    found = [builder.fadd(*pair) for pair in zip(scaled[token], found)]
-                scaled[token] = found
-        factors = vectors.floats_at(place(builder, scales, builder.mul(group, I64(SIDE)), FLOAT))
-        for token, total in enumerate(totals):
-            vectors.add_products(total, scaled[token], factors)
-    for token, total in enumerate(totals):
-        vectors.store(total, place(builder, sums, I64(token * SIDE), FLOAT))
-
-
-def _write_small(vectors, num_tokens, weight, scales, levels, steps, offsets, sums, num_groups, distance, pace):
-    builder, tokens = vectors.builder, range(num_tokens)
-    totals = [vectors.new_totals() for _ in tokens]
-    with cgutils.for_range_slice(builder, I64(0), num_groups, I64(1), I64) as (group, _):
-        own = [builder.add(builder.mul(I64(token), num_groups), group) for token in tokens]
-        start, due = builder.mul(group, I64(SMALL_BLOCK)), builder.add(distance, builder.mul(group, pace))
-        for part in range(PARTS):
-            indices = [builder.add(builder.mul(index, I64(PARTS)), I64(part)) for index in own]
-            counts = [vectors.start() for _ in tokens]
-            for number in range(part * PART // _IN_BYTES, (part + 1) * PART // _IN_BYTES):
-                begin = I64(_TOGETHER * SIDE * number)
-                prefetch(builder, place(builder, weight, builder.add(due, begin), I8))
-                for place_of, codes in enumerate(vectors.codes(place(builder, weight, builder.add(start, begin), I8))):
+                loaded = vectors.weights(place(builder, weight, builder.add(start, begin), I8))
+                for place_of, factors in enumerate(loaded):
+                    first = I64(vectors.inputs * number + _TOGETHER * place_of)
                     for token, index in enumerate(own):
-                        first = I64(_IN_BYTES * number + _TOGETHER * place_of)
                         level = builder.add(builder.mul(index, I64(GROUP)), first)
                         numbers = vectors.levels(place(builder, levels, level, I8))
-                        counts[token] = vectors.more(counts[token], codes, numbers)
-                hold_order(builder)
-            first = builder.add(builder.mul(group, I64(PARTS)), I64(part))
-            factors, least = vectors.halves_at(place(builder, scales, builder.mul(first, I64(2 * SIDE)), I16))
-            for total, index, count in zip(totals, indices, counts):
+                        counts[token] = vectors.more(counts[token], factors, numbers)
+                hold_order(builder)  # many prefetches in a row would keep numbers waiting that are needed now
+            for token, index in enumerate(indices):
                 step = builder.load(place(builder, steps, index, FLOAT))
-                vectors.add_products(total, vectors.scaled(count, step), factors)
-                sum_of_levels = builder.sitofp(builder.load(place(builder, offsets, index, I32)), FLOAT)
-                vectors.add_products(total, vectors.filled(builder.fmul(sum_of_levels, step)), least)
+                parts[token].append(_Part(vectors.scaled(counts[token], step), added[token], step))
+        vectors.add_group(totals, parts, scales, group)
     for token, total in enumerate(totals):
         vectors.store(total, place(builder, sums, I64(token * SIDE), FLOAT))
+
+
+class _Part(NamedTuple):
+    sums: list[ir.Value]  # of a token's products in a part of a group, in its units
+    offset: ir.Value  # `-OFFSET` times the sum of its levels
+    step: ir.Value  # its unit
 
 
 class _Dots:
@@ -159,6 +132,8 @@ class _Dots:
     by signed int8, and adds up four products at once, by VNNI.
     """
 
+    block, inputs = BLOCK, _TOGETHER  # bytes of a group's weights, and inputs whose weights are loaded at a time
+
     def __init__(self, builder: ir.IRBuilder, width: int):
         self.builder, self.width = builder, width
         lanes = self.lanes = width // 4
@@ -166,11 +141,11 @@ class _Dots:
         self.floats = ir.VectorType(FLOAT, lanes)
         self.parts = range(SIDE // lanes)
 
-    def weights(self, pointer: ir.Value) -> list[ir.Value]:
-        """Load the weights of a block's outputs for four inputs, and return them as they are multiplied."""
+    def weights(self, pointer: ir.Value) -> list[list[ir.Value]]:
+        """Load the weights of a block's outputs for `inputs`, and return them as they are multiplied, four by four."""
         offsets = ir.Constant(self.bytes, [OFFSET - 256] * self.width)
         found = [self._load(pointer, self.bytes, part * self.width) for part in self.parts]
-        return [self.builder.bitcast(self.builder.xor(part, offsets), self.integers) for part in found]
+        return [[self.builder.bitcast(self.builder.xor(part, offsets), self.integers) for part in found]]
 
     def levels(self, pointer: ir.Value) -> ir.Value:
         """Load four levels of a token, and return them for each output."""
@@ -178,7 +153,11 @@ class _Dots:
 
     def start(self, offset: ir.Value) -> list[ir.Value]:
         """Return the sums to begin with: they make up for what is added to weights."""
-        return [self._filled(offset) for _ in self.parts]
+        return self.filled(offset)
+
+    def filled(self, number: ir.Value) -> list[ir.Value]:
+        """Return vectors whose entries are all `number`."""
+        return [self._filled(number)] * len(self.parts)
 
     def more(self, sums: list[ir.Value], weights: list[ir.Value], levels: ir.Value) -> list[ir.Value]:
         """Return the sums after four products of each output."""
@@ -189,6 +168,18 @@ class _Dots:
         """Return the sums of a part in a token's units."""
         builder, steps = self.builder, self._filled(step)
         return [builder.fmul(builder.sitofp(own, self.floats), steps) for own in sums]
+
+    def add_group(
+        self, totals: list[list[ir.Value]], parts: list[list[_Part]], scales: ir.Value, group: ir.Value
+    ) -> None:
+        """Add the parts of all tokens to their totals, times the scales of the weight."""
+        builder = self.builder
+        factors = self.floats_at(place(builder, scales, builder.mul(group, I64(SIDE)), FLOAT))
+        for total, (first, *others) in zip(totals, parts):
+            sums = first.sums
+            for other in others:
+                sums = [builder.fadd(*pair) for pair in zip(sums, other.sums)]
+            self.add_products(total, sums, factors)
 
     def add_products(self, totals: list[ir.Value], sums: list[ir.Value], factors: list[ir.Value]) -> None:
         """Add a group's sums, times scales of the weight, to the totals; each operation rounds."""
@@ -227,10 +218,10 @@ class _Signs(_Dots):
     signs: two such products fit an int16, since neither number exceeds 127, and are added up in int32 with the next.
     """
 
-    def weights(self, pointer: ir.Value) -> list[ir.Value]:
+    def weights(self, pointer: ir.Value) -> list[list[ir.Value]]:
         """Return weights with their absolute values, in pairs."""
         found = [self._load(pointer, self.bytes, part * self.width) for part in self.parts]
-        return [(weight, self._with_signs(weight, weight)) for weight in found]
+        return [[(weight, self._with_signs(weight, weight)) for weight in found]]
 
     def start(self, offset: ir.Value) -> list[ir.Value]:
         return [ir.Constant(self.integers, [0] * self.lanes) for _ in self.parts]
@@ -252,37 +243,47 @@ class _Signs(_Dots):
 class _Codes(_Dots):
     """Writer of the same for weights in four bits, of which two lie in a byte, by VNNI."""
 
-    def start(self) -> list[ir.Value]:
+    block, inputs = SMALL_BLOCK, 2 * _TOGETHER
+
+    def start(self, offset: ir.Value) -> list[ir.Value]:
         return [ir.Constant(self.integers, [0] * self.lanes) for _ in self.parts]
 
-    def codes(self, pointer: ir.Value) -> tuple[list[ir.Value], list[ir.Value]]:
-        """Load the codes of a block's outputs for eight inputs, and return those for the first four, and the others."""
+    def weights(self, pointer: ir.Value) -> list[list[ir.Value]]:
         builder, mask = self.builder, ir.Constant(self.integers, [0x0F0F0F0F] * self.lanes)
         found = [self._load(pointer, self.integers, part * self.width) for part in self.parts]
         above = [builder.lshr(part, ir.Constant(self.integers, [4] * self.lanes)) for part in found]
-        return [builder.and_(part, mask) for part in found], [builder.and_(part, mask) for part in above]
+        return [[builder.and_(part, mask) for part in vectors] for vectors in (found, above)]
 
-    def halves_at(self, pointer: ir.Value) -> tuple[list[ir.Value], list[ir.Value]]:
+    def add_group(
+        self, totals: list[list[ir.Value]], parts: list[list[_Part]], scales: ir.Value, group: ir.Value
+    ) -> None:
+        builder = self.builder
+        for part in range(PARTS):
+            first = builder.add(builder.mul(group, I64(PARTS)), I64(part))
+            factors, least = self._halves_at(place(builder, scales, builder.mul(first, I64(2 * SIDE)), I16))
+            for total, own in zip(totals, parts):
+                sums, offset, step = own[part]
+                self.add_products(total, sums, factors)
+                self.add_products(total, self.filled(builder.fmul(builder.sitofp(offset, FLOAT), step)), least)
+
+    def _halves_at(self, pointer: ir.Value) -> list[list[ir.Value]]:
         """Load scales and least weights of a part, float16; these divided by `-OFFSET`, with which sums are given."""
         builder, kind = self.builder, ir.VectorType(ir.HalfType(), self.lanes)
-        found = [
-            builder.fpext(self._load(pointer, kind, 2 * (row * SIDE + part * self.lanes)), self.floats)
-            for row in range(2)
-            for part in self.parts
-        ]
-        factor = ir.Constant(self.floats, [-1 / OFFSET] * self.lanes)
-        factors, least = found[: len(self.parts)], found[len(self.parts) :]
-        return factors, [builder.fmul(own, factor) for own in least]
-
-    def filled(self, number: ir.Value) -> list[ir.Value]:
-        """Return vectors whose entries are all `number`."""
-        return [self._filled(number)] * len(self.parts)
+        factors, least = (
+            [
+                builder.fpext(self._load(pointer, kind, 2 * (first + part * self.lanes)), self.floats)
+                for part in self.parts
+            ]
+            for first in (0, SIDE)
+        )
+        divisor = ir.Constant(self.floats, [-1 / OFFSET] * self.lanes)
+        return [factors, [builder.fmul(own, divisor) for own in least]]
 
 
 class _Pairs(_Codes):
     """Writer for CPUs with AVX2 alone: the sums of a part's products in pairs fit an int16."""
 
-    def start(self) -> list[ir.Value]:
+    def start(self, offset: ir.Value) -> list[ir.Value]:
         pairs = ir.VectorType(I16, self.width // 2)
         return [ir.Constant(pairs, [0] * pairs.count) for _ in self.parts]
 
