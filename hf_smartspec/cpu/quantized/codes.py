@@ -17,7 +17,7 @@ def to_codes(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Round a weight's rows to codes as compiled code reads them. Each part of `PART` neighbouring numbers has the scale
     and the least weight with the least sum of squared errors, of those that spread the numbers over different ranges.
-    Weights that are such multiples already, as those of llama.cpp's Q4_1 are, stay as they are.
+    Weights that are such codes already, as those of llama.cpp's Q4_1 are, stay as they are.
 
     Args:
         rows (`torch.Tensor` of shape `[out, in]`): A weight, in a floating dtype.
