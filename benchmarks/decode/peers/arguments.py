@@ -18,8 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--kinds", nargs="+", default=list(KINDS), choices=KINDS, metavar="KIND",
-        help="of weights: float32, bfloat16, int8, which is Q8_0 in GGUF, and int4, Q4_1 in GGUF, which OpenVINO "
-        "is not given (default: all)",
+        help="of weights: float32, bfloat16, int8, which is Q8_0 in GGUF, and int4, Q4_1 in GGUF "
+        "(default: all)",
     )  # fmt: skip
     for name, kind, metavar, about in (
         ("--prompts", Path, "FILE", ".jsonl with prompts and their category, or lines of text"),

@@ -24,7 +24,7 @@ class Peer(NamedTuple):
 
     runner: str
     files: tuple[str, ...]
-    kinds: tuple[str, ...] = KINDS[:3]
+    kinds: tuple[str, ...] = KINDS
     requirements: tuple[str, ...] = ()
     settings: dict[str, Any] = {}  # noqa: RUF012  never changed
 
@@ -36,8 +36,8 @@ class Peer(NamedTuple):
 PEERS = {
     "transformers": Peer("transformers", ("model", "draft"), KINDS[:2]),
     "compiled": Peer("transformers", ("model",), KINDS[:2], settings={"compiled": True}),
-    "smartspec": Peer("smartspec", ("model", "draft"), KINDS, settings={"needs_library": True}),
-    "llama.cpp": Peer("llama_cpp", ("gguf", "draft_gguf"), KINDS, requirements=("xllamacpp==2026.10.11549",)),
+    "smartspec": Peer("smartspec", ("model", "draft"), settings={"needs_library": True}),
+    "llama.cpp": Peer("llama_cpp", ("gguf", "draft_gguf"), requirements=("xllamacpp==2026.10.11549",)),
     "openvino": Peer(
         "openvino_genai", ("arrays", "draft_arrays"), requirements=("openvino==2026.4.1", "openvino-genai==2026.4.1.0")
     ),

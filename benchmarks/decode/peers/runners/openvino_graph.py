@@ -13,7 +13,8 @@ def write_graph(arrays: Path, kind: str, folder: Path) -> None:
     """
     Args:
         arrays (`Path`): A file of `np.savez`: every weight in float32 under its name, and "config" as JSON.
-        kind (`str`): Type of its matrices: "float32", "bfloat16" or "int8" (a scale for each output).
+        kind (`str`): Type of its matrices: "float32", "bfloat16", "int8" (a scale for each output) or "int4" (a scale and
+            a zero for each 32 inputs of an output; embeddings and the output layer in int8).
         folder (`Path`): Folder for `openvino_model.xml`, its weights, and a placeholder of a tokenizer.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -21,6 +22,9 @@ def write_graph(arrays: Path, kind: str, folder: Path) -> None:
         model = Llama(dict(weights), kind).model()
         openvino.save_model(model, folder / "openvino_model.xml", compress_to_fp16=False)
     openvino.save_model(_placeholder(), folder / "openvino_tokenizer.xml")
+
+
+_GROUP = 32  # inputs that share a scale in int4
 
 
 class Llama:
@@ -127,6 +131,8 @@ class Llama:
     def _matrix(self, name: str) -> Any:
         """Return `[outputs, inputs]` in float32, from the stored kind of weights."""
         weight = self.weights[name]
+        if self.kind == "int4" and name.startswith("model.layers."):
+            return _in_four_bits(weight)
         if self.kind == "float32":
             return op.constant(weight)
         if self.kind == "bfloat16":
@@ -138,6 +144,26 @@ class Llama:
 
     def _size(self, node: Any, axis: int) -> Any:
         return op.gather(op.shape_of(node), _int(axis), _int(0))
+
+
+def _in_four_bits(weight: np.ndarray) -> Any:
+    """Return a matrix of codes from 0 to 15, as OpenVINO's own tools write them: less a zero, times a scale."""
+    num_outputs, num_inputs = weight.shape
+    groups = weight.reshape(num_outputs, num_inputs // _GROUP, _GROUP)
+    lowest, highest = (np.minimum(groups.min(2, keepdims=True), 0), np.maximum(groups.max(2, keepdims=True), 0))
+    scales = np.maximum((highest - lowest) / 15, np.finfo(np.float16).tiny).astype(np.float16)
+    zeros = np.rint(-lowest / scales).clip(0, 15)
+    codes = (np.rint(groups / scales) + zeros).clip(0, 15)
+    shifted = op.subtract(op.convert(_codes(codes), "f16"), op.convert(_codes(zeros), "f16"))
+    spread = op.multiply(shifted, op.constant(scales))
+    return op.convert(op.reshape(spread, _int(num_outputs, num_inputs), False), "f32")
+
+
+def _codes(values: np.ndarray) -> Any:
+    """Return integers from 0 to 15, two in a byte."""
+    pairs = values.astype(np.uint8).reshape(-1, 2)
+    packed = pairs[:, 0] | pairs[:, 1] << 4
+    return op.constant(openvino.Tensor(packed, openvino.Shape(values.shape), openvino.Type.u4))
 
 
 def _placeholder() -> Any:

@@ -37,8 +37,14 @@ def test_other_models_are_refused(arrays):
         arrays(new_llama(attention_bias=True))
 
 
-def rounded(weight, kind):
+def rounded(name, weight, kind):
     """A matrix as it is stored."""
+    if kind == "int4" and "layers" in name:
+        groups = weight.unflatten(1, (-1, 32))
+        lowest, highest = groups.amin(2, keepdim=True).clamp(max=0), groups.amax(2, keepdim=True).clamp(min=0)
+        scales = ((highest - lowest) / 15).half().float()
+        zeros = (-lowest / scales).round().clamp(0, 15)
+        return (((groups / scales).round() + zeros).clamp(0, 15).sub(zeros) * scales).half().float().flatten(1)
     if kind == "bfloat16":
         return weight.bfloat16().float()
     scales = weight.abs().amax(1, keepdim=True) / 127
@@ -46,15 +52,15 @@ def rounded(weight, kind):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_graph_computes_what_the_model_computes_step_by_step(arrays, tmp_path, kind, tied):
     openvino = pytest.importorskip("openvino", reason="OpenVINO lives in an environment of its own")
     from benchmarks.decode.peers.runners.openvino_graph import write_graph
 
-    model = new_llama(tied=tied)
-    for weight in model.parameters():
-        weight.copy_(rounded(weight, kind) if weight.ndim > 1 else weight)
+    model = new_llama(64, tied)
+    for name, weight in model.named_parameters():
+        weight.copy_(rounded(name, weight, kind) if weight.ndim > 1 else weight)
     write_graph(arrays(model), kind, tmp_path / "graph")
     settings = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}
     core = openvino.Core()
