@@ -13,8 +13,8 @@ def write_graph(arrays: Path, kind: str, folder: Path) -> None:
     """
     Args:
         arrays (`Path`): A file of `np.savez`: every weight in float32 under its name, and "config" as JSON.
-        kind (`str`): Type of its matrices: "float32", "bfloat16", "int8" (a scale for each output) or "int4" (a scale and
-            a zero for each 32 inputs of an output; embeddings and the output layer in int8).
+        kind (`str`): Type of its matrices: "float32", "bfloat16", "int8" (a scale for each output) or "int4" (a scale
+            and a zero for each 32 inputs of an output; embeddings and the output layer in int8).
         folder (`Path`): Folder for `openvino_model.xml`, its weights, and a placeholder of a tokenizer.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -162,8 +162,9 @@ def _in_four_bits(weight: np.ndarray) -> Any:
 def _codes(values: np.ndarray) -> Any:
     """Return integers from 0 to 15, two in a byte."""
     pairs = values.astype(np.uint8).reshape(-1, 2)
-    packed = pairs[:, 0] | pairs[:, 1] << 4
-    return op.constant(openvino.Tensor(packed, openvino.Shape(values.shape), openvino.Type.u4))
+    tensor = openvino.Tensor(openvino.Type.u4, openvino.Shape(values.shape))
+    tensor.data[:] = pairs[:, 0] | pairs[:, 1] << 4
+    return op.constant(tensor)
 
 
 def _placeholder() -> Any:
