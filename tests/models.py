@@ -32,16 +32,12 @@ _LLAMA = _TOKENS | {
     "max_position_embeddings": 1024,
 }
 _GPT = _TOKENS | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 1024}
-_BART = _TOKENS | {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 1024,
-}
+_BART = _TOKENS | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 1024}
 _WINDOWED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 _LAYER_INPUTS = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB_SIZE}
 _EQUAL_VALUES = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+_BESIDE_MLP = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32}
 
 # Architectures that run packed: model type -> (configuration class, its arguments).
 PACKED = {
@@ -123,6 +119,10 @@ PACKED = {
     "gemma4_text+equal": (  # keys are values, too, in layers without a window
         "Gemma4TextConfig",
         _LLAMA | _WINDOWED | _EQUAL_VALUES | {"head_dim": 8, "global_head_dim": 16},
+    ),
+    "gemma4_text+experts": (
+        "Gemma4TextConfig",
+        _LLAMA | _WINDOWED | _LAYER_INPUTS | _BESIDE_MLP | {"head_dim": 8, "global_head_dim": 8},
     ),
     "phimoe": ("PhimoeConfig", _LLAMA | {"num_local_experts": 4}),
     "ministral": ("MinistralConfig", _LLAMA | _WINDOWED | {"head_dim": 8}),

@@ -17,6 +17,7 @@ class Routing(NamedTuple):
         is_sigmoid (`bool`): Whether scores become sigmoids of their own; else their softmax.
         norms (`bool`): Whether a token's weights are divided by their sum plus `eps`.
         factor (`float`): Factor of weights.
+        scale (`float`): Factor of scores, above 0.
     """
 
     num_chosen: int
@@ -24,9 +25,12 @@ class Routing(NamedTuple):
     norms: bool
     eps: float = 0.0
     factor: float = 1.0
+    scale: float = 1.0
 
 
-def route(scores: torch.Tensor, bias: torch.Tensor | None, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
+def route(
+    scores: torch.Tensor, bias: torch.Tensor | None, routing: Routing, factors: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Choose each token's experts.
 
@@ -34,6 +38,8 @@ def route(scores: torch.Tensor, bias: torch.Tensor | None, routing: Routing) -> 
         scores (`torch.Tensor` of shape `[N, experts]`): Scores, contiguous, in float32 or bfloat16.
         bias (`torch.Tensor` of shape `[experts]`, *optional*): Summand of probabilities where experts are chosen, in
             float32 or the dtype of scores.
+        factors (`torch.Tensor` of shape `[experts]`, *optional*): Factors of each expert's weights, in the dtype of
+            scores.
 
     Returns:
         Experts, int64, and their weights, float32, `[N, num_chosen]` each, the largest first.
@@ -46,7 +52,7 @@ def route(scores: torch.Tensor, bias: torch.Tensor | None, routing: Routing) -> 
     run_operator(
         scores.dtype, ROUTE, 1, num, num_experts, chosen, routing.is_sigmoid, routing.norms, scores.data_ptr(),
         0 if bias is None else bias.data_ptr(), is_wide, probabilities.data_ptr(), choices.data_ptr(),
-        weights.data_ptr(), routing.eps, routing.factor,
+        weights.data_ptr(), 0 if factors is None else factors.data_ptr(), routing.eps, routing.factor, routing.scale,
     )  # fmt: skip
     return choices, weights
 

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import gelu, relu, silu
 
 from .few_tokens import has_kernels
 from .kernels.gates import GELU, GELU_TANH, RELU, RELU_SQUARED, SILU
-from .kernels.program import GATE
+from .kernels.program import CLAMPED_GATE, GATE
 from .program import DTYPES, run_operator
 from .tensor_checks import is_plain
 
@@ -38,13 +39,44 @@ def activated(hidden: torch.Tensor, activation: int) -> torch.Tensor:
     return _activated(hidden, activation, hidden.shape[1], is_gated=False)
 
 
+class ClampedGate(NamedTuple):
+    """
+    `g * sigmoid(alpha * g) * (up + 1)` of clamped numbers (GPT-OSS): gates g of at most `limit`, and `up` from `-limit`
+    to `limit`.
+    """
+
+    alpha: float
+    limit: float
+
+    def by_torch(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what `clamped_gated` computes."""
+        wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+        gate, up = wide[:, ::2].clamp(max=self.limit), wide[:, 1::2].clamp(-self.limit, self.limit)
+        return (gate * torch.sigmoid(self.alpha * gate) * (up + 1)).to(hidden.dtype)
+
+
+def clamped_gated(hidden: torch.Tensor, gate: ClampedGate) -> torch.Tensor:
+    """
+    Return `[N, size]` of `hidden`, `[N, 2 * size]`, each gate before its `up`; rounded once. `hidden` must pass
+    `can_gate`.
+    """
+    num_tokens, size = len(hidden), hidden.shape[1] // 2
+    outputs = hidden.new_empty(num_tokens, size)
+    addresses = hidden.data_ptr(), outputs.data_ptr()
+    run_operator(hidden.dtype, CLAMPED_GATE, _threads(outputs), num_tokens, size, *addresses, *gate)
+    return outputs
+
+
 def _activated(hidden: torch.Tensor, activation: int, size: int, is_gated: bool) -> torch.Tensor:
     num_tokens = len(hidden)
     outputs = hidden.new_empty(num_tokens, size)
-    num_threads = 1 if num_tokens * size <= _SMALL else torch.get_num_threads()
     addresses = hidden.data_ptr(), outputs.data_ptr()
-    run_operator(hidden.dtype, GATE, num_threads, num_tokens, size, activation, is_gated, *addresses)
+    run_operator(hidden.dtype, GATE, _threads(outputs), num_tokens, size, activation, is_gated, *addresses)
     return outputs
+
+
+def _threads(outputs: torch.Tensor) -> int:
+    return 1 if outputs.numel() <= _SMALL else torch.get_num_threads()
 
 
 # What each activation computes, by torch.
@@ -71,6 +103,8 @@ def has_gates(dtype: torch.dtype) -> bool:
             pairs = (gated(hidden, key).double(), function(gate) * up), (whole, function(hidden.double()))
             if not all(torch.allclose(*pair, rtol=rtol, atol=1e-5) for pair in pairs):
                 return False
-        return True
+        clamped = ClampedGate(1.7, 2.0)
+        pair = clamped_gated(hidden, clamped).double(), clamped.by_torch(hidden.double())
+        return torch.allclose(*pair, rtol=rtol, atol=1e-5)
     except Exception:  # compilers raise errors of many types
         return False

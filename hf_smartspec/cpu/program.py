@@ -11,7 +11,7 @@ import torch
 from .kernels import program as codes
 from .kernels.attend import ATTEND_FIELDS
 from .kernels.experts import COMBINE_FIELDS, EXPERTS_FIELDS, GROUP_FIELDS, ROUTE_FIELDS
-from .kernels.gates import GATE_FIELDS, TIMES_FIELDS
+from .kernels.gates import CLAMPED_GATE_FIELDS, GATE_FIELDS, TIMES_FIELDS
 from .kernels.int8 import INT8_FIELDS, LEVELS_FIELDS
 from .kernels.multiply import MULTIPLY_FIELDS
 from .kernels.norms import ADD_FIELDS, GATED_NORM_FIELDS, NORM_FIELDS
@@ -44,6 +44,7 @@ _FIELDS = {
     codes.SCORE: INT8_FIELDS,
     codes.BOUND: SCREEN_FIELDS,
     codes.PICK: SCREEN_FIELDS,
+    codes.CLAMPED_GATE: CLAMPED_GATE_FIELDS,
 }
 _FLOATS = ("eps", "factor", "scale", "cap")  # float64, in every operator; all other fields are int64
 assert all(fields[:2] == ("next", "threads") for fields in _FIELDS.values()), "counters, which `Program.run` clears"

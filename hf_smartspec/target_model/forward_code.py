@@ -63,6 +63,7 @@ _OWN_MENTIONS = {
         "add_cross_attention BaseModelOutputWithPastAndCrossAttentions create_bidirectional_mask drop "
         "EncoderDecoderCache gradient_checkpointing h ln_f warn_if_padding_and_no_attention_mask wpe wte".split()
     ),
+    "GptOssAttention": frozenset(["sinks"]),
     "OPTDecoder": frozenset("cumsum embed_positions layerdrop long ones project_in project_out rand".split()),
     "OPTLearnedPositionalEmbedding": frozenset("cumsum forward long offset super".split()),
 }

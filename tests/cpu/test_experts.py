@@ -14,14 +14,15 @@ pytestmark = pytest.mark.skipif(
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-def by_torch(scores, bias, routing):
-    probabilities = scores.float().sigmoid() if routing.is_sigmoid else scores.float().softmax(dim=1)
+def by_torch(scores, bias, routing, factors=None):
+    scores = scores.float() * routing.scale
+    probabilities = scores.sigmoid() if routing.is_sigmoid else scores.softmax(dim=1)
     keys = probabilities if bias is None else probabilities + bias.float()
     choices = keys.topk(routing.num_chosen, dim=1).indices
     weights = probabilities.gather(1, choices)
     if routing.norms:
         weights = weights / (weights.sum(dim=1, keepdim=True) + routing.eps)
-    return choices, weights * routing.factor
+    return choices, weights * routing.factor * (1 if factors is None else factors.float()[choices])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -46,6 +47,19 @@ def test_experts_are_chosen_and_weighed_as_by_torch(routing, bias, dtype):
     assert is_same.all() if dtype is torch.float32 else is_same.float().mean() > 0.8
     pairs = weights.gather(1, order)[is_same], expected_weights.gather(1, expected_order)[is_same]
     torch.testing.assert_close(*pairs, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_sigmoid", [False, True])
+def test_scores_and_weights_are_scaled(is_sigmoid, dtype):
+    scores, factors = (numbers(33, 60) * 3).to(dtype), numbers(60).to(dtype)
+    routing = Routing(1, is_sigmoid, False, scale=0.3)
+    (choices, weights), (expected, expected_weights) = (
+        way(scores, None, routing, factors) for way in (route, by_torch)
+    )
+    is_same = choices == expected
+    assert is_same.all() if dtype is torch.float32 else is_same.float().mean() > 0.8
+    torch.testing.assert_close(weights[is_same], expected_weights[is_same], rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("is_sigmoid", [False, True])

@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import relu, silu
 
 from hf_smartspec.cpu import gates
-from hf_smartspec.cpu.gates import FUNCTIONS, activated, can_gate, gated
+from hf_smartspec.cpu.gates import FUNCTIONS, ClampedGate, activated, can_gate, clamped_gated, gated
 from hf_smartspec.cpu.kernels.gates import GELU, GELU_TANH, RELU, RELU_SQUARED, SILU
 
 pytestmark = pytest.mark.skipif(not gates.has_gates(torch.float32), reason="there is no compiled code for this CPU")
@@ -58,6 +58,23 @@ def test_what_is_no_number_stays_so(activation, dtype):
     expected = FUNCTIONS[activation](gate)
     for found in (gated(hidden, activation)[0], activated(gate[None], activation)[0]):
         torch.testing.assert_close(found, expected, equal_nan=True, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [0.1, 3.0, 40.0])
+@pytest.mark.parametrize("size", [32, 544])
+def test_clamped_gates_are_rounded_once(size, scale, dtype):
+    """Compare with float64, whose numbers are rounded; those that are none stay so."""
+    hidden, gate = numbers(7, size, scale).to(dtype), ClampedGate(1.702, 7.0)
+    hidden[0, :4] = torch.tensor([torch.nan, 1.0, 1.0, torch.nan])
+    hidden[1, :4] = torch.tensor([torch.inf, -torch.inf, -torch.inf, torch.inf])
+    found, expected = clamped_gated(hidden, gate), gate.by_torch(hidden.double())
+    assert found[0, :2].isnan().all() and expected[1].isnan().sum() == 1
+    if dtype is torch.float32:
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-30, equal_nan=True)
+    else:
+        differs = ~torch.isclose(found, expected.to(dtype), rtol=0, atol=1e-30, equal_nan=True)
+        assert differs.float().mean() < 0.01
 
 
 @pytest.mark.parametrize(

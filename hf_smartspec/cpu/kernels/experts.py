@@ -4,23 +4,25 @@ import numpy as np
 
 from ...jit import inner
 from ...jit.pointers import ahead, float32_at, get, int64_at, like, put, take
+from .columns import multiply_columns
 from .gates import exponential
 from .multiply import MULTIPLY_FIELDS, NEXT, NUM_TOKENS, OUTPUTS, TOKENS, multiply
 
-# Compiled code is called with the address of these numbers, int64 each but for `eps` and `factor`, which are float64.
-# scores: address of `[num_tokens, num_experts]`, of the kind. Their softmax, or if `is_sigmoid` their sigmoids, are
-#   written to float32 `probabilities` of the same shape. The experts with the `num_chosen` largest ones, plus `bias`
-#   (0, or the address of `[num_experts]`, float32 if `is_wide`), are written to int64 `choices`, `[num_tokens,
-#   num_chosen]`, and their probabilities to float32 `weights`; divided by their sum plus `eps` if `norms`; times
-#   `factor`.
+# Compiled code is called with the address of these numbers, int64 each but for `eps`, `factor` and `scale`, which are
+#   float64.
+# scores: address of `[num_tokens, num_experts]`, of the kind. The softmax of these times `scale`, or if `is_sigmoid`
+#   the sigmoids, are written to float32 `probabilities` of the same shape. The experts with the `num_chosen` largest
+#   ones, plus `bias` (0, or the address of `[num_experts]`, float32 if `is_wide`), are written to int64 `choices`,
+#   `[num_tokens, num_chosen]`, and their probabilities to float32 `weights`, divided by their sum plus `eps` if
+#   `norms`; times `factor`, and times those in `own_factors` (0, or the address of `[num_experts]`, of the kind).
 ROUTE_FIELDS = tuple(
     "next threads num_tokens num_experts num_chosen is_sigmoid norms scores bias is_wide probabilities choices weights "
-    "eps factor".split()
+    "own_factors eps factor scale".split()
 )
 (
     _NEXT, _THREADS, _NUM_TOKENS, _NUM_EXPERTS, _NUM_CHOSEN, _IS_SIGMOID, _NORMS, _SCORES, _ROUTE_BIAS, _IS_WIDE,
-    _PROBABILITIES, _CHOICES, _WEIGHTS, _EPS, _FACTOR,
-) = range(15)  # fmt: skip
+    _PROBABILITIES, _CHOICES, _WEIGHTS, _OWN_FACTORS, _EPS, _FACTOR, _SCALE,
+) = range(17)  # fmt: skip
 # choices: see above. Pairs of a token and an expert are ordered by experts, and then by tokens: `pairs`, an address of
 #   int64 `[num_tokens * num_chosen]`, gets their tokens, and `places`, of `[num_tokens, num_chosen]`, where they are.
 # first, second: addresses of `[num_experts, BLOCK_SIZE]` int64, the fields of two products of each expert, of which
@@ -33,8 +35,9 @@ GROUP_FIELDS = tuple(
 _GROUP_CHOICES, _PAIRS, _PLACES, _FIRST = range(5, 9)
 _SECOND = _FIRST + 5
 # blocks: address of `[num_experts, BLOCK_SIZE]` int64, the fields of each expert's product; those without tokens rest.
-EXPERTS_FIELDS = tuple("next threads num_experts blocks".split())
-_OWN_EXPERTS, _BLOCKS = 2, 3
+# is_transposed: whether weights are `[num_inputs, num_outputs]`.
+EXPERTS_FIELDS = tuple("next threads num_experts blocks is_transposed".split())
+_OWN_EXPERTS, _BLOCKS, _IS_TRANSPOSED = 2, 3, 4
 BLOCK_SIZE = len(MULTIPLY_FIELDS)
 # x: address of `[num_tokens * num_chosen, size]`; places, weights: as above. outputs: of `[num_tokens, size]`, the sum
 #   of each token's lines times their weights, in the order in which they were chosen, rounded once.
@@ -48,16 +51,16 @@ _ONE, _UNLIKELY = np.float32(1), np.float32(-np.inf)
 @inner
 def route(a, numbers, kind):
     """Choose the experts of the next token, until none is left. `numbers` are the fields as float64."""
-    num, chosen = a[_NUM_EXPERTS], a[_NUM_CHOSEN]
+    num, chosen, scale = a[_NUM_EXPERTS], a[_NUM_CHOSEN], np.float32(numbers[_SCALE])
     token = take(ahead(a, _NEXT))
     while token < a[_NUM_TOKENS]:
         scores = ahead(like(kind, a[_SCORES]), token * num)
         probabilities = ahead(float32_at(a[_PROBABILITIES]), token * num)
         if a[_IS_SIGMOID]:
             for index in range(num):
-                probabilities[index] = _ONE / (_ONE + exponential(-get(scores, index)))
+                probabilities[index] = _ONE / (_ONE + exponential(-scale * get(scores, index)))
         else:
-            _softmax(scores, probabilities, num)
+            _softmax(scores, probabilities, num, scale)
         choices = ahead(int64_at(a[_CHOICES]), token * chosen)
         weights = ahead(float32_at(a[_WEIGHTS]), token * chosen)
         total = np.float32(numbers[_EPS])
@@ -68,16 +71,18 @@ def route(a, numbers, kind):
         for place in range(chosen):
             own = weights[place] / total if a[_NORMS] else weights[place]
             weights[place] = own * np.float32(numbers[_FACTOR])
+            if a[_OWN_FACTORS]:
+                weights[place] *= get(like(kind, a[_OWN_FACTORS]), choices[place])
         token = take(ahead(a, _NEXT))
 
 
 @inner
-def _softmax(scores, outputs, num):
+def _softmax(scores, outputs, num, scale):
     highest, total = get(scores, 0), np.float32(0)
     for index in range(1, num):
         highest = max(highest, get(scores, index))
     for index in range(num):
-        outputs[index] = exponential(get(scores, index) - highest)
+        outputs[index] = exponential(scale * (get(scores, index) - highest))
     for index in range(num):
         total += outputs[index]
     for index in range(num):
@@ -142,7 +147,10 @@ def multiply_each(a, kind, wide_kind):
     for expert in range(a[_OWN_EXPERTS]):
         block = ahead(int64_at(a[_BLOCKS]), expert * BLOCK_SIZE)
         if block[NUM_TOKENS]:
-            multiply(block, kind, wide_kind)
+            if a[_IS_TRANSPOSED]:
+                multiply_columns(block, kind)
+            else:
+                multiply(block, kind, wide_kind)
 
 
 @inner

@@ -14,6 +14,11 @@ GATE_FIELDS = tuple("next threads num_tokens size activation is_gated inputs out
 _NEXT, _THREADS, _NUM_TOKENS, _SIZE, _ACTIVATION, _IS_GATED, _INPUTS, _OUTPUTS = range(8)
 SILU, GELU_TANH, GELU, RELU, RELU_SQUARED = range(5)
 _SHARE = 512  # numbers that a thread takes at a time
+# Gates that are clamped, `g * sigmoid(factor * g) * (up + 1)`: of gates g that are at most `cap`, and numbers `up` from
+# `-cap` to `cap`. Both are float64.
+# inputs: address of `[num_tokens, size, 2]`, each gate before the number that it multiplies.
+CLAMPED_GATE_FIELDS = tuple("next threads num_tokens size inputs outputs factor cap".split())
+_PAIRS, _CLAMPED_OUTPUTS, _FACTOR, _CAP = range(4, 8)
 # Products of two lines of each token, `x` and factors, whose strides are numbers from one token to the next.
 # x: address of float32 if `is_wide`, which are rounded first. outputs: address of `[num_tokens, size]`.
 # lines: 0, or the address of int64 `[num_tokens]`: the line of each token's factors.
@@ -68,6 +73,25 @@ def gate(a, kind):
             ups = ahead(gates, size)
             for index in range(num):
                 put(outputs, index, get(outputs, index) * get(ups, index))
+        number = take(ahead(a, _NEXT))
+
+
+@inner
+def clamped_gate(a, numbers, kind):
+    """
+    Take the next share of a token's numbers, until none is left; round once. `numbers` are the fields as float64.
+    """
+    size, factor, cap = a[_SIZE], np.float32(numbers[_FACTOR]), np.float32(numbers[_CAP])
+    parts = (size + _SHARE - 1) // _SHARE
+    number = take(ahead(a, _NEXT))
+    while number < a[_NUM_TOKENS] * parts:
+        begin = number // parts * size + number % parts * _SHARE
+        inputs, outputs = ahead(like(kind, a[_PAIRS]), 2 * begin), ahead(like(kind, a[_CLAMPED_OUTPUTS]), begin)
+        for index in range(min(_SHARE, size - number % parts * _SHARE)):
+            own, up = get(inputs, 2 * index), get(inputs, 2 * index + 1)
+            own = cap if own > cap else own  # so that NaN stays NaN
+            up = cap if up > cap else -cap if up < -cap else up
+            put(outputs, index, own / (_ONE + exponential(-factor * own)) * (up + _ONE))
         number = take(ahead(a, _NEXT))
 
 

@@ -109,7 +109,7 @@ def _round(numbers, num, step, found):
 
 
 @inner
-def multiply(a, kind, is_small):
+def multiply_levels(a, kind, is_small):
     """
     Take the next share of the weight's blocks, until no blocks are left. Outputs and biases are of one kind. In four
     bits, `weight` and `scales` are addresses of `[blocks, groups, GROUP // 8, SIDE, 4]` uint8 and `[blocks, groups,

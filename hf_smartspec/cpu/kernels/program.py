@@ -4,9 +4,8 @@ from ...jit import callback, inner
 from ...jit.pointers import add_to, ahead, bfloat16_at, call_at, float32_at, float64_at, int64_at, pause, read
 from .attend import attend
 from .experts import combine, group, multiply_each, route
-from .gates import gate, times
-from .int8 import levels
-from .int8 import multiply as multiply_levels
+from .gates import clamped_gate, gate, times
+from .int8 import levels, multiply_levels
 from .multiply import multiply, multiply_narrow
 from .norms import add, gated_norm, norm
 from .recur import convolve, recur
@@ -23,8 +22,8 @@ _LEFT = 2**32
 _SPINS = 1000  # looks at a state, of some 50 ns each, before other threads get this one's processor
 (
     MULTIPLY, NARROW, NORM, ADD, GATE, ROTATE, ATTEND, LEVELS, INT8, CONVOLVE, RECUR, GATED_NORM, TIMES, ROUTE,
-    GROUP, EXPERTS, COMBINE, SCORE, BOUND, PICK, INT4,
-) = range(21)  # fmt: skip
+    GROUP, EXPERTS, COMBINE, SCORE, BOUND, PICK, CLAMPED_GATE, INT4,
+) = range(22)  # fmt: skip
 
 
 @callback
@@ -116,3 +115,5 @@ def _operate(code, a, fields, kind, wide_kind):
         bound(a, kind)
     elif code == PICK:
         pick(a, fields, kind)
+    elif code == CLAMPED_GATE:
+        clamped_gate(a, fields, kind)

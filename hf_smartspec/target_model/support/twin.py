@@ -54,7 +54,7 @@ _SIZES = [
         (r"(hidden|embedding|intermediate|feed_forward|output)_size|d_model|n_embd|emb(edding)?_dim|embed_dim", 32),
         (r"word_embed_proj_dim|ffn_dim|ffn_hidden_size|d_inner|dff|dim_ff|lru_width|dim_model_base|d_ssm", 32),
         (r"block_multiple_of|intermediate_multiple_size|intermediate_size_mlp", 32),
-        (r"experts_per_tok(en)?|moe_topk|moe_k", 2),
+        (r"experts_per_tok(en)?|top_k_experts|moe_topk|moe_k", 2),
         (r"shared_experts|n_group|topk_group|expert_group|first_k_dense_replace", 1),
         (r"(^|_)n_?groups", 2),  # of Mamba-2, whose heads have as many channels as `expand` times the hidden size
         (r"expand", 1),

@@ -11,7 +11,7 @@ import torch
 from ...cpu.attention import has_attention
 from ...cpu.compact import CompactWeights, can_pack, compact_bytes
 from ...cpu.few_tokens import SMALL, most_tokens
-from ...cpu.gates import has_gates
+from ...cpu.gates import ClampedGate, has_gates
 from ...cpu.kernels.packed import MOST_TOKENS
 from ...cpu.norms import has_norms
 from ...cpu.program import DTYPES
@@ -29,6 +29,7 @@ from .experts import Experts
 from .forward_writer import ForwardWriter, products_of
 from .inputs import DecoderInput
 from .layer_inputs import LayerInput
+from .mixed_mlps import MixedMLP
 from .mlps import MLP
 from .norms import Norm
 from .parts import Fused, Rows, Transposed
@@ -243,21 +244,27 @@ def _can_compile_layer(plan: LayerPlan, dtype: torch.dtype) -> bool:
     norms = [plan.before_attention, plan.after_attention, plan.before_mlp, plan.after_mlp]
     norms += [plan.query_norm, plan.key_norm, plan.value_norm]
     mlp, extra = plan.mlp, plan.layer_input
+    norms += mlp.norms if isinstance(mlp, MixedMLP) else []
     is_known = not plan.head_dim % 16 if plan.recurrence is None else plan.recurrence.can_compile(dtype)
     return (
         is_known
         and all(norm is None or _is_norm(norm, dtype) for norm in norms)
         and isinstance(plan.rotation, Rotation | None)
-        and isinstance(mlp, MLP | Experts)
-        and isinstance(mlp.activation, int)
+        and isinstance(mlp, MLP | Experts | MixedMLP)
+        and isinstance(mlp.activation, int | ClampedGate)
         and all(_is_plain(item, dtype) for item in (plan.query_key_value, plan.attention_output, *mlp.products))
         and (extra is None or _can_compile_input(extra, dtype))
         and (plan.factor is None or _is_number(plan.factor.number(), dtype))
+        and (plan.sinks is None or _are_sinks(plan.sinks.numbers(), plan, dtype))
     )
 
 
 def _is_number(factor: torch.Tensor, dtype: torch.dtype) -> bool:
     return factor.dtype is dtype and factor.numel() == 1
+
+
+def _are_sinks(sinks: torch.Tensor, plan: LayerPlan, dtype: torch.dtype) -> bool:
+    return sinks.dtype is dtype and is_vector(sinks, plan.num_heads) and plan.softcap is None
 
 
 def _can_compile_input(plan: LayerInput, dtype: torch.dtype) -> bool:

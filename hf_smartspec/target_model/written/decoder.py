@@ -288,7 +288,10 @@ def attend(
     if plan.value_norm is not None:
         values = plan.value_norm(values)
     keys, values = _rotate_and_write(plan, rotated, values, memory, tables)
-    output = packed_attention(rotated[:, :heads], keys, values, layout, plan.window, plan.scaling, plan.softcap)
+    sinks = None if plan.sinks is None else plan.sinks.numbers()
+    output = packed_attention(
+        rotated[:, :heads], keys, values, layout, plan.window, plan.scaling, plan.softcap, sinks=sinks
+    )
     if plan.has_gates:
         output = output * gates.contiguous().sigmoid()
     return plan.attention_output(output.reshape(num, heads * plan.head_dim))

@@ -3,38 +3,48 @@
 import copy
 import inspect
 import weakref
+from collections.abc import Iterable, Sequence
 from itertools import product as pairs_of
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import linear
 
+from ...cpu.columns import column_product
 from ...cpu.experts import Routing, combined, route
 from ...cpu.few_tokens import has_kernels, product
-from ...cpu.gates import can_gate, gated
+from ...cpu.gates import ClampedGate, can_gate, clamped_gated, gated
 from ..forward_code import mentions
 from .mlps import FUNCTIONS, MLP, written_activation
 from .parts import Map, Rows, Weighted
 
-_ROUTER, _PROBES = ("gate", "router"), 16
+Chosen = tuple[torch.Tensor, torch.Tensor]  # experts of tokens, and their weights
+PROBES, TOLERANCE = 16, 1e-5  # tokens with which routers are tried out; of weights
+
+_ROUTER, _CHOSEN = ("gate", "router"), (torch.int64, torch.float32)
 _OWN, _SHARED = ("gate", "experts"), ("shared_expert", "shared_expert_gate")
 _EPS = 0.0, 1e-6, 1e-20  # added to sums of weights
-_TOLERANCE = 1e-5
 # Names in the forwards of blocks of experts and their routers that are known.
 _MENTIONS = frozenset(
-    "F T dtype empty_like expert_bias experts float functional gate gather hidden_dim input_size jitter_noise linear "
-    "nn norm_topk_prob num_experts reshape routed_scaling_factor router shape shared_expert shared_expert_gate "
+    "F T bias dtype empty_like expert_bias experts float functional gate gather hidden_dim input_size jitter_noise "
+    "linear nn norm_topk_prob num_experts reshape routed_scaling_factor router shape shared_expert shared_expert_gate "
     "sigmoid size softmax sum to top_k topk torch training type_as uniform_ use_expert_bias view weight".split()
 )
-
 
 _EXPERT_MENTIONS = frozenset(
     "act_fn chunk down_proj dtype functional gate_up_proj greater index_add_ linear nn no_grad nonzero num_experts "
     "one_hot permute sum to torch where zeros_like".split()
 )
+# Further ones of experts with biases, transposed weights, and gates that are clamped.
+_CLAMPED_MENTIONS = _EXPERT_MENTIONS | set(
+    "_apply_gate alpha clamp device down_proj_bias gate_up_proj_bias limit sigmoid".split()
+)
 _IMPLEMENTATIONS = None, "eager", "batched_mm", "grouped_mm"  # transformers' own, by the entry of configs
 _FLAGS = {"has_gate": True, "has_bias": False, "has_post_expert_norm": False, "is_transposed": False}
 _FLAGS |= {"is_concatenated": True, "_is_expert_parallel": False}
+_CLAMPED_FLAGS = _FLAGS | {"has_bias": True, "is_transposed": True, "is_concatenated": False}
+_WEIGHTS, _BIASES = ("gate_up_proj", "down_proj"), ("gate_up_proj_bias", "down_proj_bias")
 
 
 class Experts(Weighted):
@@ -44,18 +54,23 @@ class Experts(Weighted):
     Args:
         block (`nn.Module`): The block of experts and their router.
         routing (`Routing`): How experts are chosen.
-        activation (`int`): The activation of gates, one of those in `cpu.kernels.gates`.
+        activation (`int` or `ClampedGate`): The activation of gates, one of those in `cpu.kernels.gates`, of experts
+            without biases. If it is a `ClampedGate`, there are biases, and weights are transposed.
+        router (`Callable`, *optional*): Map to scores, where that is not the router's own weight.
 
     Attributes:
         shared (pair of `Callable`, *optional*): An MLP that all tokens share, and the map to its gate.
     """
 
-    def __init__(self, block: Any, routing: Routing, activation: int):
+    def __init__(self, block: Any, routing: Routing, activation: int | ClampedGate, router: Map | None = None):
         super().__init__(block.experts)
         self.routing, self.activation = routing, activation
         self.shared: tuple[MLP, Map] | None = None
-        self.router, self._block = Rows(_router_of(block)), weakref.ref(block)
-        self.num, self.hidden, self.size = block.experts.down_proj.shape
+        self.router = Rows(router_of(block)) if router is None else router
+        self._block = weakref.ref(block)
+        self.is_transposed = isinstance(activation, ClampedGate)
+        self.num, *sizes = block.experts.down_proj.shape
+        self.hidden, self.size = reversed(sizes) if self.is_transposed else sizes
 
     @property
     def products(self) -> tuple[Map, ...]:
@@ -67,24 +82,47 @@ class Experts(Weighted):
         block: Any = self._block()
         return block._buffers.get("expert_bias")
 
-    def weights(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return gates beside their numbers, `[experts, 2 * size, hidden]`, and outputs, `[experts, hidden, size]`."""
-        parameters = self._parameters()
-        return parameters["gate_up_proj"], parameters["down_proj"]
+    def factors(self) -> torch.Tensor | None:
+        """Return factors of each expert's weights, `[experts]`, if there are any."""
+        found: torch.Tensor | None = router_of(self._block())._parameters.get("per_expert_scale")
+        return found
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        choices, weights = route(self.router(x), self.bias(), self.routing)
-        (inputs, outputs), chosen = self.weights(), self.routing.num_chosen
+    def weights(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Return gates beside their numbers, `[experts, 2 * size, hidden]`, and outputs, `[experts, hidden, size]`; or if
+        weights are transposed, each gate before its number, `[experts, hidden, 2 * size]`, and `[experts, size,
+        hidden]`.
+        """
+        gates, outputs = map(self._parameters().__getitem__, _WEIGHTS)
+        return gates, outputs
+
+    def biases(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the biases of both, `[experts, 2 * size]` and `[experts, hidden]`, where there are any."""
+        gates, outputs = map(self._parameters().get, _BIASES)
+        return gates, outputs
+
+    def __call__(self, x: torch.Tensor, routed: torch.Tensor | None = None) -> torch.Tensor:
+        """Return outputs of tokens `[N, hidden]`, whose router may have an input of its own."""
+        scores = self.router(x if routed is None else routed)
+        choices, weights = route(scores.contiguous(), self.bias(), self.routing, self.factors())
+        (inputs, outputs), chosen = zip(self.weights(), self.biases()), self.routing.num_chosen
         flat = choices.flatten()
         found = x.new_empty(len(flat), self.hidden)
         for expert in flat.unique().tolist():
             (own,) = (flat == expert).nonzero(as_tuple=True)
-            hidden = product(x[own // chosen], inputs[expert], None)
-            found[own] = product(self._activated(hidden), outputs[expert], None)
+            hidden = self._product(x[own // chosen], expert, *inputs)
+            found[own] = self._product(self._activated(hidden), expert, *outputs)
         shared = [] if self.shared is None else [item(x).contiguous() for item in self.shared]
         return combined(found.view(len(x), chosen, -1), weights, *shared)
 
+    def _product(self, x: torch.Tensor, expert: int, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        own = None if bias is None else bias[expert]
+        return (column_product if self.is_transposed else product)(x, weight[expert], own)
+
     def _activated(self, hidden: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.activation, ClampedGate):
+            can_clamp = can_gate(hidden)
+            return clamped_gated(hidden, self.activation) if can_clamp else self.activation.by_torch(hidden)
         if can_gate(hidden):
             return gated(hidden, self.activation)
         gate, up = hidden.chunk(2, dim=-1)
@@ -93,22 +131,18 @@ class Experts(Weighted):
 
 def written_experts(block: Any, dtype: torch.dtype) -> Experts | None:
     """Return a block of experts in compiled code, on a CPU; None if it is of another structure or without such code."""
-    router, experts = _router_of(block), block._modules.get("experts")
+    router, experts = router_of(block), block._modules.get("experts")
     if router is None or experts is None or (len(block._modules) != 2 and set(block._modules) != {*_SHARED, *_OWN}):
         return None
-    if set(experts._parameters) != {"gate_up_proj", "down_proj"} or set(router._parameters) != {"weight"}:
+    activation, names = written_activation_of(experts, dtype), {"weight"}
+    if isinstance(activation, ClampedGate):
+        names.add("bias")
+    if activation is None or set(router._parameters) != names or not are_plain(router._parameters.values(), dtype):
         return None
-    weights = experts.gate_up_proj, experts.down_proj, router.weight
-    are_plain = all(type(item) is nn.Parameter and item.is_contiguous() and item.is_cpu for item in weights)
-    if not are_plain or any(item.dtype is not dtype for item in weights) or not has_kernels(dtype):
+    if not mentions(type(block)) | mentions(type(router)) <= _MENTIONS or getattr(block, "jitter_noise", False):
         return None
-    if not _is_known(block, router, experts) or weights[1].dim() != 3:
-        return None
-    (num, hidden, size), activation = weights[1].shape, written_activation(experts.act_fn)
-    if weights[0].shape != (num, 2 * size, hidden) or weights[2].shape != (num, hidden) or hidden % 16 or size % 16:
-        return None
-    bias = block._buffers.get("expert_bias")
-    if not isinstance(activation, int) or (bias is not None and bias.dtype not in (torch.float32, dtype)):
+    num, bias = len(router.weight), block._buffers.get("expert_bias")
+    if num != len(experts.down_proj) or (bias is not None and bias.dtype not in (torch.float32, dtype)):
         return None
     try:
         routing = _routing_of(router, bias is not None)
@@ -117,21 +151,52 @@ def written_experts(block: Any, dtype: torch.dtype) -> Experts | None:
     return None if routing is None else Experts(block, routing, activation)
 
 
-def _is_known(block: Any, router: Any, experts: Any) -> bool:
-    """Return whether forwards mention known names only, and experts are computed as transformers does by default."""
-    config = getattr(experts, "config", None)
-    implementation = getattr(config, "_experts_implementation", None)
-    flags = {name: getattr(experts, name, usual) for name, usual in _FLAGS.items()}
-    return (
-        mentions(type(block)) | mentions(type(router)) <= _MENTIONS
-        and mentions(type(experts)) <= _EXPERT_MENTIONS
-        and not getattr(block, "jitter_noise", False)
-        and implementation in _IMPLEMENTATIONS
-        and flags == _FLAGS
-    )
+def written_activation_of(experts: Any, dtype: torch.dtype) -> int | ClampedGate | None:
+    """
+    Return the activation of experts that compiled code computes, on a CPU, as transformers does by default; None if
+    they are of another structure or without such code.
+    """
+    is_clamped = getattr(experts, "has_bias", False)
+    names: tuple[str, ...] = _WEIGHTS
+    known, usual = _EXPERT_MENTIONS, _FLAGS
+    if is_clamped:
+        names, known, usual = _WEIGHTS + _BIASES, _CLAMPED_MENTIONS, _CLAMPED_FLAGS
+    config, flags = getattr(experts, "config", None), {name: getattr(experts, name, _FLAGS[name]) for name in _FLAGS}
+    if getattr(config, "_experts_implementation", None) not in _IMPLEMENTATIONS or flags != usual:
+        return None
+    if set(experts._parameters) != {*names} or not mentions(type(experts)) <= known:
+        return None
+    parameters = [experts._parameters[name] for name in names]
+    if not are_plain(parameters, dtype) or not has_kernels(dtype) or experts.down_proj.dim() != 3:
+        return None
+    num, *sizes = experts.down_proj.shape
+    hidden, size = reversed(sizes) if is_clamped else sizes
+    shapes: list[tuple] = [(num, 2 * size, hidden), (num, hidden, size)]
+    if is_clamped:
+        shapes = [(num, hidden, 2 * size), (num, size, hidden), (num, 2 * size), (num, hidden)]
+    if [tuple(item.shape) for item in parameters] != shapes or hidden % 16 or size % 16:
+        return None
+    activation = _clamped_gate_of(experts) if is_clamped else written_activation(experts.act_fn)
+    return activation if isinstance(activation, int | ClampedGate) else None
 
 
-def _router_of(block: nn.Module) -> Any:
+def are_plain(parameters: Iterable[Any], dtype: torch.dtype) -> bool:
+    """Return whether these are parameters in a dtype that compiled code can read, on a CPU."""
+    are_parameters = all(type(item) is nn.Parameter for item in parameters)
+    return are_parameters and all(item.is_contiguous() and item.is_cpu and item.dtype is dtype for item in parameters)
+
+
+@torch.no_grad()
+def _clamped_gate_of(experts: Any) -> ClampedGate | None:
+    """Return the activation of experts, found by trying it past its limits; None if it is another one."""
+    gate = ClampedGate(float(experts.alpha), float(experts.limit))
+    numbers = torch.randn(PROBES, 64, generator=torch.Generator().manual_seed(0))
+    hidden = torch.cat([numbers, numbers * 2 * gate.limit])
+    return gate if torch.allclose(type(experts)._apply_gate(experts, hidden), gate.by_torch(hidden)) else None
+
+
+def router_of(block: Any) -> Any:
+    """Return the router of a block of experts, None if it has none."""
     return next((block._modules[name] for name in _ROUTER if name in block._modules), None)
 
 
@@ -140,32 +205,41 @@ def _routing_of(router: Any, has_bias: bool) -> Routing | None:
     """Return how a router chooses, found by trying it with other weights in float32; None if it is of no known form."""
     num, hidden = router.weight.shape
     generator = torch.Generator().manual_seed(0)
-    x, weight = torch.randn(_PROBES, hidden, generator=generator), torch.randn(num, hidden, generator=generator)
+    x, weight = torch.randn(PROBES, hidden, generator=generator), torch.randn(num, hidden, generator=generator)
     bias = torch.randn(num, generator=generator) * 0.1 if has_bias else None
     probe = copy.copy(router)
     probe._parameters = {"weight": nn.Parameter(weight / hidden**0.5, requires_grad=False)}
+    if "bias" in router._parameters:
+        probe._parameters["bias"] = nn.Parameter(torch.randn(num, generator=generator), requires_grad=False)
     takes_bias = len(inspect.signature(type(router).forward).parameters) > 2
     if has_bias and not takes_bias:
         return None
-    found = type(router).forward(probe, x, *([bias] if takes_bias else []))
-    choices, weights = (_only(found, kind) for kind in (torch.int64, torch.float32))
-    if choices is None or weights is None or choices.shape != weights.shape:
+    expected = choices_of(type(router).forward(probe, x, *([bias] if takes_bias else [])))
+    if expected is None:
         return None
-    order = choices.argsort(dim=1)
-    factor = float(getattr(router, "routed_scaling_factor", 1.0))
-    scores = x @ probe.weight.t()
+    num_chosen, factor = expected[0].shape[1], float(getattr(router, "routed_scaling_factor", 1.0))
+    scores = linear(x, probe.weight, probe._parameters.get("bias"))
     errors = {}
     for is_sigmoid, norms, eps in pairs_of((False, True), (True, False), _EPS):
-        routing = Routing(choices.shape[1], is_sigmoid, norms, eps, factor)
-        own, own_weights = route(scores, bias, routing)
-        own_order = own.argsort(dim=1)
-        if torch.equal(own.gather(1, own_order), choices.gather(1, order)):
-            errors[routing] = float((own_weights.gather(1, own_order) / weights.gather(1, order) - 1).abs().max())
-    best = min(errors, key=errors.__getitem__, default=None)
-    return best if best is not None and errors[best] <= _TOLERANCE else None
+        routing = Routing(num_chosen, is_sigmoid, norms, eps, factor)
+        errors[routing] = difference(route(scores, bias, routing), expected)
+    best = min(errors, key=errors.__getitem__)
+    return best if errors[best] <= TOLERANCE else None
 
 
-def _only(found: Any, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return the last tensor of a dtype: routers return their scores first."""
-    items = [item for item in found if isinstance(item, torch.Tensor) and item.dtype is dtype]
-    return items[-1] if items else None
+def choices_of(found: Sequence[Any]) -> Chosen | None:
+    """Return the experts that a router has chosen and their weights, `[N, num_chosen]`; routers return scores first."""
+    kinds = [[item for item in found if isinstance(item, torch.Tensor) and item.dtype is kind] for kind in _CHOSEN]
+    if not all(kinds):
+        return None
+    choices, weights = (items[-1] for items in kinds)
+    return (choices, weights) if choices.shape == weights.shape else None
+
+
+def difference(found: Chosen, expected: Chosen) -> float:
+    """Return the largest relative difference of weights; infinite where other experts are chosen."""
+    (choices, weights), (own, own_weights) = found, expected
+    order, own_order = choices.argsort(dim=1), own.argsort(dim=1)
+    if not torch.equal(choices.gather(1, order), own.gather(1, own_order)):
+        return float("inf")
+    return float((weights.gather(1, order) / own_weights.gather(1, own_order) - 1).abs().max())

@@ -5,13 +5,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...cpu.columns import column_share
 from ...cpu.few_tokens import ROWS
+from ...cpu.gates import ClampedGate
 from ...cpu.kernels import program as codes
 from ...cpu.kernels.experts import BLOCK_SIZE
-from ...cpu.kernels.multiply import AT_ONCE, NUM_INPUTS, NUM_OUTPUTS, SHARE, WEIGHT, tokens_at_once
+from ...cpu.kernels.multiply import AT_ONCE, BIAS, NUM_INPUTS, NUM_OUTPUTS, SHARE, WEIGHT, tokens_at_once
 from ...cpu.program import Program
 from ...cpu.threads import share_of
 from .experts import Experts
+from .mixed_mlps import MixedMLP, mlps_of
 
 
 class ExpertOperators:
@@ -24,7 +27,7 @@ class ExpertOperators:
 
     def __init__(self, own: Any):
         self.own = own
-        mlps = [layer.mlp for layer in own.plan.layers if isinstance(layer.mlp, Experts)]
+        mlps = [mlp for mlp in mlps_of(own.plan.layers) if isinstance(mlp, Experts)]
         chosen, num = max(mlp.routing.num_chosen for mlp in mlps), max(mlp.num for mlp in mlps)
         size, hidden = max(mlp.size for mlp in mlps), max(mlp.hidden for mlp in mlps)
         self.scores, self.probabilities = own.new(num), own.new(num, torch.float32)
@@ -37,11 +40,11 @@ class ExpertOperators:
         self._blocks: list[np.ndarray] = []
         self._biased: list[tuple[int, Experts]] = []  # operators that choose experts with a bias
 
-    def add(self, mlp: Experts, x: torch.Tensor, outputs: torch.Tensor) -> None:
-        """Write a layer's operators from its input `x` to `outputs`."""
+    def add(self, mlp: Experts, x: torch.Tensor, outputs: torch.Tensor, routed: torch.Tensor | None = None) -> None:
+        """Write a layer's operators from its input `x`, and the router's where that is another, to `outputs`."""
         own, routing, itemsize = self.own, mlp.routing, x.itemsize
         numbers = {"num_experts": mlp.num, "num_chosen": routing.num_chosen}
-        own.multiply(mlp.router, x, self.scores)
+        own.multiply(mlp.router, x if routed is None else routed, self.scores)
         number = own.add(
             codes.ROUTE,
             **numbers,
@@ -52,11 +55,14 @@ class ExpertOperators:
             choices=self.choices.data_ptr(),
             weights=self.weights.data_ptr(),
             eps=routing.eps,
+            own_factors=0 if (factors := mlp.factors()) is None else factors.data_ptr(),
             factor=routing.factor,
+            scale=routing.scale,
         )
         if mlp.bias() is not None:
             self._biased.append((number, mlp))
-        first, second = (self._new_blocks(weight, itemsize) for weight in mlp.weights())
+        weights = zip(mlp.weights(), mlp.biases())
+        first, second = (self._new_blocks(*pair, mlp.is_transposed, itemsize) for pair in weights)
         own.add(
             codes.GROUP,
             **numbers,
@@ -76,11 +82,16 @@ class ExpertOperators:
         )
         pairs = {"x": x.data_ptr(), "outputs": self.inputs.data_ptr(), "lines": self.pairs.data_ptr()}
         self._add_for_pairs(routing.num_chosen, codes.ADD, size=mlp.hidden, **pairs)
-        own.add(codes.EXPERTS, num_experts=mlp.num, blocks=first)
-        gates = {"inputs": self.hidden.data_ptr(), "outputs": self.activated.data_ptr()}
-        fields = {"size": mlp.size, "activation": mlp.activation, "is_gated": True}
-        self._add_for_pairs(routing.num_chosen, codes.GATE, **fields, **gates)
-        own.add(codes.EXPERTS, num_experts=mlp.num, blocks=second)
+        experts = {"num_experts": mlp.num, "is_transposed": mlp.is_transposed}
+        own.add(codes.EXPERTS, blocks=first, **experts)
+        gates = {"size": mlp.size, "inputs": self.hidden.data_ptr(), "outputs": self.activated.data_ptr()}
+        if isinstance(mlp.activation, ClampedGate):
+            gates |= {"factor": mlp.activation.alpha, "cap": mlp.activation.limit}
+            self._add_for_pairs(routing.num_chosen, codes.CLAMPED_GATE, **gates)
+        else:
+            gates |= {"activation": mlp.activation, "is_gated": True}
+            self._add_for_pairs(routing.num_chosen, codes.GATE, **gates)
+        own.add(codes.EXPERTS, blocks=second, **experts)
         shared = {}
         if mlp.shared is not None:
             own.write_mlp(mlp.shared[0], x, self.shared)
@@ -97,6 +108,22 @@ class ExpertOperators:
             outputs=outputs.data_ptr(),
         )
 
+    def add_mixed(self, mlp: MixedMLP, x: torch.Tensor, outputs: torch.Tensor) -> None:
+        """Write an MLP beside experts."""
+        own, normed, beside = self.own, self.own.normed, self.own.beside
+        self._norm(mlp.before, x, normed)
+        own.write_mlp(mlp.mlp, normed, outputs)
+        self._norm(mlp.after, outputs, outputs)
+        self._norm(mlp.before_router, x, normed)
+        self._norm(mlp.before_experts, x, beside)
+        self.add(mlp.experts, beside, beside, normed)
+        self._norm(mlp.after_experts, beside, beside)
+        own.add(codes.ADD, size=own.size, x=outputs.data_ptr(), added=beside.data_ptr(), factor=1.0)
+
+    def _norm(self, norm: Any, x: torch.Tensor, outputs: torch.Tensor) -> None:
+        strides = self.own.size, self.own.size
+        self.own.norm_vectors(norm, 1, strides, x=x.data_ptr(), outputs=outputs.data_ptr())
+
     def place(self, program: Program) -> list[torch.Tensor]:
         """Set where biases lie, which are buffers that may be replaced; return what must stay meanwhile."""
         held = []
@@ -111,14 +138,21 @@ class ExpertOperators:
     def _add_for_pairs(self, num_chosen: int, code: int, **fields: float) -> None:
         self.own.times[self.own.add(code, **fields)] = num_chosen
 
-    def _new_blocks(self, weight: torch.Tensor, itemsize: int) -> int:
-        """Return the address of the fields of each expert's product with a weight `[experts, out, in]`."""
-        num, num_outputs, num_inputs = weight.shape
+    def _new_blocks(self, weight: torch.Tensor, bias: torch.Tensor | None, is_transposed: bool, itemsize: int) -> int:
+        """
+        Return the address of the fields of each expert's product with a weight `[experts, out, in]`; `[experts, in,
+        out]` if it `is_transposed`.
+        """
+        num, *sizes = weight.shape
+        num_outputs, num_inputs = reversed(sizes) if is_transposed else sizes
         # Without scratch memory, which changes no bit: an expert has few of the tokens for which it saves time.
-        blocks = np.zeros((num, BLOCK_SIZE), np.int64)
+        blocks, experts = np.zeros((num, BLOCK_SIZE), np.int64), np.arange(num)
         blocks[:, NUM_INPUTS], blocks[:, NUM_OUTPUTS] = num_inputs, num_outputs
-        blocks[:, SHARE] = share_of(num_outputs, num_inputs, ROWS)
+        share = column_share(num_outputs, num_inputs) if is_transposed else share_of(num_outputs, num_inputs, ROWS)
+        blocks[:, SHARE] = share
         blocks[:, AT_ONCE] = tokens_at_once(self.own.room, num_inputs, itemsize)
-        blocks[:, WEIGHT] = weight.data_ptr() + np.arange(num) * num_outputs * num_inputs * itemsize
+        blocks[:, WEIGHT] = weight.data_ptr() + experts * num_outputs * num_inputs * itemsize
+        if bias is not None:
+            blocks[:, BIAS] = bias.data_ptr() + experts * num_outputs * itemsize
         self._blocks.append(blocks)
         return blocks.ctypes.data

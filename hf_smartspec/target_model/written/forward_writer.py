@@ -19,6 +19,7 @@ from .delta_program import DeltaOperators
 from .experts import Experts
 from .experts_program import ExpertOperators
 from .layer_inputs import LayerInput
+from .mixed_mlps import MixedMLP, mlps_of
 from .mlps import MLP
 from .plan import DecoderPlan, LayerPlan
 from .rotations import Rotation
@@ -79,14 +80,16 @@ class ForwardWriter:
         equal: list[Any] = [layer for layer in layers if layer.has_equal_values]  # of these, norms fill `states`
         self.states = self.new(max([*(item.shape[0] for item in maps), *map(_width_of, equal)], default=0))
         self.raw = self.new(max([layer.query_key_value.shape[0] for layer in equal], default=0))
-        mlps: list[Any] = [layer.mlp for layer in layers if isinstance(layer.mlp, MLP)]
-        mlps += [layer.mlp.shared[0] for layer in layers if isinstance(layer.mlp, Experts) and layer.mlp.shared]
+        parts = mlps_of(layers)
+        mlps: list[Any] = [part for part in parts if isinstance(part, MLP)]
+        mlps += [part.shared[0] for part in parts if isinstance(part, Experts) and part.shared]
         gates: list[Any] = [layer.layer_input.gate for layer in layers if layer.layer_input is not None]
         sizes = [gate.shape[0] for gate in gates]
         self.hidden = self.new(max([*sizes, *(mlp.inputs.shape[0] for mlp in mlps)], default=0))
         self.activated = self.new(max([*sizes, *(mlp.output.shape[1] for mlp in mlps)], default=0))
-        self.experts = ExpertOperators(self) if any(isinstance(layer.mlp, Experts) for layer in layers) else None
-        self.beside = self.new(self.size if any(layer.is_parallel for layer in layers) else 0)
+        self.experts = ExpertOperators(self) if any(isinstance(part, Experts) for part in parts) else None
+        has_two = any(layer.is_parallel or isinstance(layer.mlp, MixedMLP) for layer in layers)
+        self.beside = self.new(self.size if has_two else 0)
         self.pending: tuple[torch.Tensor, float] | None = None  # what is to be added to `x`
         normed = None if self.plan.features is None else self._first_input(self.plan.features, reads_states)
         first = self._first_kept
@@ -307,6 +310,7 @@ class ForwardWriter:
         gates = {}
         if plan.has_gates:
             gates = {"gates": self.states.data_ptr() + size * self.states.itemsize, "gate_stride": stride}
+        sinks = 0 if plan.sinks is None else plan.sinks.numbers().data_ptr()
         attention = self.add(
             codes.ATTEND,
             kv_heads=kv_heads,
@@ -314,6 +318,7 @@ class ForwardWriter:
             size=size,
             queries=self.queries.data_ptr(),
             outputs=self.attended.data_ptr(),
+            sinks=sinks,
             scale=plan.scaling,
             cap=plan.softcap or 0.0,
             **gates,
@@ -352,10 +357,11 @@ class ForwardWriter:
         self.pending = self.out, 1.0
 
     def write_mlp(self, mlp: Any, x: torch.Tensor, outputs: torch.Tensor) -> None:
-        """Write an MLP, or a mixture of experts."""
-        if isinstance(mlp, Experts):
+        """Write an MLP, a mixture of experts, or both."""
+        if isinstance(mlp, Experts | MixedMLP):
             assert self.experts is not None
-            self.experts.add(mlp, x, outputs)
+            write = self.experts.add if isinstance(mlp, Experts) else self.experts.add_mixed
+            write(mlp, x, outputs)  # type: ignore[arg-type]
             return
         self.multiply(mlp.inputs, x, self.hidden)
         fields = {"activation": mlp.activation, "is_gated": mlp.is_gated, "size": mlp.output.shape[1]}

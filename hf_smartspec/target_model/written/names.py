@@ -11,6 +11,8 @@ NORMS = (
     ("self_attn_layer_norm", None, "final_layer_norm", None),  # OPT
     ("operator_norm", None, "ffn_norm", None),  # LFM2
 )
+# Norms of an MLP beside experts, but for the first: after the MLP, before experts, after them.
+MIXED_NORMS = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
 LAYERS, EMBEDDING = ("layers", "h"), ("embed_tokens", "embed_in", "wte")
 POSITIONS, ROTARY = ("wpe", "embed_positions"), ("rotary_emb", "pos_emb")
 ATTENTION = "self_attn", "attention", "attn"
@@ -44,9 +46,9 @@ FINAL_NORM = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "embedding_
 
 # Attributes of modules and configs that recognition reads, beside those that forwards mention.
 READ = frozenset(
-    "_experts_implementation attn_logit_softcapping audio_token_id clip_qkv do_layer_norm_before embedding_multiplier "
-    "eps final_logit_softcapping head_dim head_size image_token_id is_sliding layer_idx layer_types layerdrop "
-    "logit_scale logits_scaling max_norm num_attention_heads num_hidden_layers num_key_value_groups "
-    "num_key_value_heads offset pad_token_id residual_multiplier scaling sliding_window use_bidirectional_attention "
-    "use_parallel_residual use_rope variance_epsilon video_token_id".split()
+    "_experts_implementation alpha attn_logit_softcapping audio_token_id clip_qkv do_layer_norm_before "
+    "embedding_multiplier eps final_logit_softcapping head_dim head_size image_token_id is_sliding layer_idx "
+    "layer_types layerdrop limit logit_scale logits_scaling max_norm num_attention_heads num_hidden_layers "
+    "num_key_value_groups num_key_value_heads offset pad_token_id residual_multiplier scaling sliding_window "
+    "use_bidirectional_attention use_parallel_residual use_rope variance_epsilon video_token_id".split()
 )

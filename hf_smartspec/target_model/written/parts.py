@@ -222,7 +222,7 @@ def _sums_of(weight: torch.Tensor) -> torch.Tensor:
 
 
 class Rows(Weighted):
-    """A linear layer without a bias, of a module that has a weight `[out, in]` and computes more (routers)."""
+    """A linear layer of a module that has a weight `[out, in]`, perhaps a bias, and computes more (routers)."""
 
     def __init__(self, module: nn.Module):
         super().__init__(module)
@@ -232,10 +232,21 @@ class Rows(Weighted):
         return [self._parameters()["weight"]]
 
     def whole(self) -> "Weights":
-        return Weights(self._parameters()["weight"])
+        parameters = self._parameters()
+        return Weights(parameters["weight"], parameters.get("bias"))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return product(x, self._parameters()["weight"], None)
+        weight, bias, _ = self.whole()
+        return product(x, weight, bias)
+
+
+class Sinks(Weighted):
+    """Logits that join the scores of each head in the softmax of attention, and have no value (GPT-OSS)."""
+
+    def numbers(self) -> torch.Tensor:
+        """Return them, `[heads]`."""
+        found: torch.Tensor = self._parameters()["sinks"]
+        return found
 
 
 class Weights(NamedTuple):

@@ -10,7 +10,7 @@ from ..logits import LogitScaling
 from .convolution import ConvolutionPlan
 from .delta import DeltaPlan
 from .layer_inputs import Factor, LayerInput, LayerInputs
-from .parts import Fused, Map, Positions, Transposed
+from .parts import Fused, Map, Positions, Sinks, Transposed
 from .placeholders import Placeholders
 from .rotations import OwnRotation, Rotation
 
@@ -55,6 +55,7 @@ class LayerPlan:
     source: int | None = None  # while a model is recognised, -1 for a layer that is not known yet
     layer_input: LayerInput | None = None
     factor: Factor | None = None  # of the layer's output
+    sinks: Sinks | None = None
 
     @property
     def num_stored(self) -> int:

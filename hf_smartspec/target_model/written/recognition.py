@@ -1,7 +1,7 @@
 """Recognition of a model's plan, by the names and shapes of its modules."""
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ from .convolution import ConvolutionPlan, convolution_plan
 from .delta import DeltaPlan, delta_plan
 from .experts import Experts, written_experts
 from .layer_inputs import Factor, LayerInput, LayerInputs
+from .mixed_mlps import MixedMLP, RouterNorm, written_layer_experts
 from .mlps import MLP, CalledMLP, written_activation
+from .modules import but_dropouts, dropouts, own_parameters, path
 from .names import (
     ACTIVATION,
     ATTENTION,
@@ -28,6 +30,7 @@ from .names import (
     FINAL_NORM,
     KEY_NORM,
     LAYERS,
+    MIXED_NORMS,
     MLP_MAPS,
     MLPS,
     NORMS,
@@ -40,7 +43,7 @@ from .names import (
     VALUE_NORM,
 )
 from .norms import unweighted_norm, written_norm
-from .parts import Called, Fused, Map, Positions, Transposed, is_plain_map, written_map
+from .parts import Called, Fused, Map, Positions, Sinks, Transposed, is_plain_map, written_map
 from .placeholders import placeholders_of
 from .plan import DecoderPlan, LayerPlan, UnknownStructureError
 from .rotations import written_rotation
@@ -89,8 +92,8 @@ class _Recognition:
     def plan(self) -> DecoderPlan:
         decoder: Any = self.model.get_decoder()
         all_layers = layers_of(decoder)
-        around = _path(self.model, decoder)
-        self._bypass(*around, decoder, all_layers, *_dropouts(decoder.children()))
+        around = path(self.model, decoder)
+        self._bypass(*around, decoder, all_layers, *dropouts(decoder.children()))
         if getattr(self.config, "use_bidirectional_attention", None) in (True, "all"):
             raise UnknownStructureError("tokens attend to later ones")
         if getattr(self.config, "clip_qkv", None) is not None:
@@ -157,7 +160,7 @@ class _Recognition:
         query, key = self._optional(attention, QUERY_NORM), self._optional(attention, KEY_NORM)
         value = self._optional(attention, VALUE_NORM)
         heads = (0, 0, 0) if is_recurrent else self._heads(attention)
-        self._bypass(*_dropouts(layer.modules()))
+        self._bypass(*dropouts(layer.modules()))
         config = getattr(attention, "config", self.config)
         window = getattr(attention, "sliding_window", shared_value(config, "sliding_window"))
         types, index = shared_value(config, "layer_types"), getattr(attention, "layer_idx", None)
@@ -167,6 +170,9 @@ class _Recognition:
         norms_heads = query is not None and query.weight.numel() == heads[2]
         if (maps == EQUAL_VALUES and None in (key, value)) or (value is not None and not norms_heads):
             raise UnknownStructureError("values")
+        mlp = self._mlp(layer)
+        if "experts" in layer._modules:
+            mlp, norms[2] = self._mixed_mlp(layer, mlp, norms[2]), None
         is_parallel = names[1:] == (None, None, None) or getattr(layer, "use_parallel_residual", False)
         multiplier = float(getattr(layer, "residual_multiplier", 1.0))
         if is_parallel and (norms[1] or norms[3] or multiplier != 1.0):
@@ -183,7 +189,7 @@ class _Recognition:
             key_norm=None if key is None else self._norm(key),
             norms_heads=norms_heads,
             attention_output=self._map([self._first(attention, ATTENTION_OUTPUT)]),
-            mlp=self._mlp(layer),
+            mlp=mlp,
             num_heads=heads[0],
             kv_heads=heads[1],
             head_dim=heads[2],
@@ -202,7 +208,13 @@ class _Recognition:
             source=-1 if maps == QUERY_ONLY else None,
             layer_input=self._layer_input(layer),
             factor=Factor(layer, "layer_scalar") if "layer_scalar" in layer._buffers else None,
+            sinks=self._sinks(attention),
         )
+
+    def _sinks(self, attention: Any) -> Sinks | None:
+        sinks = attention._parameters.get("sinks")
+        self.known.add(id(sinks))
+        return None if sinks is None else Sinks(attention)
 
     def _layer_inputs(self, decoder: Any) -> LayerInputs | None:
         """Return the inputs of layers beside hidden states (Gemma 4)."""
@@ -276,7 +288,7 @@ class _Recognition:
         """Return an MLP of a known kind; None for others, and for modules that have more if it `is_alone`."""
         names = next((row for row in MLP_MAPS if {*row[0], row[1]} <= set(mlp._modules)), None)
         activation = self._optional(mlp, ACTIVATION) or (silu if "silu" in mentions(type(mlp)) else None)
-        if names is None or activation is None or (is_alone and len(_but_dropouts(mlp)) > len(names[0]) + 2):
+        if names is None or activation is None or (is_alone and len(but_dropouts(mlp)) > len(names[0]) + 2):
             return None
         inputs, output = names
         self.bodies.append(mlp)
@@ -296,6 +308,18 @@ class _Recognition:
         if experts is not None:
             self._bypass(*block.modules())
         return experts
+
+    def _mixed_mlp(self, layer: Any, mlp: Map, before: Map | None) -> MixedMLP:
+        """Return an MLP beside the layer's own experts (Gemma 4), which have further norms."""
+        router = self._child(layer, "router")
+        experts = written_layer_experts(layer, self._map([self._child(router, "proj")]), self.model.dtype)
+        if experts is None or not isinstance(mlp, MLP):
+            raise UnknownStructureError("experts")
+        for module in (router, layer.experts):
+            self._know(module)
+            self._bypass(*module.modules())
+        after, *others = [self._norm(self._child(layer, name)) for name in MIXED_NORMS]
+        return MixedMLP(mlp, experts, (before, after), (*others, RouterNorm(router)))
 
     # Notes
 
@@ -350,16 +374,8 @@ class _Recognition:
         """Refuse a decoder with parameters that the plan does not use."""
         left = {id(parameter) for parameter in decoder.parameters()} - self.known
         left -= {id(parameter) for layer in unused for parameter in layer.parameters()}
-        if left or any(id(item) not in self.known for item in _own_parameters([self.model, *self.bypassed])):
+        if left or any(id(item) not in self.known for item in own_parameters([self.model, *self.bypassed])):
             raise UnknownStructureError("further parameters")
-
-
-def _dropouts(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    return [module for module in modules if isinstance(module, nn.Dropout)]
-
-
-def _but_dropouts(module: nn.Module) -> list[nn.Module]:
-    return [child for child in module.children() if not isinstance(child, nn.Dropout)]
 
 
 def _rotates(attention: Any) -> bool:
@@ -378,15 +394,3 @@ def _set_sources(layers: Sequence[LayerPlan]) -> None:
             raise UnknownStructureError("keys and values")
         else:
             layer.source = found[layer.layer_type]
-
-
-def _path(model: nn.Module, decoder: nn.Module) -> list[nn.Module]:
-    """Return the modules between a model and its decoder."""
-    return [module for module in model.modules() if module not in (model, decoder) and decoder in module.modules()]
-
-
-def _own_parameters(modules: Sequence[nn.Module]) -> Iterator[torch.Tensor]:
-    """Yield the parameters that modules with children have themselves (scales, sinks, ...)."""
-    for module in modules:
-        if module._modules:
-            yield from (parameter for parameter in module._parameters.values() if parameter is not None)

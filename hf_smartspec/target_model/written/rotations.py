@@ -21,16 +21,26 @@ class Rotation:
         is_interleaved (`bool`): Whether neighbouring numbers are rotated together; else those of a head's halves are.
         repeats_first (`bool`): Whether each angle of the first half of embeddings is that of two neighbours.
         rounds_once (`bool`): Whether numbers in half precision are rotated in float32.
+        is_half (`bool`): Whether embeddings have every angle once (GPT-OSS), not twice.
     """
 
-    def __init__(self, is_interleaved: bool = False, repeats_first: bool = False, rounds_once: bool = False):
+    def __init__(
+        self,
+        is_interleaved: bool = False,
+        repeats_first: bool = False,
+        rounds_once: bool = False,
+        is_half: bool = False,
+    ):
         self.is_interleaved, self.repeats_first, self.rounds_once = is_interleaved, repeats_first, rounds_once
+        self.is_half = is_half
 
     def tables(self, cos: torch.Tensor, sin: torch.Tensor) -> Tables:
         """
-        Return the factors of heads, `[N, 1, dim]` each, from embeddings `[1, N, dim]`: in float32 where products are
-        not to be rounded.
+        Return the factors of heads, `[N, 1, dim]` each, from embeddings `[1, N, dim]`, or of half as many numbers: in
+        float32 where products are not to be rounded.
         """
+        if self.is_half:
+            cos, sin = (torch.cat([item, item], dim=-1) for item in (cos, sin))
         if self.repeats_first:
             cos, sin = (item.chunk(2, dim=-1)[0].repeat_interleave(2, dim=-1) for item in (cos, sin))
         if self.rounds_once:
@@ -88,18 +98,24 @@ def written_rotation(attention: nn.Module) -> Rotation | OwnRotation | None:
 def _rotation_of(function: Callable) -> Rotation | OwnRotation:
     """Return what does the same as a function, found by trying it; the function itself if nothing does."""
     own = OwnRotation(function)
-    expected = [_tried(own, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    dtypes = torch.float32, torch.bfloat16
+    try:
+        expected = [_tried(own, dtype) for dtype in dtypes]
+        forms = [(False, False, False), (True, False, False), (True, True, False)]
+    except RuntimeError:  # sizes that do not fit
+        expected, forms = [_tried(own, dtype, is_half=True) for dtype in dtypes], [(False, False, True)]
     for rounds_once in (False, True):
-        for is_interleaved, repeats_first in ((False, False), (True, False), (True, True)):
-            rotation = Rotation(is_interleaved, repeats_first, rounds_once)
-            if all(torch.equal(_tried(rotation, item.dtype), item) for item in expected):
+        for is_interleaved, repeats_first, is_half in forms:
+            rotation = Rotation(is_interleaved, repeats_first, rounds_once, is_half)
+            if all(torch.equal(_tried(rotation, item.dtype, is_half), item) for item in expected):
                 return rotation
     return own
 
 
-def _tried(rotation: Rotation | OwnRotation, dtype: torch.dtype) -> torch.Tensor:
+def _tried(rotation: Rotation | OwnRotation, dtype: torch.dtype, is_half: bool = False) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
-    angles = torch.rand(1, 3, _DIM // 2, generator=generator).repeat(1, 1, 2)  # embeddings have every angle twice
+    angles = torch.rand(1, 3, _DIM // 2, generator=generator)
+    angles = angles if is_half else angles.repeat(1, 1, 2)  # most embeddings have every angle twice
     x = torch.randn(3, 5, _DIM, generator=generator).to(dtype)
     rotation.rotate(x, 3, rotation.tables(angles.cos().to(dtype), angles.sin().to(dtype)))
     return x

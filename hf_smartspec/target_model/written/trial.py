@@ -25,6 +25,7 @@ from ..recurrent.cache import StateCache
 from ..support.twin import TWIN_REACH, borders, float32_copy, small_twin
 from .decoder import Tables, WrittenDecoder, run_layer
 from .experts import Experts
+from .mixed_mlps import MixedMLP
 from .mlps import CalledMLP
 from .plan import UnknownStructureError
 from .recognition import layers_of, make_plan
@@ -38,6 +39,8 @@ _MOST_TYPICAL, _MOST_RARE = 1.4, 8.0
 # needed, it bounds the difference between sums in another order.
 _LEAST_ROUNDING, _FLOAT32_ROUNDING = 0.25, 16.0
 _MOST_HEAD = 16.0  # the same for embeddings and logits, which are computed from equal states
+
+_OTHERS = CalledMLP, Experts, MixedMLP  # which rounding changes more than others
 
 Memories = tuple[torch.Tensor, ...]  # keys and values of a layer
 _SHARED = "shared_kv_states"  # the argument of layers that holds these
@@ -238,7 +241,7 @@ class _Trial:
     def _judge(self, index: int, errors: torch.Tensor) -> None:
         typical, rare = float(errors.median()), float(errors.quantile(0.9))
         # Rounding in half precision sends some tokens to other experts.
-        may_differ = isinstance(self.plan.layers[index].mlp, (CalledMLP, Experts) if self.is_coarse else CalledMLP)
+        may_differ = isinstance(self.plan.layers[index].mlp, _OTHERS if self.is_coarse else CalledMLP)
         is_far = not rare <= _MOST_RARE and not may_differ
         if is_far or not typical <= _MOST_TYPICAL:
             raise UnknownStructureError(

@@ -144,7 +144,7 @@ def test_instructions_of_processors_without_avx512(monkeypatch, name, kind):
         pytest.skip("the CPU lacks the instruction")
     monkeypatch.setattr(dots, "instructions", lambda: name)
     monkeypatch.setattr(int8, "_tile", jit.inner(int8._tile.py_func))  # not as compiled for this CPU
-    multiply, is_small = jit.inner(int8.multiply.py_func), kind == "int4"
+    multiply, is_small = jit.inner(int8.multiply_levels.py_func), kind == "int4"
 
     @numba.njit
     def run(address):

@@ -1,0 +1,32 @@
+"""Programs of quantized decoders: every bit is that of the layers one by one."""
+
+import copy
+
+import pytest
+import torch
+
+import hf_smartspec
+from hf_smartspec.cpu.quantized.native import has_kernels
+
+from ...models import GEMMA_4
+from .test_compiled import DTYPES, by_layers, model_of, tried
+from .test_written import logits_of
+
+pytestmark = pytest.mark.skipif(not has_kernels(), reason="there is no compiled code for this CPU")
+
+NAMES = [*"llama qwen2 gemma3_text phi3 gpt_neox opt qwen2_moe lfm2".split(), *GEMMA_4[-1:]]
+CASES = [(name, "int8") for name in NAMES] + [(name, "int4") for name in ("llama", "qwen2_moe")]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("name", "kind"), [(name, "int8") for name in NAMES] + [("llama", "int4"), ("qwen2_moe", "int4")]
+)
+def test_every_bit_is_that_of_the_layers(name, kind, dtype, programs):
+    model = hf_smartspec.quantize(model_of(name, dtype), kind)
+    other = copy.deepcopy(model)
+    forward = tried(model)
+    programs.clear()
+    found = logits_of(forward)
+    assert len(programs) == (0 if name == "gemma3_text" else 2)  # whose window is short
+    assert torch.equal(found, logits_of(by_layers(other)))
