@@ -96,10 +96,10 @@ def load_model(
 
 def dtype_to_load(name: str, dtype: str, quantization: str | None) -> str:
     """
-    Return the dtype in which a model is loaded that `use_quantized` changes: weights of .gguf files, which may be
-    multiples of scales already, are not rounded before.
+    Return the dtype in which a model is loaded that `use_quantized` changes: weights of .gguf files, which may have
+    four bits already, are not rounded before they are in int4.
     """
-    return "float32" if quantization and name.endswith(_GGUF) else dtype
+    return "float32" if quantization == "int4" and name.endswith(_GGUF) else dtype
 
 
 def use_quantized(model: PreTrainedModel, quantization: str | None, dtype: str) -> None:
@@ -109,9 +109,7 @@ def use_quantized(model: PreTrainedModel, quantization: str | None, dtype: str) 
     """
     if quantization:
         with usage_errors("--quantize"):
-            quantize(model, quantization)
-        if dtype != "auto":
-            model.to(getattr(torch, dtype))
+            quantize(model, quantization, None if dtype == "auto" else getattr(torch, dtype))
 
 
 def load_draft(name: str, target: PreTrainedModel, dtype: str = "float32") -> PreTrainedModel:

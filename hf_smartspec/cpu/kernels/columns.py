@@ -9,7 +9,7 @@ from numba.extending import intrinsic
 
 from ...jit import inner
 from ...jit.pointers import ahead, like, take
-from ...jit.writing import I64, float32_of
+from ...jit.writing import I64, float32_of, written
 from .multiply import BIAS, NEXT, NUM_INPUTS, NUM_OUTPUTS, NUM_TOKENS, OUTPUTS, SHARE, TOKENS, WEIGHT, tile_width
 from .tiles import lanes
 from .vectors import Lanes, num_lanes
@@ -21,6 +21,17 @@ _AHEAD = 256  # vectors from those that are read to those that are prefetched me
 _WIDE, _NARROW, _LEAST = 8, 4, 1
 _FEW, _MANY = {16: 3, 8: 1}, {16: 6, 8: 3}
 COLUMNS = 128  # a multiple of a tile's columns
+
+
+@written(types.int64)
+def _most_of_wide(builder):
+    """Return the most tokens of a wide tile, as a constant of compiled code."""
+    return I64(_FEW[num_lanes()])
+
+
+@written(types.int64)
+def _most_of_narrow(builder):
+    return I64(_MANY[num_lanes()])
 
 
 @inner
@@ -57,7 +68,7 @@ def _multiply_tiles(a, column, end, weight, tokens, bias, outputs):
 @inner
 def _largest_tile(num_tokens, num_columns):
     """Return the vectors of columns and the most tokens of the largest tile."""
-    few, many = (1, 3) if lanes() == 8 else (3, 6)
+    few, many = _most_of_wide(), _most_of_narrow()
     if num_tokens <= few and num_columns >= _WIDE * lanes():
         return _WIDE, few
     return (_NARROW if num_columns >= _NARROW * lanes() else _LEAST), many

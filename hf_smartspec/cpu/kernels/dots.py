@@ -264,20 +264,19 @@ class _Codes(_Dots):
             for total, own in zip(totals, parts):
                 sums, offset, step = own[part]
                 self.add_products(total, sums, factors)
-                self.add_products(total, self.filled(builder.fmul(builder.sitofp(offset, FLOAT), step)), least)
+                sum_of_levels = builder.fmul(builder.sitofp(offset, FLOAT), FLOAT(-1 / OFFSET))
+                self.add_products(total, self.filled(builder.fmul(sum_of_levels, step)), least)
 
     def _halves_at(self, pointer: ir.Value) -> list[list[ir.Value]]:
-        """Load scales and least weights of a part, float16; these divided by `-OFFSET`, with which sums are given."""
-        builder, kind = self.builder, ir.VectorType(ir.HalfType(), self.lanes)
-        factors, least = (
+        """Load scales and least weights of a part, float16, and widen them."""
+        kind, builder = ir.VectorType(ir.HalfType(), self.lanes), self.builder
+        return [
             [
                 builder.fpext(self._load(pointer, kind, 2 * (first + part * self.lanes)), self.floats)
                 for part in self.parts
             ]
             for first in (0, SIDE)
-        )
-        divisor = ir.Constant(self.floats, [-1 / OFFSET] * self.lanes)
-        return [factors, [builder.fmul(own, divisor) for own in least]]
+        ]
 
 
 class _Pairs(_Codes):

@@ -20,16 +20,13 @@ def to_codes(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Weights that are such codes already, as those of llama.cpp's Q4_1 are, stay as they are.
 
     Args:
-        rows (`torch.Tensor` of shape `[out, in]`): A weight, in a floating dtype.
+        rows (`torch.Tensor` of shape `[out, in]`): A weight that passes `check`, in a floating dtype.
 
     Returns:
         Codes, `[blocks, groups, GROUP // 8, SIDE, 4]` uint8, two in a byte, the lower bits those of the first four of
         eight inputs; and scales and least weights, `[blocks, groups, PARTS, 2, SIDE]` float16.
 
-    Raises:
-        ValueError: if a weight is beyond `MOST`, or NaN.
     """
-    check(rows)
     num_outputs, num_inputs = rows.shape
     blocks, groups = -(-num_outputs // SIDE), -(-num_inputs // GROUP)
     codes = rows.new_zeros(blocks, groups, GROUP // 8, SIDE, 4, dtype=torch.uint8)
@@ -37,7 +34,8 @@ def to_codes(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     step = SIDE * max(_NUMBERS // (SIDE * groups * GROUP), 1)
     inputs = torch.arange(groups * GROUP, device=rows.device).clamp_(max=num_inputs - 1)
     for begin in range(0, num_outputs, step):
-        part, first = rows[begin : begin + step, inputs].float().unflatten(1, (-1, PART)), begin // SIDE
+        own, first = rows[begin : begin + step].float(), begin // SIDE
+        part = (own[:, inputs] if num_inputs % GROUP else own).unflatten(1, (-1, PART))
         found, scale, least = _rounded(part)
         both = torch.stack([scale, least], -1)
         more, end = -len(part) % SIDE, first - (-len(part) // SIDE)
@@ -51,7 +49,7 @@ def to_codes(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def check(rows: torch.Tensor) -> None:
     """Raise a `ValueError` if a weight is beyond `MOST`, or NaN."""
-    if rows.numel() and not (largest := float(rows.detach().abs().max())) <= MOST:
+    if rows.numel() and not (largest := max(abs(end.item()) for end in rows.detach().aminmax())) <= MOST:
         raise ValueError(f"Weights in int4 have scales in float16, and may be {MOST:,} at most, got {largest:,.6g}.")
 
 
@@ -72,7 +70,8 @@ def _rounded(parts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
         own = covariance / variance
         scale = torch.where(is_better, own, scale)
         least = torch.where(is_better, mean - own * own_mean, least)
-    scale, least = scale.half(), least.half()
+    scale = scale.half()
+    least = torch.where(scale > 0, least, mean).half()
     codes = (parts - least.float()[..., None]).div_(scale.float()[..., None]).nan_to_num_(0, _MOST_CODE, 0)
     return codes.round_().clamp_(0, _MOST_CODE).to(torch.uint8), scale, least
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .codes import to_codes
+from .codes import check, to_codes
 from .levels import in_blocks, to_levels
 from .product import dequantized, quantized_linear
 
@@ -103,9 +103,10 @@ class Int4Linear(QuantizedLinear):
         bias (`torch.Tensor` of shape `[out_features]`, *optional*): Kept as it is.
 
     Raises:
-        ValueError: if a finite weight is beyond the range of float16.
+        ValueError: if a weight is beyond 32,768, infinite or NaN.
     """
 
     @staticmethod
     def quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        check(weight)
         return to_codes(weight)

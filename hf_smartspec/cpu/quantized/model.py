@@ -15,14 +15,15 @@ from .linear import Int4Linear, Int8Linear, QuantizedLinear
 logger = get_logger(__name__)
 
 KINDS = ("int8", "int4")
+_FEW = 16  # inputs for each output of a layer that has few outputs
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _REMEDY = "Load the model anew without it, and quantize that."
 
 
-def quantize(model: PreTrainedModel, kind: str = "int8") -> PreTrainedModel:
+def quantize(model: PreTrainedModel, kind: str = "int8", dtype: torch.dtype | None = None) -> PreTrainedModel:
     """
-    Replace a model's linear layers by ones in int8, about half the bytes of bfloat16, or in int4, about a third. The
-    output layer is in int8 in both (docs/quantized.md).
+    Replace a model's linear layers by ones in int8, about half the bytes of bfloat16, or in int4, about a third
+    (docs/quantized.md). In int4, the output layer is in int8, and so are layers with few outputs, such as routers.
 
     Embeddings, norms, convolutions and experts that are not `nn.Linear` stay as they are. An output layer that is tied
     to the input embeddings gets a weight of its own. Parameters no longer require gradients.
@@ -30,6 +31,8 @@ def quantize(model: PreTrainedModel, kind: str = "int8") -> PreTrainedModel:
     Args:
         model (`PreTrainedModel`): A model on the CPU, in float32, bfloat16 or float16. It is changed in place.
         kind (`str`): `"int8"` or `"int4"`.
+        dtype (`torch.dtype`, *optional*): Dtype of all other parameters afterwards; by default they keep theirs. A
+            model that is loaded in float32 for the sake of int4 need not stay in it.
 
     Returns:
         `PreTrainedModel`: the same object.
@@ -37,17 +40,23 @@ def quantize(model: PreTrainedModel, kind: str = "int8") -> PreTrainedModel:
     Raises:
         TypeError: if `model` is not a model of transformers.
         ValueError: if `kind` is unknown; if the model is already quantized, is not on the CPU, has adapters, has hooks
-            on its linear layers, or has no linear layers; if a weight is beyond what int4 holds.
+            on its linear layers, or has no linear layers; if a weight is beyond what int4 holds, 32,768.
     """
     _check(model, kind)
     before = _num_bytes(model)
-    head = model.get_output_embeddings()
-    replaced: dict[nn.Module, QuantizedLinear] = {}
-    for parent, name, linear in _linears(model):
-        if linear not in replaced:
-            layer = Int8Linear if kind == "int8" or linear is head else Int4Linear
-            replaced[linear] = layer(linear.weight, linear.bias).train(linear.training)
-        setattr(parent, name, replaced[linear])
+    linears = _linears(model)
+    small = {id(linear) for _, _, linear in linears if kind == "int4" and _has_four_bits(model, linear)}
+    replaced: dict[int, QuantizedLinear] = {}
+    linears.reverse()
+    while linears:  # which alone holds them in the end, so that each one's memory is freed before the next
+        parent, name, linear = linears.pop()
+        if id(linear) not in replaced:
+            layer = Int4Linear if id(linear) in small else Int8Linear
+            replaced[id(linear)] = layer(linear.weight, linear.bias).train(linear.training)
+        setattr(parent, name, replaced[id(linear)])
+    del linear
+    if dtype is not None:
+        _cast(model, dtype)
     _untie(model)
     model.requires_grad_(False)
     vars(model)["hf_quantizer"] = _Quantizer(QuantizationConfigMixin(kind))  # type: ignore[arg-type]
@@ -56,6 +65,19 @@ def quantize(model: PreTrainedModel, kind: str = "int8") -> PreTrainedModel:
         f"weights in place of {before / 2**20:,.0f}."
     )
     return model
+
+
+def _has_four_bits(model: PreTrainedModel, linear: Any) -> bool:
+    """Return whether a linear layer is in four bits, in int4: layers with few outputs take little memory anyway."""
+    return linear is not model.get_output_embeddings() and linear.out_features * _FEW > linear.in_features
+
+
+def _cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Cast all parameters but scales. Buffers stay as they are, as when a model is loaded in the dtype."""
+    scales = {id(module.scale) for module in model.modules() if isinstance(module, QuantizedLinear)}
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and id(parameter) not in scales:
+            parameter.data = parameter.data.to(dtype)
 
 
 def is_quantized(model: PreTrainedModel) -> bool:
@@ -67,7 +89,7 @@ class _Quantizer(HfQuantizer):
     """The model's quantizer, as transformers asks for it: the model cannot be saved, trained or compiled."""
 
     def is_serializable(self) -> bool:
-        logger.warning("Save the model as it is before `quantize`, and quantize it after loading, which takes seconds.")
+        logger.warning("Save the model as it is before `quantize`, and quantize it after loading.")
         return False
 
     @property
@@ -100,7 +122,7 @@ def _check(model: PreTrainedModel, kind: str) -> None:
         raise ValueError(f"{type(model).__name__} has no `nn.Linear` to quantize.")
     for _, name, linear in linears:
         _check_linear(name, linear)
-        if kind == "int4":
+        if kind == "int4" and _has_four_bits(model, linear):
             codes.check(linear.weight)
 
 

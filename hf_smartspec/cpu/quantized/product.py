@@ -78,7 +78,8 @@ def has_right_kernels(dtype: torch.dtype) -> bool:
         pairs = [(case, plain_quantized_linear(*case)) for case in cases]
         return all([torch.equal(native.quantized_linear(*case), expected) for case, expected in pairs])
     except Exception as error:  # compilers raise errors of many types
-        logger.warning(f"Products in int8 run in torch's own operators: no faster code can be compiled ({error!r}).")
+        reason = f"no faster code can be compiled ({error!r})"
+        logger.warning(f"Products of quantized models run in torch's own operators: {reason}.")
         return False
 
 
@@ -135,8 +136,8 @@ def _unrounded_linear(
 def _check(x: torch.Tensor) -> None:
     if x.device.type != "cpu":
         raise RuntimeError(
-            f"Models in int8 run on the CPU, got numbers on {x.device}. On a GPU, load the model with a "
+            f"Quantized models run on the CPU, got numbers on {x.device}. On a GPU, load the model with a "
             "`quantization_config` of transformers, such as `BitsAndBytesConfig(load_in_8bit=True)`."
         )
     if x.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError("Models in int8 have no gradients. Train the model before it is quantized.")
+        raise RuntimeError("Quantized models have no gradients. Train the model before it is quantized.")

@@ -87,5 +87,10 @@ def test_what_float16_does_not_hold_is_refused(value):
     rows = torch.zeros(3, 64)
     rows[1, 7] = value
     with pytest.raises(ValueError, match=r"Weights in int4 .* may be 32,768 at most, got"):
-        to_codes(rows)
+        check(rows)
     check(torch.zeros(0, 4))
+
+
+def test_where_the_scale_is_zero_in_float16_numbers_become_their_mean():
+    rows = torch.linspace(-1.5e-7, 1.7e-7, 32)[None]
+    assert restored(rows).abs().max() < 6e-8 and torch.equal(restored(rows * 0.1), torch.zeros(1, 32))

@@ -1,6 +1,7 @@
 """Quantized models: changed in place, decoded with the same tokens by every source, clear about what they refuse."""
 
 import copy
+import weakref
 
 import numpy as np
 import pytest
@@ -65,6 +66,43 @@ def test_in_int4_all_but_the_output_layer_have_four_bits():
     assert 0 < (model(ids).logits - expected).norm() < 0.6 * expected.norm(), "of random weights"
 
 
+def test_layers_with_few_outputs_are_in_int8():
+    model = new_model("qwen2_moe")
+    quantize(model, "int4")
+    gates = [module for name, module in model.named_modules() if name.endswith("shared_expert_gate")]
+    assert {type(module) for module in gates} == {Int8Linear}
+    assert type(model.model.layers[0].self_attn.k_proj) is Int4Linear
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_are_cast_and_buffers_are_not(kind):
+    """As when a model is loaded in that dtype: angles of rotary embeddings stay in float32."""
+    model = new_model("llama", head_dim=16)
+    frequencies = model.model.rotary_emb.inv_freq.clone()
+    quantize(model, kind, torch.bfloat16)
+    layer = model.model.layers[0].mlp.up_proj
+    assert model.dtype == model.model.norm.weight.dtype == torch.bfloat16
+    assert torch.equal(model.model.rotary_emb.inv_freq, frequencies) and frequencies.dtype == torch.float32
+    assert layer.scale.dtype == (torch.float32 if kind == "int8" else torch.float16)
+    with hf_smartspec.enabled(model):
+        plain = model.generate(**ragged(2), **ARGUMENTS, assistant="none")
+        assert torch.equal(model.generate(**ragged(2), **ARGUMENTS, assistant="prompt_lookup"), plain)
+
+
+def test_original_weights_are_freed_one_by_one(monkeypatch):
+    model = new_model("llama")
+    alive, most = [weakref.ref(linear) for linear in linears(model)], []
+    make = Int8Linear.__init__
+
+    def noted(self, *args):
+        most.append(sum(item() is not None for item in alive))
+        make(self, *args)
+
+    monkeypatch.setattr(Int8Linear, "__init__", noted)
+    quantize(model)
+    assert most == list(range(len(alive), 0, -1))
+
+
 def test_a_weight_that_int4_does_not_hold_leaves_the_model_as_it_is():
     model = new_model("llama")
     with torch.no_grad():
@@ -72,7 +110,10 @@ def test_a_weight_that_int4_does_not_hold_leaves_the_model_as_it_is():
     with pytest.raises(ValueError, match="at most, got 1e"):
         quantize(model, "int4")
     assert {type(module) for module in linears(model)} == {nn.Linear}
-    quantize(model, "int8")
+    model = new_model("llama", tie_word_embeddings=False)
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = 1e6
+    quantize(model, "int4")  # the output layer is in int8
 
 
 def test_memory_is_given_back():

@@ -15,13 +15,12 @@ from .test_written import logits_of
 pytestmark = pytest.mark.skipif(not has_kernels(), reason="there is no compiled code for this CPU")
 
 NAMES = [*"llama qwen2 gemma3_text phi3 gpt_neox opt qwen2_moe lfm2".split(), *GEMMA_4[-1:]]
-CASES = [(name, "int8") for name in NAMES] + [(name, "int4") for name in ("llama", "qwen2_moe")]
+IN_INT4 = "llama", "qwen2_moe", "gpt_oss", *GEMMA_4[-1:]
+CASES = [(name, "int8") for name in NAMES] + [(name, "int4") for name in IN_INT4]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("name", "kind"), [(name, "int8") for name in NAMES] + [("llama", "int4"), ("qwen2_moe", "int4")]
-)
+@pytest.mark.parametrize(("name", "kind"), CASES)
 def test_every_bit_is_that_of_the_layers(name, kind, dtype, programs):
     model = hf_smartspec.quantize(model_of(name, dtype), kind)
     other = copy.deepcopy(model)

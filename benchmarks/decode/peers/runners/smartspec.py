@@ -18,9 +18,7 @@ def load(job: dict[str, Any]) -> Engine:
         ways["draft model"] = {"assistant": load_model(job, "draft")}
     ways |= {Path(folder).name: {"assistant": folder} for folder in job["heads"]}
     if job["kind"] in ("int8", "int4"):
-        hf_smartspec.quantize(model, job["kind"])
-        if job["kind"] == "int4":  # of weights in float32, which codes and scales come nearer to
-            model.to(torch.bfloat16)
+        hf_smartspec.quantize(model, job["kind"], torch.bfloat16)
         ways = {"generate on it": {}} | ways
     with torch.no_grad():
         hf_smartspec.enable(model)
