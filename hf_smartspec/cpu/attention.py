@@ -188,8 +188,16 @@ def has_attention(dtype: torch.dtype) -> bool:
         scores = torch.tanh(q @ k.repeat_interleave(2, 0).mT * 80**-0.5 / _CAP) * _CAP
         weights = scores.masked_fill(~sees, -torch.inf).softmax(-1)
         capped = (weights @ v.repeat_interleave(2, 0)).transpose(0, 1)
+        sinks = torch.randn(4, generator=generator, device="cpu")
+        scores = (q @ k.repeat_interleave(2, 0).mT * 80**-0.5).masked_fill(~sees, -torch.inf)
+        both = torch.cat([scores, sinks.double()[:, None, None].expand(4, 6, 1)], -1).softmax(-1)
+        drained = (both[..., :-1] @ v.repeat_interleave(2, 0)).transpose(0, 1)
         rtol = 1e-5 if dtype is torch.float32 else 2e-2
-        pairs = (found, expected), (few_token_attention(queries, keys, values, lines, softcap=_CAP), capped)
+        pairs = (
+            (found, expected),
+            (few_token_attention(queries, keys, values, lines, softcap=_CAP), capped),
+            (few_token_attention(queries, keys, values, lines, sinks=sinks.to(dtype)), drained),
+        )
         return all(
             torch.allclose(own.double(), right, rtol=rtol, atol=rtol * float(right.abs().max())) for own, right in pairs
         )

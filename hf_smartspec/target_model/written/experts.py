@@ -54,8 +54,8 @@ class Experts(Weighted):
     Args:
         block (`nn.Module`): The block of experts and their router.
         routing (`Routing`): How experts are chosen.
-        activation (`int` or `ClampedGate`): The activation of gates, one of those in `cpu.kernels.gates`, of experts
-            without biases. If it is a `ClampedGate`, there are biases, and weights are transposed.
+        activation (`int` or `ClampedGate`): The activation of gates, one of those in `cpu.kernels.gates`, or what
+            replaces it.
         router (`Callable`, *optional*): Map to scores, where that is not the router's own weight.
 
     Attributes:
@@ -68,7 +68,7 @@ class Experts(Weighted):
         self.shared: tuple[MLP, Map] | None = None
         self.router = Rows(router_of(block)) if router is None else router
         self._block = weakref.ref(block)
-        self.is_transposed = isinstance(activation, ClampedGate)
+        self.is_transposed: bool = getattr(block.experts, "is_transposed", False)
         self.num, *sizes = block.experts.down_proj.shape
         self.hidden, self.size = reversed(sizes) if self.is_transposed else sizes
 

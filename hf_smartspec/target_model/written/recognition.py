@@ -175,8 +175,8 @@ class _Recognition:
             mlp, norms[2] = self._mixed_mlp(layer, mlp, norms[2]), None
         is_parallel = names[1:] == (None, None, None) or getattr(layer, "use_parallel_residual", False)
         multiplier = float(getattr(layer, "residual_multiplier", 1.0))
-        if is_parallel and (norms[1] or norms[3] or multiplier != 1.0):
-            raise UnknownStructureError("norms or factors of parallel outputs")
+        if is_parallel and (norms[1] or norms[3] or multiplier != 1.0 or isinstance(mlp, MixedMLP)):
+            raise UnknownStructureError("norms, factors or experts of parallel outputs")
         if maps == BY_HEAD and (query or key):
             raise UnknownStructureError("norms of heads")
         return LayerPlan(
@@ -313,7 +313,7 @@ class _Recognition:
         """Return an MLP beside the layer's own experts (Gemma 4), which have further norms."""
         router = self._child(layer, "router")
         experts = written_layer_experts(layer, self._map([self._child(router, "proj")]), self.model.dtype)
-        if experts is None or not isinstance(mlp, MLP):
+        if experts is None or before is None or not isinstance(mlp, MLP):
             raise UnknownStructureError("experts")
         for module in (router, layer.experts):
             self._know(module)
