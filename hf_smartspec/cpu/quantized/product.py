@@ -78,8 +78,7 @@ def has_right_kernels(dtype: torch.dtype) -> bool:
         pairs = [(case, plain_quantized_linear(*case)) for case in cases]
         return all([torch.equal(native.quantized_linear(*case), expected) for case, expected in pairs])
     except Exception as error:  # compilers raise errors of many types
-        reason = f"no faster code can be compiled ({error!r})"
-        logger.warning(f"Products of quantized models run in torch's own operators: {reason}.")
+        logger.warning(f"Quantized models run in torch's own operators: no faster code can be compiled ({error!r}).")
         return False
 
 
