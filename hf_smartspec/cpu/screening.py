@@ -168,8 +168,8 @@ class ScreenOperators:
         self.bounds = self._memory[2].numpy()
         self._products = torch.empty(room, chunks, dtype=x.dtype, device="cpu")
         self.best, self.places = np.empty((room, chunks), np.float32), np.empty((room, chunks), np.int64)
-        places = dict(zip(("levels", "steps", "offsets"), rounded.addresses))
-        add(LEVELS, size=num_inputs, tokens=x.data_ptr(), **places)
+        places = rounded.read_by(SCORE)
+        add(LEVELS, size=num_inputs, tokens=x.data_ptr(), **rounded.written())
         self.scoring = add(
             SCORE,
             num_groups=num_groups(num_inputs),

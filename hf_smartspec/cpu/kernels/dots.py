@@ -66,14 +66,13 @@ def dots(builder, num_tokens, weight, scales, levels, steps, offsets, sums, num_
 
 
 @written(types.void, *[types.int64] * 10)
-def small_dots(builder, num_tokens, weight, scales, levels, steps, offsets, sums, num_groups, distance, pace):
+def small_dots(builder, num_tokens, weight, scales, levels, steps, totals, sums, num_groups, distance, pace):
     """
     Do as `dots` with a weight in four bits, as `Int4Linear.weight` and its scales: a part's sum of products with codes
-    is added times their scale, and then the sum of its levels, times their least weight.
+    is added times their scale, and then the sum of its levels, times their least weight. `totals` is the address of
+    sums of levels in parts times their steps (float32).
     """
-    _write(
-        _Codes, _Pairs, builder, num_tokens, weight, scales, levels, steps, offsets, sums, num_groups, distance, pace
-    )
+    _write(_Codes, _Pairs, builder, num_tokens, weight, scales, levels, steps, totals, sums, num_groups, distance, pace)
 
 
 def _write(usual, with_avx2, builder, num_tokens, *addresses):
@@ -99,7 +98,7 @@ def _write_for(vectors, num_tokens, weight, scales, levels, steps, offsets, sums
         parts: list[list[_Part]] = [[] for _ in tokens]
         for part in range(PARTS):
             indices = [builder.add(builder.mul(index, I64(PARTS)), I64(part)) for index in own]
-            added = [builder.load(place(builder, offsets, index, I32)) for index in indices]
+            added = [builder.load(place(builder, offsets, index, vectors.added)) for index in indices]
             counts = [vectors.start(offset) for offset in added]
             for number in range(part * PART // vectors.inputs, (part + 1) * PART // vectors.inputs):
                 begin = I64(_TOGETHER * SIDE * number)
@@ -114,16 +113,15 @@ def _write_for(vectors, num_tokens, weight, scales, levels, steps, offsets, sums
                 hold_order(builder)  # many prefetches in a row would keep numbers waiting that are needed now
             for token, index in enumerate(indices):
                 step = builder.load(place(builder, steps, index, FLOAT))
-                parts[token].append(_Part(vectors.scaled(counts[token], step), added[token], step))
+                parts[token].append(_Part(vectors.scaled(counts[token], step), added[token]))
         vectors.add_group(totals, parts, scales, group)
     for token, total in enumerate(totals):
         vectors.store(total, place(builder, sums, I64(token * SIDE), FLOAT))
 
 
 class _Part(NamedTuple):
-    sums: list[ir.Value]  # of a token's products in a part of a group, in its units
-    offset: ir.Value  # `-OFFSET` times the sum of its levels
-    step: ir.Value  # its unit
+    sums: list[ir.Value]  # of a token's products in a part of a group
+    added: ir.Value  # the token's offset or total
 
 
 class _Dots:
@@ -133,6 +131,7 @@ class _Dots:
     """
 
     block, inputs = BLOCK, _TOGETHER  # bytes of a group's weights, and inputs whose weights are loaded at a time
+    added = I32  # what `offsets` holds
 
     def __init__(self, builder: ir.IRBuilder, width: int):
         self.builder, self.width = builder, width
@@ -244,6 +243,7 @@ class _Codes(_Dots):
     """Writer of the same for weights in four bits, of which two lie in a byte, by VNNI."""
 
     block, inputs = SMALL_BLOCK, 2 * _TOGETHER
+    added = FLOAT
 
     def start(self, offset: ir.Value) -> list[ir.Value]:
         return [ir.Constant(self.integers, [0] * self.lanes) for _ in self.parts]
@@ -262,10 +262,8 @@ class _Codes(_Dots):
             first = builder.add(builder.mul(group, I64(PARTS)), I64(part))
             factors, least = self._halves_at(place(builder, scales, builder.mul(first, I64(2 * SIDE)), I16))
             for total, own in zip(totals, parts):
-                sums, offset, step = own[part]
-                self.add_products(total, sums, factors)
-                sum_of_levels = builder.fmul(builder.sitofp(offset, FLOAT), FLOAT(-1 / OFFSET))
-                self.add_products(total, self.filled(builder.fmul(sum_of_levels, step)), least)
+                self.add_products(total, own[part].sums, factors)
+                self.add_products(total, self.filled(own[part].added), least)
 
     def _halves_at(self, pointer: ir.Value) -> list[list[ir.Value]]:
         """Load scales and least weights of a part, float16, and widen them."""

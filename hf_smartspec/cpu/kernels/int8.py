@@ -16,10 +16,10 @@ from .multiply import tile_widths
 # Compiled code is called with the address of these numbers, int64 each.
 # next: incremented by the thread that takes the next share of the work.
 # tokens: address of `[num_tokens, size]`, of one kind; size: a multiple of 16, the last group is filled up with zeros.
-# levels, steps, offsets: addresses of `[num_tokens, groups, GROUP]` int8, `[num_tokens, groups, PARTS]` float32, and
-#   int32: `-OFFSET` times the sums of levels.
-LEVELS_FIELDS = tuple("next threads num_tokens size tokens levels steps offsets".split())
-_NEXT, _THREADS, _NUM_TOKENS, _SIZE, _TOKENS, _LEVELS, _STEPS, _OFFSETS = range(8)
+# levels, steps, offsets, totals: addresses of `[num_tokens, groups, GROUP]` int8, `[num_tokens, groups, PARTS]`
+#   float32, int32, `-OFFSET` times the sums of levels, and float32, these sums times the steps.
+LEVELS_FIELDS = tuple("next threads num_tokens size tokens levels steps offsets totals".split())
+_NEXT, _THREADS, _NUM_TOKENS, _SIZE, _TOKENS, _LEVELS, _STEPS, _OFFSETS, _TOTALS = range(9)
 # share: blocks of outputs that a thread takes at a time.
 # weight, scales: addresses of `[blocks, groups, GROUP // 4, SIDE, 4]` int8 and `[blocks, groups, SIDE]` float32.
 # bias: 0, or the address of `[num_outputs]`; outputs: address of `[num_tokens, num_outputs]`.
@@ -82,6 +82,7 @@ def levels(a, kind):
                 found[index] = 0
             float32_at(a[_STEPS])[place] = step
             int32_at(a[_OFFSETS])[place] = -OFFSET * total
+            float32_at(a[_TOTALS])[place] = np.float32(total) * step
         number = take(ahead(a, _NEXT))
 
 
@@ -113,7 +114,7 @@ def multiply_levels(a, kind, is_small):
     """
     Take the next share of the weight's blocks, until no blocks are left. Outputs and biases are of one kind. In four
     bits, `weight` and `scales` are addresses of `[blocks, groups, GROUP // 8, SIDE, 4]` uint8 and `[blocks, groups,
-    PARTS, 2, SIDE]` float16.
+    PARTS, 2, SIDE]` float16, and `offsets` that of `totals`.
     """
     blocks, sums = (a[_NUM_OUTPUTS] + SIDE - 1) // SIDE, _room()
     num_tiles, width, num_wider = tile_widths(a[_NUM_TOKENS], most_of_a_tile())  # once, since divisions take long

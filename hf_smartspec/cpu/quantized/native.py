@@ -58,9 +58,10 @@ def quantized_linear(
     run_operator(x.dtype, LEVELS, num_threads if x.numel() > _FEW else 1, *fields)
     num_threads = num_threads if num_tokens * num_outputs * num_inputs > SMALL else 1
     share = blocks_of(num_outputs, num_inputs)
+    code = code_of(weight)
     run_operator(
-        x.dtype, code_of(weight), num_threads, num_tokens, weight.shape[1], num_outputs, share,
-        weight.data_ptr(), scale.data_ptr(), *levels.addresses, 0 if bias is None else bias.data_ptr(),
+        x.dtype, code, num_threads, num_tokens, weight.shape[1], num_outputs, share, weight.data_ptr(),
+        scale.data_ptr(), *levels.read_by(code).values(), 0 if bias is None else bias.data_ptr(),
         outputs.data_ptr(),
     )  # fmt: skip
     return outputs
@@ -81,10 +82,19 @@ def num_groups(num_inputs: int) -> int:
 
 
 class Rounded:
-    """Memory for rounded tokens; `addresses` are those of levels, steps and offsets."""
+    """Memory for rounded tokens; `addresses` are those of levels, steps, offsets and totals."""
 
     def __init__(self, num_tokens: int, groups: int):
         num, size = num_tokens * groups * GROUP, num_tokens * groups * PARTS * 4
-        self._memory = torch.empty(num + 2 * size, dtype=torch.int8, device="cpu")
+        self._memory = torch.empty(num + 3 * size, dtype=torch.int8, device="cpu")
         begin = self._memory.data_ptr()
-        self.addresses = begin, begin + num, begin + num + size
+        self.addresses = begin, begin + num, begin + num + size, begin + num + 2 * size
+
+    def written(self) -> dict[str, int]:
+        """Return the fields of the operator that rounds."""
+        return dict(zip(("levels", "steps", "offsets", "totals"), self.addresses))
+
+    def read_by(self, code: int) -> dict[str, int]:
+        """Return the fields of an operator that multiplies."""
+        levels, steps, offsets, totals = self.addresses
+        return {"levels": levels, "steps": steps, "offsets": totals if code == INT4 else offsets}

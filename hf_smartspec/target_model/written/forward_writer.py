@@ -202,10 +202,10 @@ class ForwardWriter:
             "outputs": outputs.data_ptr(),
         }
         if scale is not None:
-            rounded = dict(zip(("levels", "steps", "offsets"), self.rounded.addresses))
-            self.add(codes.LEVELS, size=num_inputs, tokens=x.data_ptr(), **rounded)
-            fields |= {"num_groups": weight.shape[1], "share": blocks_of(num_outputs, num_inputs), **rounded}
-            return self.add(code_of(weight), scales=scale.data_ptr(), **fields)
+            code = code_of(weight)
+            self.add(codes.LEVELS, size=num_inputs, tokens=x.data_ptr(), **self.rounded.written())
+            fields |= {"num_groups": weight.shape[1], "share": blocks_of(num_outputs, num_inputs)}
+            return self.add(code, scales=scale.data_ptr(), **fields, **self.rounded.read_by(code))
         at_once = tokens_at_once(self.room, num_inputs, self.dtype.itemsize)
         size = scratch_size(self.room, num_inputs, self.dtype.itemsize)
         rows = part_rows(num_outputs, num_inputs, self.dtype.itemsize, self.num_threads)

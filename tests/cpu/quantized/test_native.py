@@ -158,8 +158,9 @@ def test_instructions_of_processors_without_avx512(monkeypatch, name, kind):
     for (weight, scale, bias, num_outputs), x in [*((usual, x) for x in tokens), (largest, signs)]:
         num_tokens = len(x)
         levels, outputs = to_levels(x, 32), torch.zeros(num_tokens, num_outputs)
-        offsets = -dots.OFFSET * levels.values.sum(-1, dtype=torch.int32)
-        tensors = weight, scale, *levels, offsets, bias, outputs
+        totals = levels.values.sum(-1, dtype=torch.int32)
+        added = totals * levels.steps if is_small else -dots.OFFSET * totals
+        tensors = weight, scale, *levels, added, bias, outputs
         places = [0 if item is None else item.data_ptr() for item in tensors]
         tape = np.array([0, 0, num_tokens, weight.shape[1], num_outputs, 2, *places])
         run(tape.ctypes.data)

@@ -18,6 +18,8 @@ from ...models import GEMMA_4, new_model, shared_model
 from ...recorder import OperationRecorder
 from ..attention.test_varlen import calls  # noqa: F401
 
+# Compiled experts run on CPUs alone, where nothing is recorded; what they do depends on the tokens.
+RECORDED = ["llama", "gemma3_text", *(name for name in GEMMA_4 if "experts" not in name)]
 OPTIONS = prompts([5, 9]) | {"max_new_tokens": 48, "do_sample": False, "eos_token_id": None}
 
 
@@ -40,7 +42,7 @@ class Steps:
 
 
 @pytest.mark.parametrize("source", ["none", "prompt_lookup", "suffix", "chain", "tree"])
-@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", *GEMMA_4])
+@pytest.mark.parametrize("architecture", RECORDED)
 def test_tokens_are_those_of_plain_decoding(recorders, architecture, source):
     model = new_model(architecture)
     draft = noisy_copy(model, 0.03)
