@@ -255,16 +255,18 @@ def test_verify_finds_nothing_wrong_and_says_what_it_compared(folder, tmp_path, 
     assert [check["num_samples"] for check in report["frequencies"]] == [40] * 4
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_verify_against_alone_leaves_plain_generate_out(folder, tmp_path, dtype, monkeypatch, capsys):
+@pytest.mark.parametrize(("dtype", "kind"), [("bfloat16", None), ("float32", None), ("bfloat16", "int4")])
+def test_verify_against_alone_leaves_plain_generate_out(folder, tmp_path, dtype, kind, monkeypatch, capsys):
     monkeypatch.setattr(verify, "decode_plainly", None)
     file = tmp_path / "report.json"
     options = ["--against", "alone", "--dtype", dtype, "--batch-sizes", "1,3", "--samples", "40", "--json", file]
+    options += ["--quantize", kind] if kind else []
     assert call("verify", folder / "target", *SHORT, *options) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "each prompt alone" in out and "against plain generate" not in out
     report = json.loads(file.read_text())
     assert not report["tokens"] and not report["scores"] and report["frequencies"]
+    assert report["environment"]["dtype"] == (f"{kind} and {dtype}" if kind else dtype)
     ways = {(check["decoding"], check["batch_size"]) for check in report["reproductions"]}
     assert ways == {(decoding, size) for decoding in ("greedy", "sampled") for size in (1, 3, 0)}
     assert all(check["statistics"]["accepted_tokens"] for check in report["reproductions"] if check["drafts"][0] == "r")

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from ..common.arguments import DTYPES, add_machine_arguments, not_negative, positive, positive_list
+from ..common.arguments import DTYPES, QUANTIZATIONS, add_machine_arguments, not_negative, positive, positive_list
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,6 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "these joined by plus signs (default: auto)",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32, where equality is exact")
+    parser.add_argument("--quantize", choices=QUANTIZATIONS, help="run the target's linear maps in it, on the CPU")
     parser.add_argument(
         "--against",
         choices=("plain", "alone"),

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ...cpu.quantized import is_quantized
 from ...prepare.checks import check_assistant
 from ...target_model.forward.rotary import lengthwise_modules
 from ...target_model.written import written_decoder
@@ -21,6 +22,7 @@ from ..common.exactness import Rounding, measure_rounding
 from ..common.models import (
     PROMPTS,
     check_folder,
+    dtype_to_load,
     encode,
     left_padded,
     load_model,
@@ -28,6 +30,7 @@ from ..common.models import (
     random_prompts,
     read_prompts,
     use_machine,
+    use_quantized,
 )
 from ..common.names import is_model, parts_of
 from ..common.outputs import check_output, write_json
@@ -46,16 +49,20 @@ def run(args: argparse.Namespace) -> int:
     use_machine(args)
     check_output(args.json)
     texts = [row["prompt"] for row in read_prompts(args.prompts)] if args.prompts else list(PROMPTS)
-    model = load_model(args.model, args.dtype, args.device)
+    model = load_model(args.model, dtype_to_load(args.model, args.dtype, args.quantize), args.device)
+    use_quantized(model, args.quantize, args.dtype)
     model.generation_config = _without_sampling(model)
     assistant = _load_assistant(args, model)
     tokenizer = load_tokenizer(args.model)
     prompts, source = _encoded_prompts(args, texts, model, tokenizer)
     verifier = Verifier(model, assistant, prompts, args.batch_sizes, args.max_new_tokens, args.seed)
+    found = environment(model.device, model.dtype)
+    if args.quantize:
+        found["dtype"] = f"{args.quantize} and {found['dtype']}"
     report = Report(
         args.model,
         args.assistant,
-        environment(model.device, model.dtype),
+        found,
         source,
         [len(prompt) for prompt in prompts],
         args.max_new_tokens,
@@ -146,9 +153,13 @@ class Verifier:
         self.ways = ways_of_drafting(assistant, model.config.get_text_config(decoder=True).vocab_size)
 
     def run(self, report: Report, num_samples: int) -> None:
-        """Fill in the report: tokens at every batch size, in half precision again, then scores, then frequencies."""
+        """
+        Fill in the report: tokens at every batch size, in half precision and quantized again, then scores, then
+        frequencies.
+        """
         num_checks = len(self.decodings) * len(self.ways) * (len(self.batch_sizes) + 1) + bool(num_samples)
-        reproducer = None if self.model.dtype is torch.float32 else self._reproducer()
+        is_exact = self.model.dtype is torch.float32 and not is_quantized(self.model)
+        reproducer = None if is_exact else self._reproducer()
         if reproducer is not None:
             num_checks += len(self.decodings) * len(reproducer.ways)
         with track(total=num_checks, desc="verifying") as progress:
