@@ -25,7 +25,6 @@ def to_codes(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Returns:
         Codes, `[blocks, groups, GROUP // 8, SIDE, 4]` uint8, two in a byte, the lower bits those of the first four of
         eight inputs; and scales and least weights, `[blocks, groups, PARTS, 2, SIDE]` float16.
-
     """
     num_outputs, num_inputs = rows.shape
     blocks, groups = -(-num_outputs // SIDE), -(-num_inputs // GROUP)

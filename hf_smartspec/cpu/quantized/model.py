@@ -39,10 +39,10 @@ def quantize(model: PreTrainedModel, kind: str = "int8", dtype: torch.dtype | No
 
     Raises:
         TypeError: if `model` is not a model of transformers.
-        ValueError: if `kind` is unknown; if the model is already quantized, is not on the CPU, has adapters, has hooks
+        ValueError: if `kind` or `dtype` is unknown; if the model is already quantized, is not on the CPU, has adapters, has hooks
             on its linear layers, or has no linear layers; if a weight is beyond what int4 holds, 32,768.
     """
-    _check(model, kind)
+    _check(model, kind, dtype)
     before = _num_bytes(model)
     linears = _linears(model)
     small = {id(linear) for _, _, linear in linears if kind == "int4" and _has_four_bits(model, linear)}
@@ -97,9 +97,11 @@ class _Quantizer(HfQuantizer):
         return False
 
 
-def _check(model: PreTrainedModel, kind: str) -> None:
+def _check(model: PreTrainedModel, kind: str, dtype: torch.dtype | None) -> None:
     if kind not in KINDS:
         raise ValueError(f"`kind` must be {' or '.join(map(repr, KINDS))}, got {kind!r}.")
+    if dtype not in (None, *_DTYPES):
+        raise ValueError(f"`dtype` must be torch.float32, torch.bfloat16 or torch.float16, got {dtype!r}.")
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"`model` must be a model of transformers, got {type(model).__name__}. A model with adapters of PEFT can "

@@ -41,7 +41,7 @@ def test_errors_are_less_than_those_of_the_lowest_and_the_highest_number_as_ends
 
 @pytest.mark.parametrize("num_codes", [12, 14, 16])
 def test_multiples_of_a_scale_stay_as_they_are(num_codes):
-    """As weights from files of four bits do, also where a part does not use all codes."""
+    """Files of four bits hold such weights, also some whose parts do not use all codes."""
     generator = torch.Generator().manual_seed(num_codes)
     codes = torch.randint(0, num_codes, (48, 4, 32), generator=generator).float()
     codes[..., 5], codes[..., 9] = 0, num_codes - 1
