@@ -39,8 +39,8 @@ def quantize(model: PreTrainedModel, kind: str = "int8", dtype: torch.dtype | No
 
     Raises:
         TypeError: if `model` is not a model of transformers.
-        ValueError: if `kind` or `dtype` is unknown; if the model is already quantized, is not on the CPU, has adapters, has hooks
-            on its linear layers, or has no linear layers; if a weight is beyond what int4 holds, 32,768.
+        ValueError: if `kind` or `dtype` is unknown; if the model is already quantized, is not on the CPU, has adapters,
+            has hooks on its linear layers, or has no linear layers; if a weight is beyond what int4 holds, 32,768.
     """
     _check(model, kind, dtype)
     before = _num_bytes(model)

@@ -274,7 +274,7 @@ def test_profiles_tell_kinds_from_one_another():
 def test_unknown_kinds_and_models_are_refused():
     with pytest.raises(ValueError, match="`kind` must be 'int8' or 'int4', got 'int2'"):
         quantize(new_model("llama"), "int2")
-    with pytest.raises(ValueError, match="`dtype` must be torch.float32, .*, got torch.int8"):
+    with pytest.raises(ValueError, match=r"`dtype` must be torch\.float32, .*, got torch\.int8"):
         quantize(new_model("llama"), "int8", torch.int8)
     with pytest.raises(TypeError, match="got Linear"):
         quantize(nn.Linear(2, 2))
