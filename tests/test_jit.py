@@ -120,7 +120,7 @@ def said(monkeypatch):
 
 def test_who_waits_for_the_compiler_is_told_once(package, said, tmp_path, monkeypatch):
     call_anew()
-    assert said == ["Compiling inner loops, for half a minute to two, once per installation."]
+    assert said == ["Compiling inner loops, for half a minute to one, once per installation."]
     monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path / "another folder"))
     call_anew()
     write_factor(package, 3)
@@ -370,6 +370,18 @@ def test_callbacks_are_compiled_once_and_called_by_their_address(package):
 def test_inner_functions_cannot_be_called_from_python():
     with pytest.raises(TypeError, match="`find` can only be called by compiled code"):
         find(0, 0, 0)
+
+
+def test_inner_functions_are_compiled_within_their_callers_alone(package):
+    """Look for machine code of their own, which would take as long again as that of all callers."""
+    total = import_anew()
+    assert total(4) == 2 * (0 + 1 + 2 + 3) and has_machine_code(total)
+    assert not has_machine_code(importlib.import_module("kernels_of_a_test.called").scaled)
+
+
+def has_machine_code(function) -> bool:
+    (found,) = function.overloads.values()
+    return found.library.get_pointer_to_function(found.fndesc.llvm_func_name) != 0
 
 
 def test_every_kernel_lies_in_a_folder_whose_sources_it_is_compiled_from():
