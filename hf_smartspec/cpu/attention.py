@@ -23,6 +23,7 @@ NO_TREE = 2**40  # a line after all others
 _FEW = 64  # tokens of a row, where torch multiplies those of prompts
 _NO_PREFIXES = np.zeros(0, np.int64)
 _CAP = 0.5  # of the check
+_TOGETHER = 4  # heads that read shared keys side by side
 _SMALL = 2**15  # numbers of keys that one thread has read before a second one has begun
 
 
@@ -137,13 +138,66 @@ def few_token_attention(
     run_operator(
         queries.dtype, ATTEND, num_threads, num_runs, runs, parts, kv_heads, heads // kv_heads, size, *others,
         queries.data_ptr(), keys.data_ptr(), values.data_ptr(), outputs.data_ptr(), 0, 0, 0,
-        0 if sinks is None else sinks.data_ptr(), scratch.data_ptr(), own, size**-0.5 if scale is None else scale,
-        softcap or 0.0,
+        0 if sinks is None else sinks.data_ptr(), 0, 0, 0, scratch.data_ptr(), own,
+        size**-0.5 if scale is None else scale, softcap or 0.0,
     )  # fmt: skip
     return outputs
 
 
-def division(lines: SeenLines, heads: int, kv_heads: int, size: int, num_threads: int) -> tuple[int, int]:
+def latent_attention(
+    queries: torch.Tensor,
+    turned: torch.Tensor,
+    latents: torch.Tensor,
+    rotated: torch.Tensor,
+    lines: SeenLines,
+    scale: float,
+) -> torch.Tensor:
+    """
+    Compute attention of tokens to latents, which are keys and values of all heads, beside rotated keys.
+
+    Args:
+        queries, turned (`torch.Tensor` of shape `[heads, N, rank]` and `[heads, N, dim]`): Queries of latents and of
+            rotated keys, contiguous, as all of these.
+        latents, rotated (`torch.Tensor` of shape `[lines, 1, rank]` and `[lines, 1, dim]`): Of all rows; multiples of
+            16 numbers.
+        lines (`SeenLines`): Lines that the tokens attend to.
+        scale (`float`): Factor of scores, above 0.
+
+    Returns:
+        `torch.Tensor` of shape `[heads, N, rank]`. A token's result does not depend on the others.
+    """
+    heads, room, rank = queries.shape
+    kv_heads, dim, outputs = parts_of_heads(heads), rotated.shape[2], torch.empty_like(queries)
+    num_threads = 1 if lines.num_seen * kv_heads * rank <= _SMALL else torch.get_num_threads()
+    parts, own = division(lines, heads, kv_heads, rank, num_threads, dim)
+    scratch = queries.new_empty(num_threads * own, dtype=torch.float32)
+    runs, *others = lines.addresses
+    run_operator(
+        queries.dtype, ATTEND, num_threads, len(lines.runs) - 1, runs, parts, kv_heads, heads // kv_heads, rank,
+        *others, queries.data_ptr(), latents.data_ptr(), rotated.data_ptr(), outputs.data_ptr(), 0, 0, 0, 0, room, dim,
+        turned.data_ptr(), scratch.data_ptr(), own, scale, 0.0,
+    )  # fmt: skip
+    return outputs
+
+
+def can_attend_to_latents(*tensors: torch.Tensor) -> bool:
+    """Return whether compiled code computes `latent_attention` of these queries and keys as they lie in memory."""
+    dtype = tensors[0].dtype
+    return (
+        all(is_plain(item) and item.dtype is dtype and not item.shape[2] % 16 for item in tensors)
+        and not (torch.is_grad_enabled() and any(item.requires_grad for item in tensors))
+        and has_attention(dtype)
+    )
+
+
+def parts_of_heads(heads: int) -> int:
+    """Return the parts into which heads that share all keys are divided, for several threads, `_TOGETHER` in each."""
+    return heads // _TOGETHER if not heads % _TOGETHER else 1
+
+
+def division(
+    lines: SeenLines, heads: int, kv_heads: int, size: int, num_threads: int, turned_size: int = 0
+) -> tuple[int, int]:
     """
     Return the parts into which the key/value heads of a run are divided, and the float32 numbers of scratch memory that
     a thread needs.
@@ -154,7 +208,7 @@ def division(lines: SeenLines, heads: int, kv_heads: int, size: int, num_threads
     queries = lines.most_tokens * (heads // kv_heads)  # of a key/value head
     if lines.most_tokens > 1 and queries > MOST_AS_THEY_LIE:  # computing takes longest, with scores in the cache
         parts = max(parts, -(-kv_heads // max(1, CACHE // (queries * lines.most_lines))))
-    return parts, scratch_size(-(-kv_heads // parts) * queries, size, lines.most_lines)
+    return parts, scratch_size(-(-kv_heads // parts) * queries, size, lines.most_lines, turned_size)
 
 
 def runs_of(rows: np.ndarray) -> np.ndarray:

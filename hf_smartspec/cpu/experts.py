@@ -18,6 +18,10 @@ class Routing(NamedTuple):
         norms (`bool`): Whether a token's weights are divided by their sum plus `eps`.
         factor (`float`): Factor of weights.
         scale (`float`): Factor of scores, above 0.
+        groups, num_groups (`int`): Groups that the experts are divided into, and how many of these are chosen first; 0
+            without groups.
+        adds_two (`bool`): Whether groups are chosen by the sum of their two largest probabilities, bias included; else
+            by the largest.
     """
 
     num_chosen: int
@@ -26,6 +30,9 @@ class Routing(NamedTuple):
     eps: float = 0.0
     factor: float = 1.0
     scale: float = 1.0
+    groups: int = 0
+    num_groups: int = 0
+    adds_two: bool = False
 
 
 def route(
@@ -48,11 +55,13 @@ def route(
     choices = scores.new_empty(num, chosen, dtype=torch.int64)
     weights = scores.new_empty(num, chosen, dtype=torch.float32)
     probabilities = torch.empty_like(scores, dtype=torch.float32)
+    ranks = scores.new_empty(num, 2 * routing.groups, dtype=torch.float32)
     is_wide = bias is not None and bias.dtype is torch.float32
     run_operator(
         scores.dtype, ROUTE, 1, num, num_experts, chosen, routing.is_sigmoid, routing.norms, scores.data_ptr(),
         0 if bias is None else bias.data_ptr(), is_wide, probabilities.data_ptr(), choices.data_ptr(),
-        weights.data_ptr(), 0 if factors is None else factors.data_ptr(), routing.eps, routing.factor, routing.scale,
+        weights.data_ptr(), 0 if factors is None else factors.data_ptr(), routing.groups, routing.num_groups,
+        routing.adds_two, ranks.data_ptr(), routing.eps, routing.factor, routing.scale,
     )  # fmt: skip
     return choices, weights
 
@@ -62,8 +71,8 @@ def combined(
 ) -> torch.Tensor:
     """
     Return the sums of lines `[N, num_chosen, size]` times weights `[N, num_chosen]` in float32 and, where they are
-    given, of lines `[N, size]` that all tokens share, times the sigmoids of their gates `[N, 1]`: `[N, size]`, rounded
-    once. All are contiguous.
+    given, of lines `[N, size]` that all tokens share, times the sigmoids of their gates `[N, 1]` where these are given:
+    `[N, size]`, rounded once. All are contiguous.
     """
     num, chosen, size = x.shape
     places, outputs = torch.arange(num * chosen, device="cpu"), x.new_empty(num, size)

@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 from ..jit.writing import cpu_features, cpu_name
 from ..log import get_logger
 from .kernels.multiply import MANY, NARROW_TOKENS, part_rows, scratch_size, tokens_at_once
-from .kernels.program import MULTIPLY
+from .kernels.program import MULTIPLY, WIDE_MULTIPLY
 from .kernels.vectors import num_lanes
 from .program import DTYPES, run_operator
 from .tensor_checks import is_plain, is_vector
@@ -134,6 +134,23 @@ def few_token_linear(
         at_once, weight.data_ptr(), x.data_ptr(), 0 if bias is None else bias.data_ptr(), outputs.data_ptr(),
         0 if scratch is None else scratch.data_ptr(), size, 0 if packed is None else packed.data_ptr(),
         part_rows(num_outputs, num_inputs, x.itemsize, num_threads),
+    )  # fmt: skip
+    return outputs
+
+
+def wide_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """
+    Return `linear(x.float(), weight)` of tokens `[N, in]` in a dtype that `has_kernels`, and a weight in float32, both
+    contiguous, with a multiple of 16 inputs. A token's result does not depend on the others.
+    """
+    x = x.contiguous()
+    (num_tokens, num_inputs), num_outputs = x.shape, weight.shape[0]
+    outputs = x.new_empty(num_tokens, num_outputs, dtype=torch.float32)
+    num_threads = 1 if num_tokens * num_inputs * num_outputs <= SMALL else torch.get_num_threads()
+    run_operator(
+        x.dtype, WIDE_MULTIPLY, num_threads, num_tokens, num_inputs, num_outputs,
+        share_of(num_outputs, num_inputs, ROWS), tokens_at_once(num_tokens, num_inputs, x.itemsize),
+        weight.data_ptr(), x.data_ptr(), 0, outputs.data_ptr(), 0, 0, 0, 0,
     )  # fmt: skip
     return outputs
 

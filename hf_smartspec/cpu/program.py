@@ -17,7 +17,7 @@ from .kernels.multiply import MULTIPLY_FIELDS
 from .kernels.norms import ADD_FIELDS, GATED_NORM_FIELDS, NORM_FIELDS
 from .kernels.program import HEADER, PLACE, SIZE, run_bfloat16, run_float32, run_widened
 from .kernels.recur import CONVOLVE_FIELDS, RECUR_FIELDS
-from .kernels.rotate import ROTATE_FIELDS
+from .kernels.rotate import MERGE_FIELDS, ROTATE_FIELDS
 from .kernels.screen import SCREEN_FIELDS
 from .kernels.vectors import num_lanes
 from .threads import give_way, run
@@ -45,6 +45,9 @@ _FIELDS = {
     codes.BOUND: SCREEN_FIELDS,
     codes.PICK: SCREEN_FIELDS,
     codes.CLAMPED_GATE: CLAMPED_GATE_FIELDS,
+    codes.WIDE_MULTIPLY: MULTIPLY_FIELDS,
+    codes.WIDE_ROUTE: ROUTE_FIELDS,
+    codes.MERGE: MERGE_FIELDS,
 }
 _FLOATS = ("eps", "factor", "scale", "cap")  # float64, in every operator; all other fields are int64
 assert all(fields[:2] == ("next", "threads") for fields in _FIELDS.values()), "counters, which `Program.run` clears"

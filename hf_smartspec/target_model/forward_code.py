@@ -38,6 +38,12 @@ _MENTIONS = frozenset(
     "update_recurrent_state use_bidirectional_attention use_parallel_residual use_qk_norm use_rope v_proj value_dim "
     "ValueError view w1 w2 w3 weight".split()
 )
+# Those of attention to latents.
+_LATENT = frozenset(
+    "apply_rotary_emb apply_rotary_pos_emb_interleave copy_ expand_kv kv_a_layernorm kv_a_proj_with_mqa kv_b_proj "
+    "kv_lora_rank new_empty q_a_layernorm q_a_proj q_b_proj q_lora_rank qk_head_dim qk_nope_head_dim qk_rope_head_dim "
+    "rope_interleave v_head_dim".split()
+)
 # Further ones of single layers: of parts that plans leave out, such as attention to an encoder, or refuse.
 _OWN_MENTIONS = {
     "Gemma4TextAttention": frozenset("is_kv_shared_layer layer_type store_full_length_kv v_norm".split()),
@@ -53,6 +59,12 @@ _OWN_MENTIONS = {
         "per_layer_model_projection per_layer_model_projection_scale per_layer_projection_norm "
         "project_per_layer_inputs RuntimeError slice unique_layer_types values".split()
     ),
+    **dict.fromkeys(
+        "AXK1Attention DeepseekV2Attention DeepseekV3Attention Glm4MoeLiteAttention MiniCPM3Attention "
+        "YoutuAttention".split(),
+        _LATENT,
+    ),
+    "MiniCPM3DecoderLayer": frozenset(["residual_scale"]),
     "GPT2Attention": frozenset(
         "_upcast_and_reordered_attn attn_dropout baddbmm c_attn cross_attention_cache empty EncoderDecoderCache get "
         "hasattr is_updated keys matmul maybe_autocast p q_attn reorder_and_upcast_attn RuntimeError "
@@ -69,6 +81,9 @@ _OWN_MENTIONS = {
 }
 
 Kind = type[nn.Module]
+
+# Functions that apply rotary embeddings: to heads as most do, to neighbours, to neighbours as complex numbers.
+ROTATIONS = "apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave", "apply_rotary_emb"
 
 
 def foreign_code(kinds: Iterable[Kind]) -> str | None:
@@ -98,11 +113,12 @@ def mentions(kind: Kind) -> set[str]:
     return {name for function in functions for name in _names(function)}
 
 
-def rotation_function(kind: Kind) -> Any:
+def rotation_function(kind: Kind, name: str = "apply_rotary_pos_emb") -> Any:
     """
-    Return the function by which attention modules of this kind apply rotary embeddings; None if their file has none.
+    Return the function of this name by which attention modules of this kind apply rotary embeddings; None if their file
+    has none.
     """
-    return getattr(sys.modules[kind.__module__], "apply_rotary_pos_emb", None)
+    return getattr(sys.modules[kind.__module__], name, None)
 
 
 def _functions(kind: Any) -> dict[str, Any]:

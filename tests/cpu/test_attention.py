@@ -11,7 +11,7 @@ import hf_smartspec
 from hf_smartspec import DraftTree
 from hf_smartspec.cpu import attention
 from hf_smartspec.cpu.attention import SeenLines, can_attend, few_token_attention, has_attention, runs_of
-from hf_smartspec.cpu.kernels.attend import ATTEND_FIELDS, MOST_TOKENS, _to_prefetch
+from hf_smartspec.cpu.kernels.attend import MOST_TOKENS, _to_prefetch
 from hf_smartspec.target_model.attention import tree_attention as attention_module
 from hf_smartspec.target_model.attention.seen_lines import lines_of
 from hf_smartspec.target_model.attention.tree_attention import _masked_attention
@@ -320,11 +320,9 @@ def test_where_there_is_no_right_code_torch_serves(monkeypatch, name, replacemen
 
 @given(st.integers(1, 400), st.sampled_from([32, 64]), st.integers(0, 50))
 def test_blocks_prefetch_their_later_lines_and_then_the_first_of_what_follows(num, step, first):
-    fields = np.zeros(len(ATTEND_FIELDS), np.int64)
-    fields[[ATTEND_FIELDS.index("kv_heads"), ATTEND_FIELDS.index("size")]] = 3, 16
     last, then, found = first + num, 10_000 * 48, []
     for block in range(first, last, step):
-        distance = _to_prefetch.py_func(fields, (first, last, first, last), block, step, then)
+        distance = _to_prefetch.py_func((first, last, first, last), 48, block, step, then)
         assert distance % 48 == 0
         found += [line + distance // 48 for line in range(block, min(block + step, last))]
     own = [line for line in found if line < 10_000]

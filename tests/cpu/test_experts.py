@@ -18,6 +18,10 @@ def by_torch(scores, bias, routing, factors=None):
     scores = scores.float() * routing.scale
     probabilities = scores.sigmoid() if routing.is_sigmoid else scores.softmax(dim=1)
     keys = probabilities if bias is None else probabilities + bias.float()
+    if routing.groups:
+        of_groups = keys.unflatten(1, (routing.groups, -1)).topk(2 if routing.adds_two else 1, dim=2).values.sum(dim=2)
+        dropped = torch.ones_like(of_groups).scatter_(1, of_groups.topk(routing.num_groups, dim=1).indices, 0)
+        keys = keys.masked_fill(dropped.bool().repeat_interleave(60 // routing.groups, dim=1), -torch.inf)
     choices = keys.topk(routing.num_chosen, dim=1).indices
     weights = probabilities.gather(1, choices)
     if routing.norms:
@@ -34,6 +38,9 @@ def by_torch(scores, bias, routing, factors=None):
         Routing(4, False, True),
         Routing(8, True, True, 1e-6, 2.5),
         Routing(60, True, False, factor=0.5),
+        Routing(8, True, True, 1e-20, 2.5, groups=6, num_groups=2, adds_two=True),
+        Routing(5, False, False, groups=12, num_groups=1),
+        Routing(6, False, True, groups=60, num_groups=7, adds_two=False),
     ],
 )
 def test_experts_are_chosen_and_weighed_as_by_torch(routing, bias, dtype):
@@ -63,12 +70,13 @@ def test_scores_and_weights_are_scaled(is_sigmoid, dtype):
 
 
 @pytest.mark.parametrize("is_sigmoid", [False, True])
-def test_scores_that_are_no_numbers_are_chosen_first_as_by_torch(is_sigmoid):
+@pytest.mark.parametrize("groups", [0, 2])
+def test_scores_that_are_no_numbers_are_chosen_first_as_by_torch(is_sigmoid, groups):
     scores = torch.full((4, 8), torch.nan)
     scores[1, :6], scores[2] = 0.0, -torch.inf
     scores[3] = torch.linspace(3, -3, 8)
     scores[3, 5] = torch.nan
-    routing = Routing(4, is_sigmoid, True)
+    routing = Routing(4, is_sigmoid, True, groups=groups, num_groups=2)
     choices, weights = route(scores, None, routing)
     assert all(len(set(line)) == 4 and set(line) <= set(range(8)) for line in choices.tolist())
     assert {6, 7} <= set(choices[1].tolist()) or not is_sigmoid
@@ -77,14 +85,15 @@ def test_scores_that_are_no_numbers_are_chosen_first_as_by_torch(is_sigmoid):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("has_shared", [False, True])
+@pytest.mark.parametrize("shared", ["none", "gated", "whole"])
 @pytest.mark.parametrize("size", [16, 1040])
-def test_sums_are_rounded_once(size, has_shared, dtype):
+def test_sums_are_rounded_once(size, shared, dtype):
     x, weights = numbers(5, 3, size).to(dtype), numbers(5, 3).abs()
-    shared, gates = (numbers(5, size).to(dtype), numbers(5, 1).to(dtype)) if has_shared else (None, None)
+    gates = numbers(5, 1).to(dtype) if shared == "gated" else None
+    shared = None if shared == "none" else numbers(5, size).to(dtype)
     expected = (x.double() * weights.double()[..., None]).sum(dim=1)
-    if has_shared:
-        expected += gates.double().sigmoid() * shared.double()
+    if shared is not None:
+        expected += (1 if gates is None else gates.double().sigmoid()) * shared.double()
     found = combined(x, weights, shared, gates)
     assert found.dtype == dtype
     if dtype is torch.float32:

@@ -27,17 +27,21 @@ from .tiles import add_weighted, most_sums, tile, tokens_at
 # sinks: 0, or the address of `[heads]` numbers of the type of queries: logits without values, which join the scores.
 # prefixes, prefix_counts: 0, or addresses of int64 `[tokens]`: the first line, and the number of lines, that each token
 #   attends to before these; the same for all tokens of a run.
+# turned_size: 0, or the numbers of rotated queries and keys beside others, whose scores are added. Then all heads share
+#   `keys`, `[lines, size]`, which are values as well, and rotated keys, `[lines, turned_size]`, at address `values`.
+#   Queries, outputs and rotated queries, at `turned`, lie head by head: `[heads, room, ...]`.
 # scratch: address of `scratch_size` float32 for each thread.
 # cap: 0, or the bound within which scores are squashed after they are scaled.
 ATTEND_FIELDS = tuple(
     "next threads num_runs runs parts kv_heads groups size firsts counts nodes bits distance prefixes "
-    "prefix_counts queries keys values outputs places gates gate_stride sinks scratch scratch_size scale cap".split()
+    "prefix_counts queries keys values outputs places gates gate_stride sinks room turned_size turned scratch "
+    "scratch_size scale cap".split()
 )
 (
     _NEXT, _THREADS, _NUM_RUNS, _RUNS, _PARTS, _KV_HEADS, _GROUPS, _SIZE, _FIRSTS, _COUNTS, _NODES, _BITS, _DISTANCE,
     _PREFIXES, _PREFIX_COUNTS, _QUERIES, _KEYS, _VALUES, _OUTPUTS, _PLACES, _GATES, _GATE_STRIDE,
-    _SINKS, _SCRATCH, _SCRATCH_SIZE, _SCALE, _CAP,
-) = range(27)  # fmt: skip
+    _SINKS, _ROOM, _TURNED_SIZE, _TURNED, _SCRATCH, _SCRATCH_SIZE, _SCALE, _CAP,
+) = range(30)  # fmt: skip
 MOST_TOKENS = 8  # tokens of a run
 # Lines that are read for all heads and tokens before the next ones are: `_SMALL_BLOCK` where queries are so few that
 # reading takes longer than computing.
@@ -49,13 +53,13 @@ _UNITS = np.float32(UNITS)
 _ZERO, _ONE, _UNLIKELY = np.float32(0.0), np.float32(1.0), np.float32(-np.inf)
 
 
-def scratch_size(queries: int, size: int, most_lines: int) -> int:
+def scratch_size(queries: int, size: int, most_lines: int, turned_size: int = 0) -> int:
     """
     Return the float32 numbers that a thread needs for so many queries: sums of exponentials, highest scores, results,
-    the queries themselves, a block of values, and scores.
+    the queries themselves, rotated ones, a block of values and of scores of rotated keys, and scores.
     """
-    line = LINE // _ITEMSIZE
-    return -(-(queries * (2 + 1 + 2 * size + most_lines) + _BLOCK * size) // line) * line
+    line, more = LINE // _ITEMSIZE, turned_size + _BLOCK if turned_size else 0
+    return -(-(queries * (2 + 1 + 2 * size + more + most_lines) + _BLOCK * size) // line) * line
 
 
 @inner
@@ -64,7 +68,8 @@ def attend(a, numbers, kind):
     Take the next run, or part of one, until no runs are left. Queries, keys, values and outputs are of the type that
     `kind` points to; `numbers` are the fields as float64.
     """
-    queries, keys, values = like(kind, a[_QUERIES]), like(kind, a[_KEYS]), like(kind, a[_VALUES])
+    queries, keys, turned = like(kind, a[_QUERIES]), like(kind, a[_KEYS]), like(kind, a[_TURNED])
+    values = like(kind, a[_KEYS] if a[_TURNED_SIZE] else a[_VALUES])
     outputs, scale, cap = like(kind, a[_OUTPUTS]), np.float32(numbers[_SCALE]), np.float32(numbers[_CAP])
     scratch = a[_SCRATCH] + take(ahead(a, _THREADS)) * a[_SCRATCH_SIZE] * _ITEMSIZE
     number = take(ahead(a, _NEXT))
@@ -74,8 +79,12 @@ def attend(a, numbers, kind):
         num = (last - first) * a[_GROUPS]  # queries of a head
         place = scratch + 3 * (end - begin) * num * _ITEMSIZE
         results, own = float32_at(place), tokens_at(kind, place + (end - begin) * num * a[_SIZE] * _ITEMSIZE)
+        own_turned = tokens_at(kind, place + 2 * (end - begin) * num * a[_SIZE] * _ITEMSIZE)
         for head in range(begin, end):
-            _gather(a, first, last, head, queries, ahead(own, (head - begin) * num * a[_SIZE]))
+            row = (head - begin) * num
+            _gather(a, first, last, head, a[_SIZE], queries, ahead(own, row * a[_SIZE]))
+            if a[_TURNED_SIZE]:
+                _gather(a, first, last, head, a[_TURNED_SIZE], turned, ahead(own_turned, row * a[_TURNED_SIZE]))
         _attend(a, (first, last, begin, end), scale, cap, own, keys, values, results, scratch)
         for head in range(begin, end):
             _scatter(a, first, last, head, ahead(results, (head - begin) * num * a[_SIZE]), outputs)
@@ -93,13 +102,34 @@ def _share(a, number):
 
 
 @inner
-def _gather(a, first, last, head, queries, own):
+def _gather(a, first, last, head, size, queries, own):
     """Copy the queries of a key/value head of some tokens next to one another."""
-    length = a[_GROUPS] * a[_SIZE]
     for token in range(first, last):
-        place = (_place_of(a, token) * a[_KV_HEADS] + head) * length
-        for index in range(length):
-            put(own, (token - first) * length + index, get(queries, place + index))
+        for group in range(a[_GROUPS]):
+            place = _query_place(a, _place_of(a, token), head, group) * size
+            row = ((token - first) * a[_GROUPS] + group) * size
+            for index in range(size):
+                put(own, row + index, get(queries, place + index))
+
+
+@inner
+def _query_place(a, token, head, group):
+    """Return the place of a query of a key/value head, and of its output, among those of all heads and tokens."""
+    if a[_TURNED_SIZE]:
+        return (head * a[_GROUPS] + group) * a[_ROOM] + token
+    return (token * a[_KV_HEADS] + head) * a[_GROUPS] + group
+
+
+@inner
+def _stride(a):
+    """Return the numbers from one line to the next."""
+    return a[_SIZE] if a[_TURNED_SIZE] else a[_KV_HEADS] * a[_SIZE]
+
+
+@inner
+def _place_of_head(a, head):
+    """Return where a head's numbers begin in a line."""
+    return 0 if a[_TURNED_SIZE] else head * a[_SIZE]
 
 
 @inner
@@ -109,14 +139,15 @@ def _place_of(a, token):
 
 @inner
 def _scatter(a, first, last, head, results, outputs):
-    length = a[_GROUPS] * a[_SIZE]
+    size = a[_SIZE]
     for token in range(first, last):
-        place = (token * a[_KV_HEADS] + head) * length
-        for index in range(length):
-            put(outputs, place + index, results[(token - first) * length + index])
-        if a[_GATES]:
-            for group in range(a[_GROUPS]):
-                _gate(a, token, head * a[_GROUPS] + group, ahead(outputs, place + group * a[_SIZE]))
+        for group in range(a[_GROUPS]):
+            own = ahead(outputs, _query_place(a, token, head, group) * size)
+            row = ((token - first) * a[_GROUPS] + group) * size
+            for index in range(size):
+                put(own, index, results[row + index])
+            if a[_GATES]:
+                _gate(a, token, head * a[_GROUPS] + group, own)
 
 
 @inner
@@ -147,15 +178,18 @@ def _attend(a, run, scale, cap, queries, keys, values, results, scratch):
     num, some = shared + last - first, (last_token - first_token) * groups  # of lines, and of a head's queries
     rows = (end - begin) * some
     totals, highest = int64_at(scratch), float32_at(scratch + 2 * rows * _ITEMSIZE)
-    wide = float32_at(scratch + (3 + 2 * size) * rows * _ITEMSIZE)
-    scores = ahead(wide, _BLOCK * size)
+    wide = float32_at(scratch + (3 + 2 * size + a[_TURNED_SIZE]) * rows * _ITEMSIZE)
+    block_scores = ahead(wide, _BLOCK * size)  # of rotated keys
+    scores = ahead(block_scores, some * _BLOCK) if a[_TURNED_SIZE] else block_scores
     before, own = (prefix, prefix + shared, prefix, prefix + shared), (first, last, low, high)
     before_scores, own_scores = ahead(scores, -prefix), ahead(scores, shared - first)  # entries are those of lines
     # What is read next is prefetched: first all keys, then all values, then the next run's keys.
-    first_key, to_values = first * a[_KV_HEADS] * size, (a[_VALUES] - a[_KEYS]) // itemsize_of(keys)
-    first_value = to_values + (prefix * a[_KV_HEADS] * size if shared else first_key)
-    _score_lines(a, run, before, num, queries, keys, before_scores, first_key)
-    _score_lines(a, run, own, num, queries, keys, own_scores, first_value)
+    first_key, to_values = first * _stride(a), 0 if a[_TURNED_SIZE] else (a[_VALUES] - a[_KEYS]) // itemsize_of(keys)
+    first_value = to_values + (prefix * _stride(a) if shared else first_key)
+    turned_queries = tokens_at(keys, scratch + (3 + 2 * size) * rows * _ITEMSIZE)
+    turned = turned_queries, like(keys, a[_VALUES]), block_scores
+    _score_lines(a, run, before, num, queries, keys, before_scores, first_key, turned)
+    _score_lines(a, run, own, num, queries, keys, own_scores, first_value, turned)
     if cap > _ZERO:
         for index in range(rows * num):
             scores[index] = cap * hyperbolic_tangent(scores[index] * scale / cap)
@@ -189,23 +223,36 @@ def _next_keys(a, first, begin):
     number = read(ahead(a, _NEXT))
     if number < a[_NUM_RUNS] * a[_PARTS]:
         run, head, _ = _share(a, number)
-        return (int64_at(a[_FIRSTS])[int64_at(a[_RUNS])[run]] * a[_KV_HEADS] + head - begin) * a[_SIZE]
-    return first * a[_KV_HEADS] * a[_SIZE]
+        distance = _place_of_head(a, head) - _place_of_head(a, begin)
+        return int64_at(a[_FIRSTS])[int64_at(a[_RUNS])[run]] * _stride(a) + distance
+    return first * _stride(a)
 
 
 @inner
-def _score_lines(a, run, lines, num, queries, keys, scores, then):
+def _score_lines(a, run, lines, num, queries, keys, scores, then, turned):
     """
     Compute the scores of lines for all tokens; a token ignores those of lines that it does not attend to. For `then`,
-    see `_to_prefetch`.
+    see `_to_prefetch`; `turned` are rotated queries, rotated keys, and memory for a block's scores.
     """
     (first_token, last_token, begin, end), (first, last, _, _) = run, lines
     some, step = (last_token - first_token) * a[_GROUPS], _lines_at_once(a, run)
+    turned_queries, turned_keys, more = turned
     for block in range(first, last, step):
-        stop, distance = min(block + step, last), _to_prefetch(a, lines, block, step, then)
+        stop, distance = min(block + step, last), _to_prefetch(lines, _stride(a), block, step, then)
         for head in range(end - begin):
             own, found = ahead(queries, head * some * a[_SIZE]), ahead(scores, head * some * num)
-            _score(a, begin + head, some, block, stop, num, own, keys, found, distance)
+            size, stride, apart, rows, results = a[_SIZE], _stride(a), num, keys, found
+            place = _place_of_head(a, begin + head)
+            for part in range(2 if a[_TURNED_SIZE] else 1):
+                if part:
+                    size = stride = a[_TURNED_SIZE]
+                    own, rows, place = ahead(turned_queries, head * some * size), turned_keys, 0
+                    apart, results, distance = _BLOCK, ahead(more, -block), 0
+                _score((size, stride, place), some, block, stop, apart, own, rows, results, distance)
+            if a[_TURNED_SIZE]:
+                for query in range(some):
+                    for line in range(block, stop):
+                        found[query * num + line] += more[query * _BLOCK + line - block]
 
 
 @inner
@@ -224,34 +271,32 @@ def _add_lines(a, run, lines, num, scale, scores, values, wide, highest, totals,
     some, size, step = (last_token - first_token) * a[_GROUPS], a[_SIZE], _lines_at_once(a, run)
     for block in range(first, last, step):
         stop = min(block + step, last)
-        part, distance = (block, stop, low, high), _to_prefetch(a, lines, block, step, then)
+        part, distance = (block, stop, low, high), _to_prefetch(lines, _stride(a), block, step, then)
         for head in range(end - begin):
             row = head * some
-            weights, own, sums = (
-                ahead(scores, row * num),
-                ahead(values, (begin + head) * size),
-                ahead(results, row * size),
-            )
+            own = ahead(values, _place_of_head(a, begin + head))
+            weights, sums = ahead(scores, row * num), ahead(results, row * size)
             for query in range(some):
                 start, count = _seen_part(a, first_token + query // a[_GROUPS], part)
                 if count > 0:
                     found = ahead(weights, query * num + start)
                     totals[row + query] += exponentiate(found, count, highest[row + query], scale)
             if some <= MOST_AS_THEY_LIE:
-                _add_part(a, run, part, num, weights, own, a[_KV_HEADS] * size, sums, distance)
+                _add_part(a, run, part, num, weights, own, _stride(a), sums, distance)
             else:
                 _widen(a, block, stop, own, wide, distance)
                 _add_part(a, run, part, num, weights, ahead(wide, -block * size), size, sums, None)
 
 
 @inner
-def _to_prefetch(a, lines, block, step, then):
+def _to_prefetch(lines, stride, block, step, then):
     """
     Return the distance in numbers from a block's lines to those that are prefetched meanwhile: later ones of these
-    lines, and after the last one the first of those that begin `then` numbers after line 0.
+    lines, and after the last one the first of those that begin `then` numbers after line 0. Lines lie `stride` numbers
+    apart.
     """
     first, last, _, _ = lines
-    num, stride = last - first, a[_KV_HEADS] * a[_SIZE]
+    num = last - first
     later = num - max((num - step - 1) // step, 0) * step  # so that a block prefetches no lines of both
     return later * stride if block + later < last else then + (later - last) * stride
 
@@ -270,7 +315,7 @@ def _seen_part(a, token, part):
 @inner
 def _widen(a, block, stop, values, wide, distance):
     """Copy the values of lines next to one another, as float32; prefetch those `distance` later."""
-    size, stride = a[_SIZE], a[_KV_HEADS] * a[_SIZE]
+    size, stride = a[_SIZE], _stride(a)
     for line in range(block, stop):
         own, rows = ahead(wide, (line - block) * size), ahead(values, line * stride)
         for index in range(0, size, LINE // itemsize_of(values)):
@@ -313,12 +358,12 @@ def _hide(a, token, scores):
 
 
 @inner
-def _score(a, head, num_queries, low, high, num, queries, keys, scores, distance):
+def _score(form, num_queries, low, high, num, queries, keys, scores, distance):
     """
     Compute the scores of neighbouring queries of a key/value head, for lines from `low` to `high`; prefetch the keys
-    `distance` later.
+    `distance` later. The `form` of keys is their size, the numbers from one line to the next, and where they begin.
     """
-    size, stride = a[_SIZE], a[_KV_HEADS] * a[_SIZE]
+    size, stride, place = form
     line, none = low, float32_at(0)
     most_rows, most_queries = largest_tile(num_queries, None)
     while line < high:
@@ -327,7 +372,7 @@ def _score(a, head, num_queries, low, high, num, queries, keys, scores, distance
             rows = 1
         elif line + rows > high:  # lines before these are computed once more, with the same results
             line = high - rows
-        key, query = ahead(keys, line * stride + head * size), 0
+        key, query = ahead(keys, line * stride + place), 0
         for row in range(rows):
             for index in range(0, size, LINE // itemsize_of(keys)):
                 prefetch(ahead(key, distance + row * stride), index)

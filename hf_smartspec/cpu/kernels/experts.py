@@ -15,14 +15,18 @@ from .multiply import MULTIPLY_FIELDS, NEXT, NUM_TOKENS, OUTPUTS, TOKENS, multip
 #   ones, plus `bias` (0, or the address of `[num_experts]`, float32 if `is_wide`), are written to int64 `choices`,
 #   `[num_tokens, num_chosen]`, and their probabilities to float32 `weights`, divided by their sum plus `eps` if
 #   `norms`; times `factor`, and times those in `own_factors` (0, or the address of `[num_experts]`, of the kind).
+# groups: 0, or the number of groups that the experts are divided into, of which the best `num_groups` are chosen first:
+#   by the largest of their probabilities, bias included, or by the sum of the two largest ones if `adds_two`. ranks:
+#   address of float32 `[num_tokens, 2 * groups]`, for these numbers, and for ones where groups are chosen.
 ROUTE_FIELDS = tuple(
     "next threads num_tokens num_experts num_chosen is_sigmoid norms scores bias is_wide probabilities choices weights "
-    "own_factors eps factor scale".split()
+    "own_factors groups num_groups adds_two ranks eps factor scale".split()
 )
 (
     _NEXT, _THREADS, _NUM_TOKENS, _NUM_EXPERTS, _NUM_CHOSEN, _IS_SIGMOID, _NORMS, _SCORES, _ROUTE_BIAS, _IS_WIDE,
-    _PROBABILITIES, _CHOICES, _WEIGHTS, _OWN_FACTORS, _EPS, _FACTOR, _SCALE,
-) = range(17)  # fmt: skip
+    _PROBABILITIES, _CHOICES, _WEIGHTS, _OWN_FACTORS, _ROUTE_GROUPS, _NUM_GROUPS, _ADDS_TWO, _RANKS, _EPS, _FACTOR,
+    _SCALE,
+) = range(21)  # fmt: skip
 # choices: see above. Pairs of a token and an expert are ordered by experts, and then by tokens: `pairs`, an address of
 #   int64 `[num_tokens * num_chosen]`, gets their tokens, and `places`, of `[num_tokens, num_chosen]`, where they are.
 # first, second: addresses of `[num_experts, BLOCK_SIZE]` int64, the fields of two products of each expert, of which
@@ -41,11 +45,12 @@ _OWN_EXPERTS, _BLOCKS, _IS_TRANSPOSED = 2, 3, 4
 BLOCK_SIZE = len(MULTIPLY_FIELDS)
 # x: address of `[num_tokens * num_chosen, size]`; places, weights: as above. outputs: of `[num_tokens, size]`, the sum
 #   of each token's lines times their weights, in the order in which they were chosen, rounded once.
-# shared: 0, or the address of `[num_tokens, size]`, which are added, times the sigmoids of `gates`, `[num_tokens]`.
+# shared: 0, or the address of `[num_tokens, size]`, which are added, times the sigmoids of `gates`, `[num_tokens]`,
+#   unless that is 0.
 COMBINE_FIELDS = tuple("next threads num_tokens size num_chosen x places weights shared gates outputs".split())
 _SIZE, _COMBINE_CHOSEN, _X, _COMBINE_PLACES, _COMBINE_WEIGHTS, _SHARED, _GATES, _SUMS = range(3, 11)
 _SHARE = 512  # numbers that a thread adds up at a time
-_ONE, _UNLIKELY = np.float32(1), np.float32(-np.inf)
+_ZERO, _ONE, _UNLIKELY = np.float32(0), np.float32(1), np.float32(-np.inf)
 
 
 @inner
@@ -63,9 +68,12 @@ def route(a, numbers, kind):
             _softmax(scores, probabilities, num, scale)
         choices = ahead(int64_at(a[_CHOICES]), token * chosen)
         weights = ahead(float32_at(a[_WEIGHTS]), token * chosen)
+        ranks = ahead(float32_at(a[_RANKS]), token * 2 * a[_ROUTE_GROUPS])
+        if a[_ROUTE_GROUPS]:
+            _choose_groups(a, probabilities, ranks, kind)
         total = np.float32(numbers[_EPS])
         for place in range(chosen):
-            best = _best(a, probabilities, choices, place, kind)
+            best = _best(a, probabilities, ranks, choices, place, kind)
             choices[place], weights[place] = best, probabilities[best]
             total += weights[place]
         for place in range(chosen):
@@ -90,20 +98,54 @@ def _softmax(scores, outputs, num, scale):
 
 
 @inner
-def _best(a, probabilities, choices, place, kind):
-    """Return the expert with the largest probability, bias included, that is not among the first `place` choices."""
-    best, most = -1, _UNLIKELY
-    for expert in range(a[_NUM_EXPERTS]):
-        own = probabilities[expert]
-        if a[_ROUTE_BIAS]:
-            bias = a[_ROUTE_BIAS]
-            own += float32_at(bias)[expert] if a[_IS_WIDE] else get(like(kind, bias), expert)
-        if best < 0 or own > most or (own != own and most == most):  # numbers that are none come first, as with torch
-            is_new = True
-            for earlier in range(place):
-                is_new = is_new and choices[earlier] != expert
-            if is_new:
-                best, most = expert, own
+def _choose_groups(a, probabilities, ranks, kind):
+    """Write the numbers by which a token's groups are chosen, and ones after them where they are chosen."""
+    groups = a[_ROUTE_GROUPS]
+    size = a[_NUM_EXPERTS] // groups
+    for group in range(groups):
+        first, second = _UNLIKELY, _UNLIKELY
+        for expert in range(group * size, (group + 1) * size):
+            own = _with_bias(a, probabilities, expert, kind)
+            if own > first:
+                first, second = own, first
+            else:
+                second = max(second, own)
+        ranks[group] = first + second if a[_ADDS_TWO] else first
+    for group in range(groups):
+        num_better = 0
+        for other in range(groups):
+            if ranks[other] > ranks[group] or (ranks[other] == ranks[group] and other < group):
+                num_better += 1
+        ranks[groups + group] = _ONE if num_better < a[_NUM_GROUPS] else _ZERO
+
+
+@inner
+def _with_bias(a, probabilities, expert, kind):
+    own, bias = probabilities[expert], a[_ROUTE_BIAS]
+    if bias:
+        own += float32_at(bias)[expert] if a[_IS_WIDE] else get(like(kind, bias), expert)
+    return own
+
+
+@inner
+def _best(a, probabilities, ranks, choices, place, kind):
+    """
+    Return the expert of a chosen group with the largest probability, bias included, that is not among the first `place`
+    choices.
+    """
+    best, most, groups = -1, _UNLIKELY, max(a[_ROUTE_GROUPS], 1)
+    size = a[_NUM_EXPERTS] // groups
+    for group in range(groups):
+        if not a[_ROUTE_GROUPS] or ranks[groups + group] > _ZERO:
+            for expert in range(group * size, (group + 1) * size):
+                own = _with_bias(a, probabilities, expert, kind)
+                # Numbers that are none come first, as with torch.
+                if best < 0 or own > most or (own != own and most == most):
+                    is_new = True
+                    for earlier in range(place):
+                        is_new = is_new and choices[earlier] != expert
+                    if is_new:
+                        best, most = expert, own
     return best
 
 
@@ -163,8 +205,8 @@ def combine(a, kind):
         token, begin = number // parts, number % parts * _SHARE
         places = ahead(int64_at(a[_COMBINE_PLACES]), token * chosen)
         weights = ahead(float32_at(a[_COMBINE_WEIGHTS]), token * chosen)
-        outputs, gate = ahead(like(kind, a[_SUMS]), token * size), np.float32(0)
-        if a[_SHARED]:
+        outputs, gate = ahead(like(kind, a[_SUMS]), token * size), _ONE
+        if a[_GATES]:
             gate = _ONE / (_ONE + exponential(-get(like(kind, a[_GATES]), token)))
         for index in range(begin, min(begin + _SHARE, size)):
             total = np.float32(0)

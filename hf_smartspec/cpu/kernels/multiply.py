@@ -99,6 +99,13 @@ def multiply_narrow(a, kind):
 
 
 @inner
+def multiply_wide(a, kind):
+    """Do as `multiply` with a weight, bias and outputs in float32, whatever the type of tokens."""
+    weight, bias, outputs = float32_at(a[WEIGHT]), float32_at(a[BIAS]), float32_at(a[OUTPUTS])
+    _multiply(a, weight, like(kind, a[TOKENS]), bias, outputs, None, None)
+
+
+@inner
 def _multiply(a, weight, tokens, bias, outputs, wide, packed):
     num_outputs, share = a[NUM_OUTPUTS], a[SHARE]
     begin = share * take(ahead(a, NEXT))

@@ -6,10 +6,10 @@ from .attend import attend
 from .experts import combine, group, multiply_each, route
 from .gates import clamped_gate, gate, times
 from .int8 import levels, multiply_levels
-from .multiply import multiply, multiply_narrow
+from .multiply import multiply, multiply_narrow, multiply_wide
 from .norms import add, gated_norm, norm
 from .recur import convolve, recur
-from .rotate import rotate
+from .rotate import merge, rotate
 from .screen import bound, pick
 
 # Compiled code is called with the address of int64: the number of operators, the address of the function that lets
@@ -22,8 +22,9 @@ _LEFT = 2**32
 _SPINS = 1000  # looks at a state, of some 50 ns each, before other threads get this one's processor
 (
     MULTIPLY, NARROW, NORM, ADD, GATE, ROTATE, ATTEND, LEVELS, INT8, CONVOLVE, RECUR, GATED_NORM, TIMES, ROUTE,
-    GROUP, EXPERTS, COMBINE, SCORE, BOUND, PICK, CLAMPED_GATE, INT4,
-) = range(22)  # fmt: skip
+    GROUP, EXPERTS, COMBINE, SCORE, BOUND, PICK, CLAMPED_GATE, INT4, WIDE_MULTIPLY, WIDE_ROUTE,
+    MERGE,
+) = range(25)  # fmt: skip
 
 
 @callback
@@ -117,3 +118,9 @@ def _operate(code, a, fields, kind, wide_kind):
         pick(a, fields, kind)
     elif code == CLAMPED_GATE:
         clamped_gate(a, fields, kind)
+    elif code == WIDE_MULTIPLY:
+        multiply_wide(a, kind)
+    elif code == WIDE_ROUTE:  # of scores in float32, whatever the kind
+        route(a, fields, float32_at(0))
+    elif code == MERGE:
+        merge(a, kind)

@@ -11,14 +11,21 @@ from ..layout.step_layout import PaddedPart, StepLayout
 
 def has_few_tokens(part: PaddedPart, window: int | None, dtype: torch.dtype) -> bool:
     """
-    Return whether compiled code attends to as many tokens of this dtype, and columns say to what: in a window, trees
-    must not be deeper than it is long, so that a token's ancestors are all within.
+    Return whether compiled code computes attention of as many tokens of this dtype, and columns say to what they
+    attend.
     """
-    is_determined = part.tree_pairs is None or (
+    return has_lines(part, window) and part.width <= most_width(dtype)
+
+
+def has_lines(part: PaddedPart, window: int | None) -> bool:
+    """
+    Return whether columns say to what a part's tokens attend: in a window, trees must not be deeper than it is long, so
+    that a token's ancestors are all within.
+    """
+    return part.tree_pairs is None or (
         part.seen_nodes is not None
         and (window is None or window >= min(part.num_columns, 64 * (len(part.seen_nodes) - 1)))
     )
-    return is_determined and part.width <= most_width(dtype)
 
 
 def lines_of(layout: StepLayout, parts: Sequence[PaddedPart], window: int | None) -> SeenLines:

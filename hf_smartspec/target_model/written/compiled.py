@@ -28,6 +28,7 @@ from .copies import KeptCopy
 from .experts import Experts
 from .forward_writer import ForwardWriter, products_of
 from .inputs import DecoderInput
+from .latent import LatentPlan
 from .layer_inputs import LayerInput
 from .mixed_mlps import MixedMLP
 from .mlps import MLP
@@ -243,7 +244,8 @@ def _can_compile_features(plan: FeaturePlan, dtype: torch.dtype) -> bool:
 def _can_compile_layer(plan: LayerPlan, dtype: torch.dtype) -> bool:
     norms = [plan.before_attention, plan.after_attention, plan.before_mlp, plan.after_mlp]
     norms += [plan.query_norm, plan.key_norm, plan.value_norm]
-    mlp, extra = plan.mlp, plan.layer_input
+    mlp, extra, latent = plan.mlp, plan.layer_input, plan.latent
+    norms += [] if latent is None else latent.norms
     norms += mlp.norms if isinstance(mlp, MixedMLP) else []
     is_known = not plan.head_dim % 16 if plan.recurrence is None else plan.recurrence.can_compile(dtype)
     return (
@@ -255,7 +257,19 @@ def _can_compile_layer(plan: LayerPlan, dtype: torch.dtype) -> bool:
         and all(_is_plain(item, dtype) for item in (plan.query_key_value, plan.attention_output, *mlp.products))
         and (extra is None or _can_compile_input(extra, dtype))
         and (plan.factor is None or _is_number(plan.factor.number(), dtype))
+        and (latent is None or _can_compile_latents(plan, latent, dtype))
         and (plan.sinks is None or _are_sinks(plan.sinks.numbers(), plan, dtype))
+    )
+
+
+def _can_compile_latents(plan: LayerPlan, latent: LatentPlan, dtype: torch.dtype) -> bool:
+    weights = latent.expansion.weights()
+    return (
+        all(_is_plain(item, dtype) for item in latent.products)
+        and all(item.is_cpu and item.dtype is dtype and item.stride(2) == 1 for item in weights)
+        and latent.expansion.has_columns
+        and not latent.turned_size % 16
+        and plan.scaling > 0
     )
 
 

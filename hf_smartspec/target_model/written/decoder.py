@@ -19,6 +19,7 @@ from ..logits import LogitScaling
 from ..recurrent.cache import StateCache
 from .compiled import CompiledDecoder, can_compile
 from .inputs import DecoderInput, Features, Tables
+from .latent_layer import attend_to_latents
 from .parts import Transposed, is_bare, module_of
 from .plan import DecoderPlan, FeaturePlan, LayerPlan
 from .rotary_tables import RotaryTables
@@ -178,7 +179,8 @@ class WrittenDecoder:
         assert rotary is not None
         for name in self.plan.rotary_types:
             arguments: tuple[Any, ...] = () if name is None else (name,)
-            cos, sin = rotary(x[None], positions, *arguments)
+            found = rotary(x[None], positions, *arguments)
+            cos, sin = (found.real, found.imag) if isinstance(found, torch.Tensor) else found  # complex (DeepSeek V2)
             rotation = next(item.rotation for item in self.plan.layers if item.rotation and item.layer_type == name)
             tables[name] = rotation.tables(cos, sin)
         return tables
@@ -269,6 +271,8 @@ def attend(
     Run a layer's attention on `x` of shape `[N, hidden_size]`, after its norm; keys and values are written to `memory`,
     or are there.
     """
+    if plan.latent is not None:
+        return attend_to_latents(plan, plan.latent, x, layout, memory, tables)
     num, heads, both = len(x), plan.num_heads, plan.num_heads + plan.num_stored
     states = plan.query_key_value(x)
     if plan.has_gates:

@@ -13,23 +13,28 @@ from torch.nn.functional import linear
 
 from ...cpu.columns import column_product
 from ...cpu.experts import Routing, combined, route
-from ...cpu.few_tokens import has_kernels, product
+from ...cpu.few_tokens import has_kernels, product, wide_linear
 from ...cpu.gates import ClampedGate, can_gate, clamped_gated, gated
+from ...cpu.tensor_checks import is_vector
 from ..forward_code import mentions
 from .mlps import FUNCTIONS, MLP, written_activation
 from .parts import Map, Rows, Weighted
 
 Chosen = tuple[torch.Tensor, torch.Tensor]  # experts of tokens, and their weights
-PROBES, TOLERANCE = 16, 1e-5  # tokens with which routers are tried out; of weights
+PROBES, TOLERANCE = 64, 1e-5  # tokens with which routers are tried out; of weights
 
 _ROUTER, _CHOSEN = ("gate", "router"), (torch.int64, torch.float32)
-_OWN, _SHARED = ("gate", "experts"), ("shared_expert", "shared_expert_gate")
+# Modules of a block beside a router: experts alone, or with an MLP that all tokens share, perhaps with a gate.
+_BLOCKS = {"experts"}, {"experts", "shared_experts"}, {"experts", "shared_expert", "shared_expert_gate"}
+_BIAS, _FACTOR = ("expert_bias", "e_score_correction_bias"), ("routed_scaling_factor", "router_scaling_factor")
 _EPS = 0.0, 1e-6, 1e-20  # added to sums of weights
 # Names in the forwards of blocks of experts and their routers that are known.
 _MENTIONS = frozenset(
-    "F T bias dtype empty_like expert_bias experts float functional gate gather hidden_dim input_size jitter_noise "
-    "linear nn norm_topk_prob num_experts reshape routed_scaling_factor router shape shared_expert shared_expert_gate "
-    "sigmoid size softmax sum to top_k topk torch training type_as uniform_ use_expert_bias view weight".split()
+    "bias bool dtype e_score_correction_bias empty_like enable_moe_fp32_combine expand expert_bias experts F float "
+    "float32 functional gate gather hidden_dim input_size jitter_noise linear masked_fill max nn norm_topk_prob "
+    "num_experts num_group reshape routed_scaling_factor router router_scaling_factor scatter_ shape shared_expert "
+    "shared_expert_gate shared_experts sigmoid size softmax sum T to top_k topk topk_group topk_method torch "
+    "training type type_as uniform_ unsqueeze use_expert_bias values view weight zeros_like".split()
 )
 
 _EXPERT_MENTIONS = frozenset(
@@ -59,14 +64,14 @@ class Experts(Weighted):
         router (`Callable`, *optional*): Map to scores, where that is not the router's own weight.
 
     Attributes:
-        shared (pair of `Callable`, *optional*): An MLP that all tokens share, and the map to its gate.
+        shared (pair of `Callable`, *optional*): An MLP that all tokens share, and the map to its gate, if it has one.
     """
 
     def __init__(self, block: Any, routing: Routing, activation: int | ClampedGate, router: Map | None = None):
         super().__init__(block.experts)
         self.routing, self.activation = routing, activation
-        self.shared: tuple[MLP, Map] | None = None
-        self.router = Rows(router_of(block)) if router is None else router
+        self.shared: tuple[MLP, Map | None] | None = None
+        self.router = _scores_of(block) if router is None else router
         self._block = weakref.ref(block)
         self.is_transposed: bool = getattr(block.experts, "is_transposed", False)
         self.num, *sizes = block.experts.down_proj.shape
@@ -74,13 +79,16 @@ class Experts(Weighted):
 
     @property
     def products(self) -> tuple[Map, ...]:
-        """Products of all tokens with one weight."""
-        return (self.router, *([] if self.shared is None else (*self.shared[0].products, self.shared[1])))
+        """Products of all tokens with one weight, in the dtype of tokens."""
+        own = [] if isinstance(self.router, WideRows) else [self.router]
+        if self.shared is not None:
+            mlp, gate = self.shared
+            own += [*mlp.products, *([] if gate is None else [gate])]
+        return tuple(own)
 
     def bias(self) -> torch.Tensor | None:
         """Return the summand of probabilities where experts are chosen, `[experts]`, if there is one."""
-        block: Any = self._block()
-        return block._buffers.get("expert_bias")
+        return _bias_of(self._block())
 
     def factors(self) -> torch.Tensor | None:
         """Return factors of each expert's weights, `[experts]`, if there are any."""
@@ -112,7 +120,7 @@ class Experts(Weighted):
             (own,) = (flat == expert).nonzero(as_tuple=True)
             hidden = self._product(x[own // chosen], expert, *inputs)
             found[own] = self._product(self._activated(hidden), expert, *outputs)
-        shared = [] if self.shared is None else [item(x).contiguous() for item in self.shared]
+        shared = [item(x).contiguous() for item in self.shared or () if item is not None]
         return combined(found.view(len(x), chosen, -1), weights, *shared)
 
     def _product(self, x: torch.Tensor, expert: int, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -132,17 +140,20 @@ class Experts(Weighted):
 def written_experts(block: Any, dtype: torch.dtype) -> Experts | None:
     """Return a block of experts in compiled code, on a CPU; None if it is of another structure or without such code."""
     router, experts = router_of(block), block._modules.get("experts")
-    if router is None or experts is None or (len(block._modules) != 2 and set(block._modules) != {*_SHARED, *_OWN}):
+    if router is None or experts is None or {*block._modules} - {*_ROUTER} not in _BLOCKS:
         return None
     activation, names = written_activation_of(experts, dtype), {"weight"}
     if isinstance(activation, ClampedGate):
         names.add("bias")
-    if activation is None or set(router._parameters) != names or not are_plain(router._parameters.values(), dtype):
+    if activation is None or set(router._parameters) != names:
         return None
     if not mentions(type(block)) | mentions(type(router)) <= _MENTIONS or getattr(block, "jitter_noise", False):
         return None
-    num, bias = len(router.weight), block._buffers.get("expert_bias")
-    if num != len(experts.down_proj) or (bias is not None and bias.dtype not in (torch.float32, dtype)):
+    is_wide = _scores_in_float32(router, dtype)
+    if not are_plain(router._parameters.values(), torch.float32 if is_wide else dtype):
+        return None
+    num, bias = len(router.weight), _bias_of(block)
+    if num != len(experts.down_proj) or not (bias is None or _is_bias(bias, num, dtype)):
         return None
     try:
         routing = _routing_of(router, bias is not None)
@@ -200,6 +211,48 @@ def router_of(block: Any) -> Any:
     return next((block._modules[name] for name in _ROUTER if name in block._modules), None)
 
 
+def _bias_of(block: Any) -> torch.Tensor | None:
+    """Return the bias with which a block, or its router, chooses experts; None if there is none."""
+    buffers = block._buffers | router_of(block)._buffers
+    return next((buffers[name] for name in _BIAS if name in buffers), None)
+
+
+def _is_bias(bias: torch.Tensor, num: int, dtype: torch.dtype) -> bool:
+    return is_vector(bias, num) and bias.dtype in (torch.float32, dtype)
+
+
+class WideRows(Rows):
+    """A router's weight in float32, by which tokens are multiplied as they are: scores are not rounded."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return wide_linear(x, self.whole().weight)
+
+
+def _scores_of(block: Any) -> Rows:
+    router, down = router_of(block), block.experts.down_proj
+    return (Rows if router.weight.dtype is down.dtype else WideRows)(router)
+
+
+@torch.no_grad()
+def _scores_in_float32(router: Any, dtype: torch.dtype) -> bool:
+    """Return whether a router multiplies tokens in another dtype in float32, and returns the scores first."""
+    if dtype is torch.float32 or "bias" in router._parameters:
+        return False
+    x = torch.randn(PROBES, router.weight.shape[1], generator=torch.Generator().manual_seed(0)).to(dtype)
+    bias = [torch.zeros(len(router.weight))] if _takes_bias(router) else []
+    try:
+        found: Any = type(router).forward(router, x, *bias)[0]
+    except Exception:  # routers of unknown kinds may fail in any way
+        return False
+    expected = linear(x.float(), router.weight.float())
+    is_float32 = isinstance(found, torch.Tensor) and found.dtype is torch.float32
+    return is_float32 and torch.allclose(found, expected, atol=TOLERANCE * float(expected.abs().max()))
+
+
+def _takes_bias(router: Any) -> bool:
+    return len(inspect.signature(type(router).forward).parameters) > 2
+
+
 @torch.no_grad()
 def _routing_of(router: Any, has_bias: bool) -> Routing | None:
     """Return how a router chooses, found by trying it with other weights in float32; None if it is of no known form."""
@@ -211,20 +264,31 @@ def _routing_of(router: Any, has_bias: bool) -> Routing | None:
     probe._parameters = {"weight": nn.Parameter(weight / hidden**0.5, requires_grad=False)}
     if "bias" in router._parameters:
         probe._parameters["bias"] = nn.Parameter(torch.randn(num, generator=generator), requires_grad=False)
-    takes_bias = len(inspect.signature(type(router).forward).parameters) > 2
-    if has_bias and not takes_bias:
+    own = [name for name in _BIAS if name in router._buffers]
+    probe._buffers = router._buffers | dict.fromkeys(own, bias)
+    takes_bias = _takes_bias(router)
+    if has_bias and takes_bias == bool(own):
         return None
     expected = choices_of(type(router).forward(probe, x, *([bias] if takes_bias else [])))
     if expected is None:
         return None
-    num_chosen, factor = expected[0].shape[1], float(getattr(router, "routed_scaling_factor", 1.0))
+    num_chosen = expected[0].shape[1]
+    factor = float(next((getattr(router, name) for name in _FACTOR if hasattr(router, name)), 1.0))
     scores = linear(x, probe.weight, probe._parameters.get("bias"))
     errors = {}
-    for is_sigmoid, norms, eps in pairs_of((False, True), (True, False), _EPS):
-        routing = Routing(num_chosen, is_sigmoid, norms, eps, factor)
+    for is_sigmoid, norms, eps, groups in pairs_of((False, True), (True, False), _EPS, _groups_of(router, num_chosen)):
+        routing = Routing(num_chosen, is_sigmoid, norms, eps, factor, 1.0, *groups)
         errors[routing] = difference(route(scores, bias, routing), expected)
     best = min(errors, key=errors.__getitem__)
     return best if errors[best] <= TOLERANCE else None
+
+
+def _groups_of(router: Any, num_chosen: int) -> list[tuple[int, int, bool]]:
+    """Return the ways in which a router may choose groups of experts first, none of them included."""
+    num, groups = len(router.weight), getattr(router, "num_group", None) or 0
+    num_groups = getattr(router, "topk_group", None) or 0
+    are_known = groups > 1 and num_groups > 0 and not num % groups and num_groups * (num // groups) >= num_chosen
+    return [(0, 0, False), *[(groups, num_groups, adds) for adds in (False, True) if are_known]]
 
 
 def choices_of(found: Sequence[Any]) -> Chosen | None:

@@ -13,7 +13,7 @@ from ...cpu.kernels.experts import BLOCK_SIZE
 from ...cpu.kernels.multiply import AT_ONCE, BIAS, NUM_INPUTS, NUM_OUTPUTS, SHARE, WEIGHT, tokens_at_once
 from ...cpu.program import Program
 from ...cpu.threads import share_of
-from .experts import Experts
+from .experts import Experts, WideRows
 from .mixed_mlps import MixedMLP, mlps_of
 
 
@@ -31,6 +31,8 @@ class ExpertOperators:
         chosen, num = max(mlp.routing.num_chosen for mlp in mlps), max(mlp.num for mlp in mlps)
         size, hidden = max(mlp.size for mlp in mlps), max(mlp.hidden for mlp in mlps)
         self.scores, self.probabilities = own.new(num), own.new(num, torch.float32)
+        self.wide_scores = own.new(num if any(isinstance(mlp.router, WideRows) for mlp in mlps) else 0, torch.float32)
+        self.ranks = own.new(2 * max(mlp.routing.groups for mlp in mlps), torch.float32)
         self.choices, self.pairs, self.places = (own.new(chosen, torch.int64) for _ in range(3))
         self.weights = own.new(chosen, torch.float32)
         self.inputs, self.outputs = (own.new(chosen * hidden) for _ in range(2))  # of pairs of a token and an expert
@@ -44,13 +46,22 @@ class ExpertOperators:
         """Write a layer's operators from its input `x`, and the router's where that is another, to `outputs`."""
         own, routing, itemsize = self.own, mlp.routing, x.itemsize
         numbers = {"num_experts": mlp.num, "num_chosen": routing.num_chosen}
-        own.multiply(mlp.router, x if routed is None else routed, self.scores)
+        code, scores = codes.ROUTE, self.scores
+        if isinstance(mlp.router, WideRows):
+            code, scores = codes.WIDE_ROUTE, self.wide_scores
+            self._multiply_wide(mlp.router, x)
+        else:
+            own.multiply(mlp.router, x if routed is None else routed, scores)
         number = own.add(
-            codes.ROUTE,
+            code,
             **numbers,
             is_sigmoid=routing.is_sigmoid,
             norms=routing.norms,
-            scores=self.scores.data_ptr(),
+            groups=routing.groups,
+            num_groups=routing.num_groups,
+            adds_two=routing.adds_two,
+            ranks=self.ranks.data_ptr(),
+            scores=scores.data_ptr(),
             probabilities=self.probabilities.data_ptr(),
             choices=self.choices.data_ptr(),
             weights=self.weights.data_ptr(),
@@ -95,8 +106,10 @@ class ExpertOperators:
         shared = {}
         if mlp.shared is not None:
             own.write_mlp(mlp.shared[0], x, self.shared)
-            own.multiply(mlp.shared[1], x, self.gates)
-            shared = {"shared": self.shared.data_ptr(), "gates": self.gates.data_ptr()}
+            shared = {"shared": self.shared.data_ptr()}
+            if mlp.shared[1] is not None:
+                own.multiply(mlp.shared[1], x, self.gates)
+                shared["gates"] = self.gates.data_ptr()
         own.add(
             codes.COMBINE,
             size=mlp.hidden,
@@ -106,6 +119,19 @@ class ExpertOperators:
             weights=self.weights.data_ptr(),
             **shared,
             outputs=outputs.data_ptr(),
+        )
+
+    def _multiply_wide(self, router: WideRows, x: torch.Tensor) -> None:
+        num_outputs, num_inputs = router.shape
+        self.own.add(
+            codes.WIDE_MULTIPLY,
+            num_inputs=num_inputs,
+            num_outputs=num_outputs,
+            share=share_of(num_outputs, num_inputs, ROWS),
+            at_once=tokens_at_once(self.own.room, num_inputs, x.itemsize),
+            weight=router.whole().weight.data_ptr(),
+            tokens=x.data_ptr(),
+            outputs=self.wide_scores.data_ptr(),
         )
 
     def add_mixed(self, mlp: MixedMLP, x: torch.Tensor, outputs: torch.Tensor) -> None:

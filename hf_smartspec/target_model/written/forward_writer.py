@@ -18,6 +18,7 @@ from .delta import DeltaPlan
 from .delta_program import DeltaOperators
 from .experts import Experts
 from .experts_program import ExpertOperators
+from .latent_program import LatentOperators
 from .layer_inputs import LayerInput
 from .mixed_mlps import MixedMLP, mlps_of
 from .mlps import MLP
@@ -90,6 +91,7 @@ class ForwardWriter:
         self.experts = ExpertOperators(self) if any(isinstance(part, Experts) for part in parts) else None
         has_two = any(layer.is_parallel or isinstance(layer.mlp, MixedMLP) for layer in layers)
         self.beside = self.new(self.size if has_two else 0)
+        self.latents = LatentOperators(self) if any(layer.latent is not None for layer in layers) else None
         self.pending: tuple[torch.Tensor, float] | None = None  # what is to be added to `x`
         normed = None if self.plan.features is None else self._first_input(self.plan.features, reads_states)
         first = self._first_kept
@@ -271,14 +273,15 @@ class ForwardWriter:
         return self.normed
 
     def _write_attention(self, plan: LayerPlan, normed: torch.Tensor, keeps: bool) -> None:
+        if plan.latent is not None:
+            assert self.latents is not None
+            self.latents.add(plan, normed, keeps)
+            return
         heads, kv_heads, size = plan.num_heads, plan.kv_heads, plan.head_dim
         maps: Any = plan.query_key_value
         raw = self.raw if plan.has_equal_values else self.states
         self.multiply(maps, normed, raw)
-        step, stride = (
-            2 if plan.has_gates else 1,
-            _width_of(plan),
-        )  # from one query to the next, and to the next token's
+        step, stride = 2 if plan.has_gates else 1, _width_of(plan)  # to the next query, and to the next token's
         values = step * heads + kv_heads
         for norm, first, place, number, apart in (
             (plan.query_norm, 0, 0, heads, step),
@@ -301,7 +304,7 @@ class ForwardWriter:
                 size=size,
                 states=self.states.data_ptr(),
                 queries=self.queries.data_ptr(),
-                is_interleaved=isinstance(plan.rotation, Rotation) and plan.rotation.is_interleaved,
+                is_interleaved=isinstance(plan.rotation, Rotation) and plan.rotation.code,
                 **_places(plan),
             )
         )
@@ -389,5 +392,6 @@ def products_of(plan: DecoderPlan) -> list[Any]:
     layers: list[Any] = plan.layers
     others = [item for layer in layers for item in (layer.query_key_value, layer.attention_output, *layer.mlp.products)]
     others += [item for layer in layers if layer.layer_input is not None for item in layer.layer_input.products]
+    others += [item for layer in layers if layer.latent is not None for item in layer.latent.products]
     others += [] if plan.features is None else [plan.features.states_map]
     return [plan.head, *others]

@@ -29,6 +29,10 @@ QUERY_KEY_VALUE = (
     EQUAL_VALUES,
     QUERY_ONLY,
 )
+COMPRESS = ("kv_a_proj_with_mqa",)  # a latent, of which keys and values are made, and a rotated key
+LATENT = frozenset(  # modules of attention to latents
+    "kv_a_proj_with_mqa kv_a_layernorm kv_b_proj q_proj q_a_proj q_a_layernorm q_b_proj o_proj".split()
+)
 ATTENTION_OUTPUT = ("o_proj", "dense", "out_proj", "c_proj")
 QUERY_NORM, KEY_NORM, VALUE_NORM = ("q_norm", "q_layernorm"), ("k_norm", "k_layernorm"), ("v_norm",)
 MLP_MAPS = (
@@ -40,6 +44,8 @@ MLP_MAPS = (
     (("dense_h_to_4h",), "dense_4h_to_h"),
     (("w1", "w3"), "w2"),
 )
+SHARED = ("shared_expert", "shared_experts")  # MLPs of all tokens beside experts
+MULTIPLIER = ("residual_multiplier", "residual_scale")  # of the outputs of attention and MLP
 MLPS = ("mlp", "block_sparse_moe", "feed_forward")
 ACTIVATION = ("act_fn", "activation_fn", "act")
 FINAL_NORM = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "embedding_norm")

@@ -9,6 +9,7 @@ import torch
 from ..logits import LogitScaling
 from .convolution import ConvolutionPlan
 from .delta import DeltaPlan
+from .latent import LatentPlan
 from .layer_inputs import Factor, LayerInput, LayerInputs
 from .parts import Fused, Map, Positions, Sinks, Transposed
 from .placeholders import Placeholders
@@ -24,7 +25,8 @@ class LayerPlan:
     """
     Plan of one layer. Norms are None where it has none. Of a parallel layer, attention and MLP read the same `x`, and
     the same normed one where there is no norm before the MLP. A layer with a `source`, the number of an earlier one,
-    has maps of queries alone, and attends to what that layer has stored.
+    has maps of queries alone, and attends to what that layer has stored. One with a `latent` plan stores vectors of
+    `head_dim` numbers, of which keys and values are made.
     """
 
     before_attention: Map | None
@@ -56,11 +58,17 @@ class LayerPlan:
     layer_input: LayerInput | None = None
     factor: Factor | None = None  # of the layer's output
     sinks: Sinks | None = None
+    latent: LatentPlan | None = None
 
     @property
     def num_stored(self) -> int:
         """Return the number of key/value heads that the layer has itself."""
         return self.kv_heads if self.source is None else 0
+
+    @property
+    def stored_sizes(self) -> tuple[int, int]:
+        """Return the numbers of a key and of a value, as the layer stores them."""
+        return self.head_dim, self.head_dim if self.latent is None else self.latent.turned_size
 
 
 @dataclass(eq=False)

@@ -8,7 +8,7 @@ from weakref import ref
 import numpy as np
 import torch
 
-from ...cpu.attention import division
+from ...cpu.attention import division, parts_of_heads
 from ...cpu.few_tokens import needs_scratch
 from ...cpu.kernels import program as codes
 from ...cpu.program import Program, column
@@ -17,6 +17,7 @@ from ..attention.seen_lines import kept_lines_of, lines_of
 from ..cache.slot_cache import SlotCache
 from .forward_writer import ForwardWriter
 from .inputs import DecoderInput
+from .plan import LayerPlan
 
 Places = tuple[np.ndarray, list[int]]  # indices of fields of some operators in `Program.rows`
 # Fields that are set before every forward.
@@ -59,10 +60,7 @@ class ForwardProgram:
         self.rotations = _places_by(types, codes.ROTATE, numbers, _ROTATE)  # elsewhere, these fields stay 0
         self.inputs = _places(codes.TIMES, list(own.inputs), ["factors"])
         self.inputs_begin = np.array(list(own.inputs.values()), np.int64)[:, None]
-        kinds = [
-            (number > end, layer.window, layer.num_heads, layer.kv_heads, layer.head_dim)
-            for number, layer in zip(own.attending, layers)
-        ]
+        kinds = [(number > end, layer.window, *_heads_of(layer)) for number, layer in zip(own.attending, layers)]
         self.attentions = _places_by(kinds, codes.ATTEND, own.attending, _ATTEND)
 
     def __call__(self, given: DecoderInput, keep: Callable[[int, torch.Tensor], None] | None) -> torch.Tensor | Picks:
@@ -77,6 +75,8 @@ class ForwardProgram:
         recurrent = own.recurrent.place(program.rows, x, given.cache) if own.recurrent.plans else []
         if own.experts is not None:
             scratch += own.experts.place(program)
+        if own.latents is not None:
+            own.latents.place(num, num_kept)
         kept = [x.new_empty(num_kept if number in own.on_kept else num, own.size) for number in own.kept.values()]
         for number, states in zip(own.kept.values(), kept):
             program.set(number, "outputs", states.data_ptr())
@@ -118,9 +118,9 @@ class ForwardProgram:
             rows[where] = cos.shape[-1], cos.dtype is not own.dtype, cos.data_ptr(), sin.data_ptr()
             held += cos, sin
 
-        for (is_of_kept, window, heads, kv_heads, head_dim), where in self.attentions.items():
+        for (is_of_kept, window, (heads, kv_heads, head_dim), turned_size), where in self.attentions.items():
             seen = kept_lines_of(layout, window) if is_of_kept else lines_of(layout, layout.parts, window)
-            parts, size = division(seen, heads, kv_heads, head_dim, own.num_threads)
+            parts, size = division(seen, heads, kv_heads, head_dim, own.num_threads, turned_size)
             held.append(x.new_empty(own.num_threads * size, dtype=torch.float32))
             rows[where] = held[-1].data_ptr(), len(seen.runs) - 1, parts, size, *seen.addresses
 
@@ -142,12 +142,19 @@ class ForwardProgram:
         memories = [cache.layer(index if layer.source is None else layer.source) for index, layer in layers]
         for memory, (_, layer) in zip(memories, layers):
             if not memory.is_initialized:
-                empty = x.new_empty(1, layer.kv_heads, 1, layer.head_dim)
-                memory.lazy_initialization(empty, empty)
+                memory.lazy_initialization(*[x.new_empty(1, layer.kv_heads, 1, size) for size in layer.stored_sizes])
         addresses = np.array([memory.addresses for memory in memories])
         for where in self.memory_places:
             self.program.rows[where] = addresses
         self.kept_in = ref(cache), cache.num_moves, len(cache.layers)
+
+
+def _heads_of(layer: LayerPlan) -> tuple[tuple[int, int, int], int]:
+    """Return the arguments of `division` that depend on the layer."""
+    heads, size, latent = layer.num_heads, layer.head_dim, layer.latent
+    if latent is None:
+        return (heads, layer.kv_heads, size), 0
+    return (heads, parts_of_heads(heads), size), latent.turned_size
 
 
 def _places(code: int, operators: list[int], names: list[str]) -> Places:

@@ -11,28 +11,32 @@ from transformers import PreTrainedModel
 
 from ..attention.tree_attention import layer_window
 from ..compat import shared_value
-from ..forward_code import foreign_code, mentions, unknown_mentions
+from ..forward_code import mentions
 from ..logits import LogitScaling
 from .convolution import ConvolutionPlan, convolution_plan
 from .delta import DeltaPlan, delta_plan
 from .experts import Experts, written_experts
+from .latent import Expansion, LatentPlan, is_expansion
 from .layer_inputs import Factor, LayerInput, LayerInputs
 from .mixed_mlps import MixedMLP, RouterNorm, written_layer_experts
 from .mlps import MLP, CalledMLP, written_activation
-from .modules import but_dropouts, dropouts, own_parameters, path
+from .modules import but_dropouts, dropouts, path
 from .names import (
     ACTIVATION,
     ATTENTION,
     ATTENTION_OUTPUT,
     BY_HEAD,
+    COMPRESS,
     EMBEDDING,
     EQUAL_VALUES,
     FINAL_NORM,
     KEY_NORM,
+    LATENT,
     LAYERS,
     MIXED_NORMS,
     MLP_MAPS,
     MLPS,
+    MULTIPLIER,
     NORMS,
     POSITIONS,
     QUERY_KEY_VALUE,
@@ -40,10 +44,11 @@ from .names import (
     QUERY_ONLY,
     RECURRENT,
     ROTARY,
+    SHARED,
     VALUE_NORM,
 )
-from .norms import unweighted_norm, written_norm
-from .parts import Called, Fused, Map, Positions, Sinks, Transposed, is_plain_map, written_map
+from .notes import Notes
+from .parts import Called, Map, Positions, Sinks
 from .placeholders import placeholders_of
 from .plan import DecoderPlan, LayerPlan, UnknownStructureError
 from .rotations import written_rotation
@@ -77,17 +82,13 @@ def make_plan(model: PreTrainedModel) -> tuple[DecoderPlan, list[nn.Module]]:
     return recognition.plan(), list(dict.fromkeys(recognition.bypassed))
 
 
-class _Recognition:
-    """Pass through a model, with notes of the modules that the plan bypasses and the parameters that it uses."""
+class _Recognition(Notes):
+    """Pass through a model."""
 
     def __init__(self, model: PreTrainedModel):
-        self.model: Any = model
+        super().__init__(model)
         self.config: Any = model.config.get_text_config(decoder=True)
-        self.bypassed: list[nn.Module] = []
-        self.known: set[int] = set()  # parameters, by id
         self.bodies: list[nn.Module] = []  # layers, their attention and their MLPs
-        self.laid_out: list[Fused | Transposed] = []
-        self.calls_modules = False
 
     def plan(self) -> DecoderPlan:
         decoder: Any = self.model.get_decoder()
@@ -153,13 +154,16 @@ class _Recognition:
             raise UnknownStructureError("norms")
         norms = [None if name is None else self._norm(self._child(layer, name)) for name in names]
         is_recurrent = any(name in layer._modules for name in RECURRENT)
+        latent = self._latent(attention) if COMPRESS[0] in attention._modules else None
         recurrence = self._recurrence(attention) if is_recurrent else None
         maps = next((row for row in QUERY_KEY_VALUE if all(name in attention._modules for name in row)), None)
+        if latent is not None:
+            maps = COMPRESS
         if maps is None:
             raise UnknownStructureError("attention")
         query, key = self._optional(attention, QUERY_NORM), self._optional(attention, KEY_NORM)
         value = self._optional(attention, VALUE_NORM)
-        heads = (0, 0, 0) if is_recurrent else self._heads(attention)
+        heads = (0, 0, 0) if is_recurrent else self._heads(attention, latent)
         self._bypass(*dropouts(layer.modules()))
         config = getattr(attention, "config", self.config)
         window = getattr(attention, "sliding_window", shared_value(config, "sliding_window"))
@@ -174,7 +178,7 @@ class _Recognition:
         if "experts" in layer._modules:
             mlp, norms[2] = self._mixed_mlp(layer, mlp, norms[2]), None
         is_parallel = names[1:] == (None, None, None) or getattr(layer, "use_parallel_residual", False)
-        multiplier = float(getattr(layer, "residual_multiplier", 1.0))
+        multiplier = float(next((getattr(layer, name) for name in MULTIPLIER if hasattr(layer, name)), 1.0))
         if is_parallel and (norms[1] or norms[3] or multiplier != 1.0 or isinstance(mlp, MixedMLP)):
             raise UnknownStructureError("norms, factors or experts of parallel outputs")
         if maps == BY_HEAD and (query or key):
@@ -201,7 +205,7 @@ class _Recognition:
             is_parallel=is_parallel,
             is_by_head=maps == BY_HEAD,
             multiplier=multiplier,
-            has_gates=not is_recurrent and self._has_gates(attention, heads),
+            has_gates=not is_recurrent and latent is None and self._has_gates(attention, heads),
             recurrence=recurrence,
             value_norm=None if value is None else self._norm(value, query.weight),
             has_equal_values=maps == EQUAL_VALUES,
@@ -209,6 +213,28 @@ class _Recognition:
             layer_input=self._layer_input(layer),
             factor=Factor(layer, "layer_scalar") if "layer_scalar" in layer._buffers else None,
             sinks=self._sinks(attention),
+            latent=latent,
+        )
+
+    def _latent(self, attention: Any) -> LatentPlan:
+        """Return the plan of attention to latents, of which keys and values are made."""
+        config, expansion = attention.config, attention._modules.get("kv_b_proj")
+        sizes = [getattr(attention, name) for name in ("qk_nope_head_dim", "v_head_dim", "qk_rope_head_dim")]
+        down = attention._modules.get("q_a_proj")
+        names = ("q_proj",) if down is None else ("q_b_proj",)
+        is_plain = {*attention._modules} <= LATENT and not any(attention._parameters.values())
+        is_plain = is_plain and "expand_kv" in mentions(type(attention))  # else caches hold keys and values
+        if not is_plain or not is_expansion(expansion) or shared_value(config, "sliding_window") is not None:
+            raise UnknownStructureError("attention to latents")
+        self._know(expansion)
+        self._bypass(expansion)
+        return LatentPlan(
+            down=None if down is None else self._map([down]),
+            down_norm=None if down is None else self._norm(self._child(attention, "q_a_layernorm")),
+            queries=self._map([self._child(attention, name) for name in names]),
+            norm=self._norm(self._child(attention, "kv_a_layernorm")),
+            expansion=Expansion(expansion, config.num_attention_heads, *sizes[:2]),
+            turned_size=sizes[2],
         )
 
     def _sinks(self, attention: Any) -> Sinks | None:
@@ -258,9 +284,11 @@ class _Recognition:
         outputs = getattr(getattr(attention, "q_proj", None), "out_features", 0)
         return outputs == 2 * heads[0] * heads[2]
 
-    def _heads(self, attention: Any) -> tuple[int, int, int]:
+    def _heads(self, attention: Any, latent: LatentPlan | None = None) -> tuple[int, int, int]:
         """Return the numbers of heads and key/value heads, and the dimensions of each."""
         config = getattr(attention, "config", self.config)
+        if latent is not None:
+            return latent.expansion.heads, 1, latent.expansion.rank
         num_heads, size = config.num_attention_heads, self._optional(attention, ("head_dim", "head_size"))
         kv_heads = shared_value(config, "num_key_value_heads")
         if not kv_heads:  # layers may differ (Gemma 4)
@@ -300,11 +328,12 @@ class _Recognition:
     def _experts(self, block: Any) -> Experts | None:
         """Return a mixture of experts in compiled code, where there is such code."""
         experts = written_experts(block, self.model.dtype)
-        if experts is not None and "shared_expert" in block._modules:
-            shared = self._known_mlp(block.shared_expert)
-            if shared is None:
+        shared = self._optional(block, SHARED)
+        if experts is not None and shared is not None:
+            mlp, gate = self._known_mlp(shared), block._modules.get("shared_expert_gate")
+            if mlp is None:
                 return None
-            experts.shared = shared, self._map([block.shared_expert_gate])
+            experts.shared = mlp, None if gate is None else self._map([gate])
         if experts is not None:
             self._bypass(*block.modules())
         return experts
@@ -320,62 +349,6 @@ class _Recognition:
             self._bypass(*module.modules())
         after, *others = [self._norm(self._child(layer, name)) for name in MIXED_NORMS]
         return MixedMLP(mlp, experts, (before, after), (*others, RouterNorm(router)))
-
-    # Notes
-
-    def _bypass(self, *modules: nn.Module) -> None:
-        self.bypassed += modules
-
-    def _know(self, module: nn.Module) -> None:
-        self.known |= {id(parameter) for parameter in module.parameters()}
-
-    def _norm(self, module: nn.Module, like: torch.Tensor | None = None) -> Map:
-        """Return a norm; one without a weight, if there is none, of vectors `like` this one."""
-        self._know(module)
-        norm = written_norm(module) if like is None or module._parameters else unweighted_norm(module, like)
-        if isinstance(norm, Called):
-            self.calls_modules = True
-        else:
-            self._bypass(module)
-        return norm
-
-    def _map(self, modules: Sequence[nn.Module]) -> Map:
-        for module in modules:
-            self._know(module)
-        self._bypass(*filter(is_plain_map, modules))
-        self.calls_modules |= not all(map(is_plain_map, modules))
-        written = written_map(modules)
-        self.laid_out += [written] if isinstance(written, Fused | Transposed) else []
-        return written
-
-    def _child(self, module: nn.Module, name: str) -> nn.Module:
-        child = module._modules.get(name)
-        if child is None:
-            raise UnknownStructureError(name)
-        return child
-
-    def _first(self, module: nn.Module, names: Sequence[str]) -> Any:
-        found = self._optional(module, names)
-        if found is None:
-            raise UnknownStructureError(" or ".join(names))
-        return found
-
-    @staticmethod
-    def _optional(module: nn.Module, names: Sequence[str]) -> Any:
-        return next((found for name in names if (found := getattr(module, name, None)) is not None), None)
-
-    def _check_forwards(self, *known: nn.Module) -> None:
-        """Refuse modules whose forward has code that the plan does not reproduce."""
-        foreign = foreign_code({type(module) for module in (self.model, *self.bypassed)})
-        if reason := foreign or unknown_mentions({type(module) for module in known}):
-            raise UnknownStructureError(reason)
-
-    def _check_parameters(self, decoder: nn.Module, unused: Sequence[nn.Module]) -> None:
-        """Refuse a decoder with parameters that the plan does not use."""
-        left = {id(parameter) for parameter in decoder.parameters()} - self.known
-        left -= {id(parameter) for layer in unused for parameter in layer.parameters()}
-        if left or any(id(item) not in self.known for item in own_parameters([self.model, *self.bypassed])):
-            raise UnknownStructureError("further parameters")
 
 
 def _rotates(attention: Any) -> bool:

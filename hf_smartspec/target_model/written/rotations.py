@@ -3,11 +3,12 @@
 import inspect
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import torch
-from torch import nn
 
-from ..forward_code import rotation_function
+from ...cpu.kernels.rotate import TO_HALVES
+from ..forward_code import ROTATIONS, mentions, rotation_function
 
 Tables = tuple[torch.Tensor, torch.Tensor]
 _DIM = 8  # size of heads with which functions are tried out
@@ -22,6 +23,7 @@ class Rotation:
         repeats_first (`bool`): Whether each angle of the first half of embeddings is that of two neighbours.
         rounds_once (`bool`): Whether numbers in half precision are rotated in float32.
         is_half (`bool`): Whether embeddings have every angle once (GPT-OSS), not twice.
+        to_halves (`bool`): Whether neighbours are written to a head's halves (DeepSeek V3).
     """
 
     def __init__(
@@ -30,9 +32,15 @@ class Rotation:
         repeats_first: bool = False,
         rounds_once: bool = False,
         is_half: bool = False,
+        to_halves: bool = False,
     ):
         self.is_interleaved, self.repeats_first, self.rounds_once = is_interleaved, repeats_first, rounds_once
-        self.is_half = is_half
+        self.is_half, self.to_halves = is_half, to_halves
+
+    @property
+    def code(self) -> int:
+        """Return which numbers are rotated together, as compiled code takes it."""
+        return TO_HALVES if self.to_halves else int(self.is_interleaved)
 
     def tables(self, cos: torch.Tensor, sin: torch.Tensor) -> Tables:
         """
@@ -61,6 +69,8 @@ class Rotation:
             x.mul_(tables[0]).add_(swapped.mul_(tables[1]))
         else:
             x.copy_(x * tables[0] + swapped * tables[1])
+        if self.to_halves:
+            x.copy_(x.unflatten(-1, (half, 2)).transpose(-1, -2).flatten(-2))
 
 
 class OwnRotation:
@@ -87,29 +97,55 @@ class OwnRotation:
         x.copy_(torch.cat([query, key], dim=1)[0].transpose(0, 1))
 
 
-def written_rotation(attention: nn.Module) -> Rotation | OwnRotation | None:
+def written_rotation(attention: Any) -> Rotation | OwnRotation | None:
     """Return the rotary embeddings of an attention module; None if its file has no function for them."""
-    own = rotation_function(type(attention))
+    kind, (usual, neighbours, complex_numbers) = type(attention), ROTATIONS
+    names = mentions(kind)
+    if complex_numbers in names:
+        return _rotation_of(_of_complex(rotation_function(kind, complex_numbers)), is_complex=True)
+    is_chosen = "rope_interleave" not in names or attention.config.rope_interleave
+    own = rotation_function(kind, neighbours if neighbours in names and is_chosen else usual)
     return None if own is None else _rotation_of(own)
 
 
 @lru_cache(maxsize=64)
+def _of_complex(function: Callable) -> Callable:
+    """Return a function that takes cosines and sines in place of complex numbers."""
+
+    def rotated(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        return function(query, key, torch.complex(cos.float(), sin.float()))
+
+    return rotated
+
+
+@lru_cache(maxsize=64)
 @torch.no_grad()
-def _rotation_of(function: Callable) -> Rotation | OwnRotation:
-    """Return what does the same as a function, found by trying it; the function itself if nothing does."""
+def _rotation_of(function: Callable, is_complex: bool = False) -> Rotation | OwnRotation:
+    """
+    Return what does the same as a function, found by trying it; the function itself if nothing does. Products of
+    complex numbers, in float32, are rounded otherwise in their last bit.
+    """
     own = OwnRotation(function)
     dtypes = torch.float32, torch.bfloat16
     try:
         expected = [_tried(own, dtype) for dtype in dtypes]
-        forms = [(False, False, False), (True, False, False), (True, True, False)]
+        forms = [(False, False, False, False), (True, False, False, False), (True, True, False, False)]
+        forms.append((True, True, False, True))
     except RuntimeError:  # sizes that do not fit
-        expected, forms = [_tried(own, dtype, is_half=True) for dtype in dtypes], [(False, False, True)]
-    for rounds_once in (False, True):
-        for is_interleaved, repeats_first, is_half in forms:
-            rotation = Rotation(is_interleaved, repeats_first, rounds_once, is_half)
-            if all(torch.equal(_tried(rotation, item.dtype, is_half), item) for item in expected):
+        expected = [_tried(own, dtype, is_half=True) for dtype in dtypes]
+        forms = [(False, False, True, False), (True, True, True, False)]
+    for rounds_once in (True,) if is_complex else (False, True):
+        for is_interleaved, repeats_first, is_half, to_halves in forms:
+            rotation = Rotation(is_interleaved, repeats_first, rounds_once, is_half, to_halves)
+            found = [_tried(rotation, item.dtype, is_half) for item in expected]
+            if all(_are_equal(*pair, is_complex) for pair in zip(found, expected)):
                 return rotation
     return own
+
+
+def _are_equal(found: torch.Tensor, expected: torch.Tensor, is_complex: bool) -> bool:
+    bound = 2 * torch.finfo(expected.dtype).eps if is_complex else 0.0
+    return torch.allclose(found, expected, rtol=bound, atol=bound)
 
 
 def _tried(rotation: Rotation | OwnRotation, dtype: torch.dtype, is_half: bool = False) -> torch.Tensor:

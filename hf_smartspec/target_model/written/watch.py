@@ -12,7 +12,7 @@ from torch.nn.modules import module as torch_modules
 from torch.utils.hooks import RemovableHandle
 
 from ..compat import shared_value
-from ..forward_code import mentions, rotation_function
+from ..forward_code import ROTATIONS, mentions, rotation_function
 from ..support.dropout import drops, may_drop
 from .names import READ
 
@@ -75,7 +75,10 @@ class Watch:
         """
         numbers = [_values(attributes, self._names) for attributes in self._attributes]
         kinds = [type(module) for reference in self._modules if (module := reference()) is not None]
-        functions = [(getattr(kind, "forward", None), rotation_function(kind)) for kind in dict.fromkeys(kinds)]
+        functions = [
+            (getattr(kind, "forward", None), *[rotation_function(kind, name) for name in ROTATIONS])
+            for kind in dict.fromkeys(kinds)
+        ]
         tensors = [item for item in chain.from_iterable(map(dict.values, self._parameters)) if item is not None]
         return [
             numbers,

@@ -10,6 +10,7 @@ from hf_smartspec.target_model.layout.rows import RowInput
 from hf_smartspec.target_model.written import packed_forward, written_decoder
 
 from ...models import GEMMA_4, new_model
+from .deepseek import CONFIGS, LATENT, new_deepseek
 
 DTYPES = [dtype for dtype in (torch.bfloat16, torch.float32) if most_tokens(dtype) == ANY]
 pytestmark = pytest.mark.skipif(not DTYPES, reason="long prompts are left to torch on this CPU")
@@ -18,12 +19,15 @@ OWN["gpt_oss"] = {"head_dim": 64, "intermediate_size": 192, "initializer_range":
 if GEMMA_4:
     OWN["gemma4_text+shared"] = {"head_dim": 64, "global_head_dim": 128, "hidden_size_per_layer_input": 64}
     OWN["gemma4_text+experts"] = OWN["gemma4_text+shared"] | {"moe_intermediate_size": 192}
+OWN |= {name: {} for name in ("deepseek_v3", "glm4_moe") if LATENT}
 TEXT = np.random.default_rng(0).integers(3, 90, 170)
 
 
 def model_of(name: str, dtype: torch.dtype):
     """A small model whose sums are long enough to depend on their order."""
     window = {"sliding_window": 64} if name in ("mistral", "gemma2", "gpt_oss") or "gemma4" in name else {}
+    if name in CONFIGS:
+        return new_deepseek(name, dtype, hidden_size=192, moe_intermediate_size=192)
     sizes = {"hidden_size": 192, "intermediate_size": 576} | OWN.get(name, {"head_dim": 64})
     return new_model(name, dtype=dtype, std=0.1, **sizes, **window)
 

@@ -18,12 +18,14 @@ from hf_smartspec.target_model.written import packed_forward, written_decoder, w
 from hf_smartspec.target_model.written.parts import Fused
 
 from ...models import GEMMA_4, new_model, shared_model
+from .deepseek import LATENT
 
 WRITTEN = (
     "llama mistral qwen2 qwen3 qwen3_moe gemma gemma2 gemma3_text phi3 olmo olmo2 olmo3 mixtral granite granitemoe "
     "cohere stablelm smollm3 phi starcoder2 glm glm4 helium qwen2_moe olmoe nemotron ernie4_5 seed_oss ministral "
     "exaone4 gpt2 opt gpt_neox gpt_oss"
 ).split()
+WRITTEN += ["deepseek_v3"] if LATENT else []
 WRITTEN += GEMMA_4
 TREE = DraftTree(np.array([5, 9, 7, 11]), np.array([-1, 0, 0, 2]), np.ones(4, np.float32))
 
