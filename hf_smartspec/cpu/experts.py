@@ -22,6 +22,8 @@ class Routing(NamedTuple):
             without groups.
         adds_two (`bool`): Whether groups are chosen by the sum of their two largest probabilities, bias included; else
             by the largest.
+        cap (`float`, *optional*): Of sparse mixers (PhiMoE), how far below an expert's score others may be that share
+            the softmax with it, relative to the larger size of both; none of those chosen before it does.
     """
 
     num_chosen: int
@@ -33,6 +35,7 @@ class Routing(NamedTuple):
     groups: int = 0
     num_groups: int = 0
     adds_two: bool = False
+    cap: float | None = None
 
 
 def route(
@@ -51,6 +54,7 @@ def route(
     Returns:
         Experts, int64, and their weights, float32, `[N, num_chosen]` each, the largest first.
     """
+    sparse = routing.cap is not None, routing.cap or 0.0
     (num, num_experts), chosen = scores.shape, routing.num_chosen
     choices = scores.new_empty(num, chosen, dtype=torch.int64)
     weights = scores.new_empty(num, chosen, dtype=torch.float32)
@@ -61,7 +65,7 @@ def route(
         scores.dtype, ROUTE, 1, num, num_experts, chosen, routing.is_sigmoid, routing.norms, scores.data_ptr(),
         0 if bias is None else bias.data_ptr(), is_wide, probabilities.data_ptr(), choices.data_ptr(),
         weights.data_ptr(), 0 if factors is None else factors.data_ptr(), routing.groups, routing.num_groups,
-        routing.adds_two, ranks.data_ptr(), routing.eps, routing.factor, routing.scale,
+        routing.adds_two, ranks.data_ptr(), routing.eps, routing.factor, routing.scale, *sparse,
     )  # fmt: skip
     return choices, weights
 

@@ -1,14 +1,14 @@
 """Activations on a CPU, gated in one call where torch makes two."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import NamedTuple
 
 import torch
-from torch.nn.functional import gelu, relu, silu
+from torch.nn.functional import gelu, relu, silu, softplus
 
 from .few_tokens import has_kernels
-from .kernels.gates import GELU, GELU_TANH, RELU, RELU_SQUARED, SILU
+from .kernels.gates import GELU, GELU_TANH, RELU, RELU_SQUARED, SILU, XIELU
 from .kernels.program import CLAMPED_GATE, GATE
 from .program import DTYPES, run_operator
 from .tensor_checks import is_plain
@@ -39,6 +39,17 @@ def activated(hidden: torch.Tensor, activation: int) -> torch.Tensor:
     return _activated(hidden, activation, hidden.shape[1], is_gated=False)
 
 
+def xielu(hidden: torch.Tensor, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
+    """
+    Return the xIELU of `hidden`, `[N, size]`, which must pass `can_gate`.
+
+    Args:
+        numbers (sequence of `torch.Tensor`): Alpha of positive and of negative numbers, before their softplus, beta and
+            epsilon: one number each, in the dtype of `hidden`.
+    """
+    return _activated(hidden, XIELU, hidden.shape[1], False, *(item.data_ptr() for item in numbers))
+
+
 class ClampedGate(NamedTuple):
     """
     `g * sigmoid(alpha * g) * (up + 1)` of clamped numbers (GPT-OSS): gates g of at most `limit`, and `up` from `-limit`
@@ -67,11 +78,11 @@ def clamped_gated(hidden: torch.Tensor, gate: ClampedGate) -> torch.Tensor:
     return outputs
 
 
-def _activated(hidden: torch.Tensor, activation: int, size: int, is_gated: bool) -> torch.Tensor:
+def _activated(hidden: torch.Tensor, activation: int, size: int, is_gated: bool, *own: int) -> torch.Tensor:
     num_tokens = len(hidden)
     outputs = hidden.new_empty(num_tokens, size)
     addresses = hidden.data_ptr(), outputs.data_ptr()
-    run_operator(hidden.dtype, GATE, _threads(outputs), num_tokens, size, activation, is_gated, *addresses)
+    run_operator(hidden.dtype, GATE, _threads(outputs), num_tokens, size, activation, is_gated, *addresses, *own)
     return outputs
 
 
@@ -87,6 +98,13 @@ FUNCTIONS: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {
     RELU: relu,
     RELU_SQUARED: lambda x: relu(x).square(),
 }
+
+
+def _xielu_by_torch(hidden: torch.Tensor, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the xIELU in float64."""
+    x, (positive, negative, beta, eps) = hidden.double(), (item.double() for item in numbers)
+    below = (torch.expm1(torch.minimum(x, eps)) - x) * (beta + softplus(negative))
+    return torch.where(x > 0, softplus(positive) * x * x, below) + beta * x
 
 
 @cache
@@ -105,6 +123,8 @@ def has_gates(dtype: torch.dtype) -> bool:
                 return False
         clamped = ClampedGate(1.7, 2.0)
         pair = clamped_gated(hidden, clamped).double(), clamped.by_torch(hidden.double())
-        return torch.allclose(*pair, rtol=rtol, atol=1e-5)
+        numbers = [torch.full((1,), item, dtype=dtype, device="cpu") for item in (0.3, -1.2, 0.5, -1e-6)]
+        pairs = pair, (xielu(hidden, numbers).double(), _xielu_by_torch(hidden, numbers))
+        return all(torch.allclose(*pair, rtol=rtol, atol=1e-5) for pair in pairs)
     except Exception:  # compilers raise errors of many types
         return False

@@ -5,7 +5,7 @@ from functools import cache
 import torch
 
 from .few_tokens import has_kernels, most_tokens
-from .kernels.norms import CENTERED, ONCE, PLAIN, SHIFTED
+from .kernels.norms import CENTERED, CENTERED_SHIFTED, ONCE, PLAIN, SHIFTED
 from .kernels.program import GATED_NORM, NORM
 from .program import DTYPES, run_operator
 from .tensor_checks import is_plain, is_vector
@@ -36,7 +36,8 @@ def few_token_norm(
     """
     Return the norm of a `form`: `x / sqrt(mean(x ** 2) + eps)` times `weight`, rounded in between, too (`PLAIN`), or
     once (`ONCE`), or times `1 + weight` and rounded once (`SHIFTED`); or the layer norm, with a bias if there is one,
-    rounded once (`CENTERED`). Arguments must pass `can_norm`.
+    rounded once (`CENTERED`), or times `1 + weight`, which is rounded, too (`CENTERED_SHIFTED`). Arguments must pass
+    `can_norm`.
     """
     x, size = x.contiguous(), x.shape[-1]
     outputs = x.new_empty(x.shape)
@@ -84,12 +85,12 @@ def has_norms(dtype: torch.dtype) -> bool:
         generator = torch.Generator().manual_seed(0)
         shapes = (3, 48), (48,), (48,)
         x, weight, bias = (torch.randn(shape, generator=generator, device="cpu").to(dtype) for shape in shapes)
-        forms = PLAIN, ONCE, SHIFTED, CENTERED
-        found = [few_token_norm(x, weight, bias if form == CENTERED else None, 0.5, form).double() for form in forms]
-        x, weight, bias = x.double(), weight.double(), bias.double()
+        forms = PLAIN, ONCE, SHIFTED, CENTERED, CENTERED_SHIFTED
+        found = [few_token_norm(x, weight, bias if form >= CENTERED else None, 0.5, form).double() for form in forms]
+        x, raised, weight, bias = (item.double() for item in (x, weight + 1, weight, bias))
         normalized = torch.rms_norm(x, (48,), None, 0.5)
         expected = [normalized * factor for factor in (weight, weight, weight + 1)]
-        expected.append(torch.layer_norm(x, (48,), weight, bias, 0.5))
+        expected += [torch.layer_norm(x, (48,), factor, bias, 0.5) for factor in (weight, raised)]
         return all(torch.allclose(*pair, rtol=2e-2, atol=1e-5) for pair in zip(found, expected))
     except Exception:  # compilers raise errors of many types
         return False

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from .kernels import program as codes
+from .kernels.arrange import ARRANGE_FIELDS
 from .kernels.attend import ATTEND_FIELDS
 from .kernels.experts import COMBINE_FIELDS, EXPERTS_FIELDS, GROUP_FIELDS, ROUTE_FIELDS
 from .kernels.gates import CLAMPED_GATE_FIELDS, GATE_FIELDS, TIMES_FIELDS
@@ -48,6 +49,7 @@ _FIELDS = {
     codes.WIDE_MULTIPLY: MULTIPLY_FIELDS,
     codes.WIDE_ROUTE: ROUTE_FIELDS,
     codes.MERGE: MERGE_FIELDS,
+    codes.ARRANGE: ARRANGE_FIELDS,
 }
 _FLOATS = ("eps", "factor", "scale", "cap")  # float64, in every operator; all other fields are int64
 assert all(fields[:2] == ("next", "threads") for fields in _FIELDS.values()), "counters, which `Program.run` clears"

@@ -26,14 +26,14 @@ _MENTIONS = frozenset(
     "final_layer_norm final_layernorm float float32 functional gate_proj gate_up_proj get_conv_state get_interface "
     "get_recurrent_state get_seq_length getattr has_sliding_layers head_dim head_k_dim head_size head_v_dim "
     "hidden_states in_proj in_proj_a in_proj_b in_proj_qkv in_proj_z input_layernorm is_attention_layer "
-    "is_recording_past is_sliding isinstance k_layernorm k_norm k_proj key_dim last_hidden_state layer_idx "
-    "layer_types layers linear_attn mean mlp MoeModelOutputWithPast ndim nn norm num_attention_heads num_heads "
-    "num_hidden_layers num_key_value_groups num_key_value_heads o_proj operator_norm out_proj past_key_values pop "
-    "pos_emb post_attention_dropout post_attention_layernorm post_feedforward_layernorm post_mlp_dropout "
-    "post_mlp_layernorm post_self_attn_layernorm pre_feedforward_layernorm q_layernorm q_norm q_proj qk_layernorm "
-    "qkv_proj query_key_value reshape resid_attn_dropout resid_dropout resid_mlp_dropout residual_dropout "
-    "residual_multiplier rotary_emb rotary_ndims scaling self_attn self_attn_layer_norm set shape sigmoid silu size "
-    "sliding_window softplus split squeeze tensor to torch torch_chunk_gated_delta_rule "
+    "is_recording_past is_sliding isinstance k_layernorm k_norm k_proj key_dim key_layernorm last_hidden_state "
+    "layer_idx layer_types layers linear_attn mean mlp MoeModelOutputWithPast ndim nn norm num_attention_heads "
+    "num_heads num_hidden_layers num_key_value_groups num_key_value_heads o_proj operator_norm out_proj "
+    "past_key_values pop pos_emb post_attention_dropout post_attention_layernorm post_feedforward_layernorm "
+    "post_mlp_dropout post_mlp_layernorm post_self_attn_layernorm pre_feedforward_layernorm q_layernorm q_norm q_proj "
+    "qk_layernorm qkv_proj query_key_value query_layernorm reshape resid_attn_dropout resid_dropout resid_mlp_dropout "
+    "residual_dropout residual_multiplier rotary_emb rotary_ndims scaling self_attn self_attn_layer_norm set shape "
+    "sigmoid silu size sliding_window softplus split squeeze tensor to torch torch_chunk_gated_delta_rule "
     "torch_recurrent_gated_delta_rule training transpose tuple type_as unsqueeze up_proj update update_conv_state "
     "update_recurrent_state use_bidirectional_attention use_parallel_residual use_qk_norm use_rope v_proj value_dim "
     "ValueError view w1 w2 w3 weight".split()
@@ -46,6 +46,8 @@ _LATENT = frozenset(
 )
 # Further ones of single layers: of parts that plans leave out, such as attention to an encoder, or refuse.
 _OWN_MENTIONS = {
+    "ApertusDecoderLayer": frozenset(["attention_layernorm", "feedforward_layernorm"]),
+    "CwmModel": frozenset(["CwmModelOutputWithPast"]),
     "Gemma4TextAttention": frozenset("is_kv_shared_layer layer_type store_full_length_kv v_norm".split()),
     "Gemma4TextDecoderLayer": frozenset(
         "enable_moe_block experts hidden_size_per_layer_input layer_scalar per_layer_input_gate per_layer_projection "
@@ -78,6 +80,9 @@ _OWN_MENTIONS = {
     "GptOssAttention": frozenset(["sinks"]),
     "OPTDecoder": frozenset("cumsum embed_positions layerdrop long ones project_in project_out rand".split()),
     "OPTLearnedPositionalEmbedding": frozenset("cumsum forward long offset super".split()),
+    "Qwen3NextGatedDeltaNet": frozenset(
+        "fix_query_key_value_ordering in_proj_ba in_proj_qkvz num_k_heads num_v_heads".split()
+    ),
 }
 
 Kind = type[nn.Module]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
 from hf_smartspec.cpu import few_tokens
 from hf_smartspec.cpu.experts import Routing, combined, route
@@ -67,6 +68,21 @@ def test_scores_and_weights_are_scaled(is_sigmoid, dtype):
     is_same = choices == expected
     assert is_same.all() if dtype is torch.float32 else is_same.float().mean() > 0.8
     torch.testing.assert_close(weights[is_same], expected_weights[is_same], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("distance", [0.005, 0.05, 0.5])
+def test_sparse_mixers_are_those_of_transformers(distance, dtype):
+    """Of scores near one another, and of others, of both signs."""
+    scores = (numbers(33, 1) + numbers(33, 16) * 0.1).to(dtype)
+    choices, weights = route(scores, None, Routing(2, False, False, cap=2 * distance))
+    expected_weights, expected = sparsemixer(scores, distance, training=False)
+    is_same = choices == expected
+    assert is_same.all() if dtype is torch.float32 else is_same.float().mean() > 0.8  # equal ones in any order
+    expected_weights = expected_weights.float()
+    rtol = 1e-5 if dtype is torch.float32 else 2**-7
+    torch.testing.assert_close(weights[is_same], expected_weights[is_same], rtol=rtol, atol=1e-7)
+    assert (weights < 0.99).any() and (distance == 0.5 or (weights == 1.0).any())
 
 
 @pytest.mark.parametrize("is_sigmoid", [False, True])

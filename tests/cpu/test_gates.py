@@ -1,11 +1,14 @@
 """Activations: the numbers of torch, to the last bit where torch computes them in vectors."""
 
+import copy
+
 import pytest
 import torch
 from torch.nn.functional import relu, silu
+from transformers.activations import XIELUActivation
 
 from hf_smartspec.cpu import gates
-from hf_smartspec.cpu.gates import FUNCTIONS, ClampedGate, activated, can_gate, clamped_gated, gated
+from hf_smartspec.cpu.gates import FUNCTIONS, ClampedGate, activated, can_gate, clamped_gated, gated, xielu
 from hf_smartspec.cpu.kernels.gates import GELU, GELU_TANH, RELU, RELU_SQUARED, SILU
 
 pytestmark = pytest.mark.skipif(not gates.has_gates(torch.float32), reason="there is no compiled code for this CPU")
@@ -48,6 +51,18 @@ def test_relu_is_torchs_bit_for_bit(activation, dtype):
     assert torch.equal(gated(hidden, activation), function(gate) * up)
     expected = relu(hidden.float()) if activation == RELU else relu(hidden.float()).square()
     assert torch.equal(activated(hidden, activation), expected.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [0.01, 3.0, 40.0])
+@torch.no_grad()
+def test_xielu_is_as_near_as_transformers(scale, dtype):
+    module = XIELUActivation(1.3, 0.9, 0.4, -1e-3, dtype=dtype)
+    hidden, own = numbers(7, 544, scale).to(dtype), [module.alpha_p, module.alpha_n, module.beta, module.eps]
+    found, expected, exact = xielu(hidden, own), module(hidden), copy.deepcopy(module).double()(hidden.double())
+    assert (found - exact).abs().max() <= 2 * (expected - exact).abs().max()
+    special = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0] * 4).to(dtype)[None]
+    torch.testing.assert_close(xielu(special, own), module(special), equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

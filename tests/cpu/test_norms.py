@@ -6,10 +6,11 @@ from torch import nn
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from hf_smartspec.cpu import norms
-from hf_smartspec.cpu.kernels.norms import CENTERED, ONCE, PLAIN, SHIFTED
+from hf_smartspec.cpu.kernels.norms import CENTERED, CENTERED_SHIFTED, ONCE, PLAIN, SHIFTED
 from hf_smartspec.cpu.norms import can_norm, can_norm_gated, few_token_norm, gated_rms_norm
 from hf_smartspec.target_model.written.norms import Norm, written_norm
 
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.skipif(not norms.has_norms(torch.float32), reason="ther
 DTYPES = (torch.float32, torch.bfloat16)
 FORMS = {
     LlamaRMSNorm: PLAIN, Olmo2RMSNorm: ONCE, GemmaRMSNorm: SHIFTED, nn.LayerNorm: CENTERED, CohereLayerNorm: CENTERED,
+    NemotronLayerNorm1P: CENTERED_SHIFTED,
 }  # fmt: skip
 
 

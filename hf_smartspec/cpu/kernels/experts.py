@@ -3,13 +3,13 @@
 import numpy as np
 
 from ...jit import inner
-from ...jit.pointers import ahead, float32_at, get, int64_at, like, put, take
+from ...jit.pointers import ahead, float32_at, get, int64_at, like, put, rounded, take
 from .columns import multiply_columns
 from .gates import exponential
 from .multiply import MULTIPLY_FIELDS, NEXT, NUM_TOKENS, OUTPUTS, TOKENS, multiply
 
-# Compiled code is called with the address of these numbers, int64 each but for `eps`, `factor` and `scale`, which are
-#   float64.
+# Compiled code is called with the address of these numbers, int64 each but for `eps`, `factor`, `scale` and `cap`,
+#   which are float64.
 # scores: address of `[num_tokens, num_experts]`, of the kind. The softmax of these times `scale`, or if `is_sigmoid`
 #   the sigmoids, are written to float32 `probabilities` of the same shape. The experts with the `num_chosen` largest
 #   ones, plus `bias` (0, or the address of `[num_experts]`, float32 if `is_wide`), are written to int64 `choices`,
@@ -18,15 +18,17 @@ from .multiply import MULTIPLY_FIELDS, NEXT, NUM_TOKENS, OUTPUTS, TOKENS, multip
 # groups: 0, or the number of groups that the experts are divided into, of which the best `num_groups` are chosen first:
 #   by the largest of their probabilities, bias included, or by the sum of the two largest ones if `adds_two`. ranks:
 #   address of float32 `[num_tokens, 2 * groups]`, for these numbers, and for ones where groups are chosen.
+# is_sparse: whether experts are those with the largest scores, and the weight of each is its part of the softmax of
+#   those scores that are no more than `cap` below its own, relative to the larger size, and not chosen before it.
 ROUTE_FIELDS = tuple(
     "next threads num_tokens num_experts num_chosen is_sigmoid norms scores bias is_wide probabilities choices weights "
-    "own_factors groups num_groups adds_two ranks eps factor scale".split()
+    "own_factors groups num_groups adds_two ranks eps factor scale is_sparse cap".split()
 )
 (
     _NEXT, _THREADS, _NUM_TOKENS, _NUM_EXPERTS, _NUM_CHOSEN, _IS_SIGMOID, _NORMS, _SCORES, _ROUTE_BIAS, _IS_WIDE,
     _PROBABILITIES, _CHOICES, _WEIGHTS, _OWN_FACTORS, _ROUTE_GROUPS, _NUM_GROUPS, _ADDS_TWO, _RANKS, _EPS, _FACTOR,
-    _SCALE,
-) = range(21)  # fmt: skip
+    _SCALE, _IS_SPARSE, _CAP,
+) = range(23)  # fmt: skip
 # choices: see above. Pairs of a token and an expert are ordered by experts, and then by tokens: `pairs`, an address of
 #   int64 `[num_tokens * num_chosen]`, gets their tokens, and `places`, of `[num_tokens, num_chosen]`, where they are.
 # first, second: addresses of `[num_experts, BLOCK_SIZE]` int64, the fields of two products of each expert, of which
@@ -61,7 +63,10 @@ def route(a, numbers, kind):
     while token < a[_NUM_TOKENS]:
         scores = ahead(like(kind, a[_SCORES]), token * num)
         probabilities = ahead(float32_at(a[_PROBABILITIES]), token * num)
-        if a[_IS_SIGMOID]:
+        if a[_IS_SPARSE]:
+            for index in range(num):
+                probabilities[index] = get(scores, index)
+        elif a[_IS_SIGMOID]:
             for index in range(num):
                 probabilities[index] = _ONE / (_ONE + exponential(-scale * get(scores, index)))
         else:
@@ -75,6 +80,8 @@ def route(a, numbers, kind):
         for place in range(chosen):
             best = _best(a, probabilities, ranks, choices, place, kind)
             choices[place], weights[place] = best, probabilities[best]
+            if a[_IS_SPARSE]:
+                weights[place] = _sparse_weight(scores, choices, place, num, np.float32(numbers[_CAP]))
             total += weights[place]
         for place in range(chosen):
             own = weights[place] / total if a[_NORMS] else weights[place]
@@ -95,6 +102,20 @@ def _softmax(scores, outputs, num, scale):
         total += outputs[index]
     for index in range(num):
         outputs[index] /= total
+
+
+@inner
+def _sparse_weight(scores, choices, place, num, cap):
+    """Return the weight of the last of `place + 1` choices, rounded where transformers rounds what it compares."""
+    highest, total = get(scores, choices[place]), np.float32(0)
+    for expert in range(num):
+        own = get(scores, expert)
+        is_left = not rounded(scores, rounded(scores, highest - own) / max(abs(own), highest)) > rounded(scores, cap)
+        for earlier in range(place):
+            is_left = is_left and choices[earlier] != expert
+        if is_left:
+            total += exponential(own - highest)
+    return _ONE / total
 
 
 @inner

@@ -1,5 +1,7 @@
 """Activations of MLPs, gated or not, and products of numbers."""
 
+from math import exp, log
+
 import numpy as np
 
 from ...jit import inner
@@ -9,10 +11,16 @@ from ...jit.pointers import ahead, float32_at, fused, get, int64_at, like, power
 # inputs: address of `[num_tokens, 2, size]` where `is_gated`, gates before the numbers that they multiply; else of
 #   `[num_tokens, size]`.
 # outputs: address of `[num_tokens, size]`.
-# activation: `SILU`, `GELU_TANH`, `GELU`, `RELU` or `RELU_SQUARED`.
-GATE_FIELDS = tuple("next threads num_tokens size activation is_gated inputs outputs".split())
-_NEXT, _THREADS, _NUM_TOKENS, _SIZE, _ACTIVATION, _IS_GATED, _INPUTS, _OUTPUTS = range(8)
-SILU, GELU_TANH, GELU, RELU, RELU_SQUARED = range(5)
+# activation: `SILU`, `GELU_TANH`, `GELU`, `RELU`, `RELU_SQUARED` or `XIELU`.
+# positive, negative, slope, top: of xIELU alone, addresses of one number each, of the kind, see `_xielu`; of the first
+#   two, the softplus counts.
+GATE_FIELDS = tuple(
+    "next threads num_tokens size activation is_gated inputs outputs positive negative slope top".split()
+)
+(
+    _NEXT, _THREADS, _NUM_TOKENS, _SIZE, _ACTIVATION, _IS_GATED, _INPUTS, _OUTPUTS, _POSITIVE, _NEGATIVE, _SLOPE, _TOP,
+) = range(12)  # fmt: skip
+SILU, GELU_TANH, GELU, RELU, RELU_SQUARED, XIELU = range(6)
 _SHARE = 512  # numbers that a thread takes at a time
 # Gates that are clamped, `g * sigmoid(factor * g) * (up + 1)`: of gates g that are at most `cap`, and numbers `up` from
 # `-cap` to `cap`. Both are float64.
@@ -26,7 +34,7 @@ TIMES_FIELDS = tuple("next threads num_tokens size x x_stride is_wide factors fa
 _TIMES_X, _X_STRIDE, _IS_WIDE, _FACTORS, _FACTOR_STRIDE, _FACTOR_LINES, _PRODUCTS = range(4, 11)
 
 _ZERO, _HALF, _ONE, _TWO = np.float32(0), np.float32(0.5), np.float32(1), np.float32(2)
-_SLOPE, _CUBE = np.float32(2 * 0.7978845608028654), np.float32(0.044715)  # of 2 * sqrt(2 / pi) * (x + 0.044715 * x^3)
+_RISE, _CUBE = np.float32(2 * 0.7978845608028654), np.float32(0.044715)  # of 2 * sqrt(2 / pi) * (x + 0.044715 * x^3)
 # The exponential as torch's vectors compute it (Sleef's, within 1.0 units in the last place), to the same bits.
 _PER_LOG2, _LOG2_HIGH, _LOG2_LOW = (
     np.float32(1.4426950408889634),
@@ -68,7 +76,10 @@ def gate(a, kind):
         num = min(_SHARE, size - begin)
         gates = ahead(like(kind, a[_INPUTS]), (2 if a[_IS_GATED] else 1) * token * size + begin)
         outputs = ahead(like(kind, a[_OUTPUTS]), token * size + begin)
-        _activate(gates, outputs, num, a[_ACTIVATION])
+        if a[_ACTIVATION] == XIELU:
+            _activate_by(a, gates, outputs, num, kind)
+        else:
+            _activate(gates, outputs, num, a[_ACTIVATION])
         if a[_IS_GATED]:
             ups = ahead(gates, size)
             for index in range(num):
@@ -135,13 +146,43 @@ def _activate(numbers, outputs, num, activation):
 
 
 @inner
+def _activate_by(a, numbers, outputs, num, kind):
+    slope, top = get(like(kind, a[_SLOPE]), 0), get(like(kind, a[_TOP]), 0)
+    positive = _softplus(get(like(kind, a[_POSITIVE]), 0))
+    negative = slope + _softplus(get(like(kind, a[_NEGATIVE]), 0))
+    for index in range(num):
+        put(outputs, index, _xielu(get(numbers, index), positive, negative, slope, top))
+
+
+@inner
+def _softplus(x):
+    return x if x > np.float32(20) else np.float32(log(1.0 + exp(x)))
+
+
+@inner
+def _xielu(x, positive, negative, slope, top):
+    """Return the xIELU (https://arxiv.org/abs/2411.13010) of a float32, whose exponent is at most `top`."""
+    below = (_exponential_less_one(min(x, top)) - x) * negative
+    return (positive * x * x if x > _ZERO else below) + slope * x
+
+
+@inner
+def _exponential_less_one(x):
+    """Return `exp(x) - 1`, near 0 by its Taylor series."""
+    series = _ONE
+    for index in range(8, 1, -1):
+        series = fused(series, x / np.float32(index), _ONE)
+    return series * x if abs(x) < _HALF else exponential(x) - _ONE
+
+
+@inner
 def _silu(x):
     return x / (_ONE + exponential(-x))
 
 
 @inner
 def _gelu_tanh(x):
-    slope = _SLOPE * (x + _CUBE * x * x * x)
+    slope = _RISE * (x + _CUBE * x * x * x)
     return x / (_ONE + exponential(-slope))
 
 

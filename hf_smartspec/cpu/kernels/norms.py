@@ -25,8 +25,9 @@ NORM_FIELDS = tuple(
     _OUTPUTS, _ADDED, _EPS, _FACTOR,
 ) = range(16)  # fmt: skip
 # RMS norms: rounded before the weight is multiplied, too; rounded once; with a factor of one plus the weight, rounded
-# once. Layer norms: minus the mean, rounded once. These alone have a bias.
-PLAIN, ONCE, SHIFTED, CENTERED = range(4)
+# once. Layer norms: minus the mean, rounded once; the same with a factor of one plus the weight, which is rounded, too.
+# These alone have a bias.
+PLAIN, ONCE, SHIFTED, CENTERED, CENTERED_SHIFTED = range(5)
 # The norms of recurrent layers. x: address of float32 `[num_tokens, vectors, size]`; gates: of the kind, `gate_stride`
 # from one token to the next, whose SiLU the normalized numbers are multiplied by; outputs: of the kind, laid out as x.
 GATED_NORM_FIELDS = tuple("next threads num_tokens vectors size x weight gates gate_stride outputs eps".split())
@@ -53,11 +54,11 @@ def norm(a, numbers, kind):
             _add(x, ahead(like(kind, a[_ADDED]), token * a[_IN_STRIDE]), size, np.float32(numbers[_FACTOR]))
         for vector in range(a[_VECTORS]):
             begin = vector * a[_VECTOR_STRIDE]
-            if a[_FORM] == CENTERED:
-                bias = like(kind, a[_BIAS])
-                _center(ahead(x, begin), weight, bias, a[_BIAS], ahead(outputs, begin), size, numbers[_EPS])
+            if a[_FORM] >= CENTERED:
+                bias, shift = like(kind, a[_BIAS]), _ONE if a[_FORM] == CENTERED_SHIFTED else _ZERO
+                _center(ahead(x, begin), weight, shift, bias, a[_BIAS], ahead(outputs, begin), size, numbers[_EPS])
             else:
-                _norm(ahead(x, begin), weight, ahead(outputs, begin), size, a[_FORM], numbers[_EPS])
+                norm_vector(ahead(x, begin), weight, ahead(outputs, begin), size, a[_FORM], numbers[_EPS])
         token = take(ahead(a, _NEXT))
 
 
@@ -71,7 +72,7 @@ def gated_norm(a, numbers, kind):
             begin = (token * num + vector) * size
             outputs = ahead(like(kind, a[_GATED_OUTPUTS]), begin)
             gates = ahead(like(kind, a[_GATES]), token * a[_GATE_STRIDE] + vector * size)
-            _norm(ahead(float32_at(a[_GATED_X]), begin), weight, outputs, size, PLAIN, numbers[_GATED_EPS])
+            norm_vector(ahead(float32_at(a[_GATED_X]), begin), weight, outputs, size, PLAIN, numbers[_GATED_EPS])
             for index in range(size):
                 gate = get(gates, index)
                 put(outputs, index, get(outputs, index) * (gate / (_ONE + exponential(-gate))))
@@ -79,7 +80,8 @@ def gated_norm(a, numbers, kind):
 
 
 @inner
-def _norm(x, weight, outputs, size, form, eps):
+def norm_vector(x, weight, outputs, size, form, eps):
+    """Write the RMS norm of a vector."""
     scale = _scale(x, size, _ZERO, eps)
     if form == PLAIN:
         for index in range(size):
@@ -93,15 +95,17 @@ def _norm(x, weight, outputs, size, form, eps):
 
 
 @inner
-def _center(x, weight, bias, has_bias, outputs, size, eps):
+def _center(x, weight, shift, bias, has_bias, outputs, size, eps):
     mean = np.float32(sum_of(x, size) / np.float32(size))
     scale = _scale(x, size, mean, eps)
     if has_bias:
         for index in range(size):
-            put(outputs, index, (get(x, index) - mean) * scale * get(weight, index) + get(bias, index))
+            factor = rounded(weight, get(weight, index) + shift)
+            put(outputs, index, (get(x, index) - mean) * scale * factor + get(bias, index))
     else:
         for index in range(size):
-            put(outputs, index, (get(x, index) - mean) * scale * get(weight, index))
+            factor = rounded(weight, get(weight, index) + shift)
+            put(outputs, index, (get(x, index) - mean) * scale * factor)
 
 
 @inner

@@ -2,6 +2,7 @@
 
 from ...jit import callback, inner
 from ...jit.pointers import add_to, ahead, bfloat16_at, call_at, float32_at, float64_at, int64_at, pause, read
+from .arrange import arrange
 from .attend import attend
 from .experts import combine, group, multiply_each, route
 from .gates import clamped_gate, gate, times
@@ -23,8 +24,8 @@ _SPINS = 1000  # looks at a state, of some 50 ns each, before other threads get 
 (
     MULTIPLY, NARROW, NORM, ADD, GATE, ROTATE, ATTEND, LEVELS, INT8, CONVOLVE, RECUR, GATED_NORM, TIMES, ROUTE,
     GROUP, EXPERTS, COMBINE, SCORE, BOUND, PICK, CLAMPED_GATE, INT4, WIDE_MULTIPLY, WIDE_ROUTE,
-    MERGE,
-) = range(25)  # fmt: skip
+    MERGE, ARRANGE,
+) = range(26)  # fmt: skip
 
 
 @callback
@@ -85,7 +86,7 @@ def _operate(code, a, fields, kind, wide_kind):
     elif code == GATE:
         gate(a, kind)
     elif code == ROTATE:
-        rotate(a, kind)
+        rotate(a, fields, kind)
     elif code == ATTEND:
         attend(a, fields, kind)
     elif code == LEVELS:
@@ -124,3 +125,5 @@ def _operate(code, a, fields, kind, wide_kind):
         route(a, fields, float32_at(0))
     elif code == MERGE:
         merge(a, kind)
+    elif code == ARRANGE:
+        arrange(a, kind)

@@ -2,6 +2,7 @@
 
 from ...jit import inner
 from ...jit.pointers import ahead, float32_at, get, int64_at, like, put, rounded, take
+from .norms import norm_vector
 
 # Compiled code is called with the address of these numbers, int64 each.
 # heads, kv_heads: numbers of query heads and of key heads.
@@ -17,15 +18,18 @@ from ...jit.pointers import ahead, float32_at, get, int64_at, like, put, rounded
 #   rotated, and written to `turned`, an address of `[heads, room, dim]`, and the others to `queries`, of `[heads, room,
 #   size - dim]`; keys get the latents in `compressed`, an address of `[num_tokens, rank + dim]`, as `[lines, rank]`,
 #   and values the numbers after these, rotated, as `[lines, dim]`.
+# query_weight, key_weight: 0, or addresses of `[size]`, the weights of RMS norms of each query and key after its
+#   rotation; their form, and their `eps`, which is float64.
 ROTATE_FIELDS = tuple(
     "next threads num_tokens heads kv_heads size dim width query_step key_place key_step value_place value_step "
-    "is_interleaved is_wide states cos sin queries keys values lines rank room compressed turned".split()
+    "is_interleaved is_wide states cos sin queries keys values lines rank room compressed turned query_weight "
+    "key_weight form eps".split()
 )
 (
     _NEXT, _THREADS, _NUM_TOKENS, _HEADS, _KV_HEADS, _SIZE, _DIM, _WIDTH, _QUERY_STEP, _KEY_PLACE, _KEY_STEP,
     _VALUE_PLACE, _VALUE_STEP, _IS_INTERLEAVED, _IS_WIDE, _STATES, _COS, _SIN, _QUERIES, _KEYS, _VALUES, _LINES,
-    _RANK, _ROOM, _COMPRESSED, _TURNED,
-) = range(26)  # fmt: skip
+    _RANK, _ROOM, _COMPRESSED, _TURNED, _QUERY_WEIGHT, _KEY_WEIGHT, _FORM, _EPS,
+) = range(30)  # fmt: skip
 TO_HALVES = 2
 # x: address of `[heads, room, size]`; outputs: of `[num_tokens, heads, size]`.
 MERGE_FIELDS = tuple("next threads num_tokens heads size room x outputs".split())
@@ -35,8 +39,8 @@ _SHARE = 4  # heads that a thread takes at a time
 
 
 @inner
-def rotate(a, kind):
-    """Take the next heads of a token, until none are left."""
+def rotate(a, numbers, kind):
+    """Take the next heads of a token, until none are left. `numbers` are the fields as float64."""
     heads, kv_heads, size, dim = a[_HEADS], a[_KV_HEADS], a[_SIZE], a[_DIM]
     every = heads + 1 if a[_RANK] else heads + 2 * kv_heads
     parts = (every + _SHARE - 1) // _SHARE
@@ -63,6 +67,9 @@ def rotate(a, kind):
                 first = dim
             for index in range(first, size):
                 outputs[index] = states[index]
+            if value < 0 and a[_QUERY_WEIGHT]:
+                weight = like(kind, a[_QUERY_WEIGHT] if key < 0 else a[_KEY_WEIGHT])
+                norm_vector(outputs, weight, outputs, size, a[_FORM], numbers[_EPS])
         number = take(ahead(a, _NEXT))
 
 

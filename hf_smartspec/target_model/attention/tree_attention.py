@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
+from functools import cache, partial
 from threading import Lock
 from typing import Any
 
@@ -16,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...cpu.attention import can_attend, few_token_attention
 from ..compat import modules_of
+from ..forward_code import mentions
 from ..layout.step_layout import PaddedPart, StepLayout
 from .folding import fold, unfold, unpad
 from .seen_lines import has_few_tokens, lines_of
@@ -221,13 +222,22 @@ def _attention(
 def layer_window(module: torch.nn.Module, argument: int | None) -> int | None:
     """
     Return the layer's sliding window. Where the config lists every layer's type, models build masks by that list, and
-    may not pass the window to the attention function (Qwen2-MoE does not).
+    may not pass the window to the attention function (Qwen2-MoE does not). The masks alone have the config's window
+    where transformers' own attention does not read it (PhiMoE).
     """
     config, layer_idx = getattr(module, "config", None), getattr(module, "layer_idx", None)
     layer_types = getattr(config, "layer_types", None)
     if not layer_types or not isinstance(layer_idx, int):
-        return argument
+        kind: Any = type(module)
+        is_of_masks = argument is None and not _reads_window(kind)
+        return getattr(config, "sliding_window", None) if is_of_masks else argument
     return getattr(config, "sliding_window", argument) if layer_types[layer_idx] == "sliding_attention" else None
+
+
+@cache
+def _reads_window(kind: type[torch.nn.Module]) -> bool:
+    """Return whether the forward of a kind of attention reads a window, or may, as that of another package."""
+    return not kind.__module__.startswith("transformers.") or "sliding_window" in mentions(kind)
 
 
 def _softcapped_attention(

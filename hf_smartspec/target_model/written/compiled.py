@@ -12,6 +12,7 @@ from ...cpu.attention import has_attention
 from ...cpu.compact import CompactWeights, can_pack, compact_bytes
 from ...cpu.few_tokens import SMALL, most_tokens
 from ...cpu.gates import ClampedGate, has_gates
+from ...cpu.kernels.norms import CENTERED
 from ...cpu.kernels.packed import MOST_TOKENS
 from ...cpu.norms import has_norms
 from ...cpu.program import DTYPES
@@ -31,7 +32,7 @@ from .inputs import DecoderInput
 from .latent import LatentPlan
 from .layer_inputs import LayerInput
 from .mixed_mlps import MixedMLP
-from .mlps import MLP
+from .mlps import MLP, XIELU
 from .norms import Norm
 from .parts import Fused, Rows, Transposed
 from .plan import DecoderPlan, FeaturePlan, LayerPlan
@@ -253,11 +254,12 @@ def _can_compile_layer(plan: LayerPlan, dtype: torch.dtype) -> bool:
         and all(norm is None or _is_norm(norm, dtype) for norm in norms)
         and isinstance(plan.rotation, Rotation | None)
         and isinstance(mlp, MLP | Experts | MixedMLP)
-        and isinstance(mlp.activation, int | ClampedGate)
+        and _can_activate(mlp.activation, dtype)
         and all(_is_plain(item, dtype) for item in (plan.query_key_value, plan.attention_output, *mlp.products))
         and (extra is None or _can_compile_input(extra, dtype))
         and (plan.factor is None or _is_number(plan.factor.number(), dtype))
         and (latent is None or _can_compile_latents(plan, latent, dtype))
+        and (not plan.norms_last or _can_norm_last(plan))
         and (plan.sinks is None or _are_sinks(plan.sinks.numbers(), plan, dtype))
     )
 
@@ -271,6 +273,17 @@ def _can_compile_latents(plan: LayerPlan, latent: LatentPlan, dtype: torch.dtype
         and not latent.turned_size % 16
         and plan.scaling > 0
     )
+
+
+def _can_activate(activation: Any, dtype: torch.dtype) -> bool:
+    return activation.can_read(dtype) if isinstance(activation, XIELU) else isinstance(activation, int | ClampedGate)
+
+
+def _can_norm_last(plan: LayerPlan) -> bool:
+    """Return whether the norms of queries and keys are RMS norms of heads that differ by their weights alone."""
+    query, key = (getattr(norm, "form", CENTERED) for norm in (plan.query_norm, plan.key_norm))
+    is_known = plan.norms_heads and query == key < CENTERED
+    return is_known and plan.query_norm.eps == plan.key_norm.eps  # type: ignore[union-attr]
 
 
 def _is_number(factor: torch.Tensor, dtype: torch.dtype) -> bool:

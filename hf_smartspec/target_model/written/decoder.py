@@ -287,7 +287,7 @@ def attend(
         rotated = torch.cat(queries_keys, dim=1)
     else:
         rotated, values = states[:, :both], states[:, both:]
-    if plan.query_norm is not None and (plan.key_norm is not None or plan.source is not None):
+    if plan.has_norms and not plan.norms_last:
         rotated = _normed(plan, rotated)
     if plan.value_norm is not None:
         values = plan.value_norm(values)
@@ -309,20 +309,22 @@ def _rotate_and_write(
     tables: Mapping[str | None, Tables],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Rotate queries and keys in place, `[N, heads + kv_heads, head_dim]`; write keys and values, if the layer has any,
-    and return the memory.
+    Rotate queries and keys in place, `[N, heads + kv_heads, head_dim]`, and normalize them if norms come last; write
+    keys and values, if the layer has any, and return the memory.
     """
     heads = plan.num_heads
     if plan.rotation is not None:
         cos_sin = tables[plan.layer_type]
         is_of_halves = isinstance(plan.rotation, Rotation) and not plan.rotation.is_interleaved
-        if memory.is_initialized and is_of_halves and plan.source is None:
+        if memory.is_initialized and is_of_halves and plan.source is None and not plan.norms_last:
             memories = memory.keys, memory.values
             if can_rotate(rotated, values, cos_sin, memories):
                 rotate_and_write(rotated, values, cos_sin, heads, memories, memory.lines)
                 return memories
         dim = cos_sin[0].shape[-1]
         plan.rotation.rotate(rotated if dim == plan.head_dim else rotated[..., :dim], heads, cos_sin)
+    if plan.has_norms and plan.norms_last:
+        rotated.copy_(_normed(plan, rotated))
     return memory.write(rotated[:, heads:], values) if plan.source is None else (memory.keys, memory.values)
 
 

@@ -1,9 +1,10 @@
-"""The gated delta rule of written-out layers (Qwen3.5), in place of attention."""
+"""The gated delta rule of written-out layers (Qwen3.5, Qwen3-Next), in place of attention."""
 
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.functional import silu
@@ -15,6 +16,7 @@ from .convolution import Convolution
 from .parts import Map, Weighted
 
 _MAPS = "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"
+_MAPS_BY_HEAD = "in_proj_qkvz", "in_proj_ba"
 _OTHERS = {"conv1d", "norm", "out_proj"}
 NORM_EPS = 1e-6  # of queries and keys, under the root
 
@@ -59,6 +61,8 @@ class DeltaPlan:
     Args:
         layer (`int`): Index of the layer in caches.
         key_heads, heads, key_size, value_size (`int`): Heads of keys and of values, and numbers of each.
+        is_by_head (`bool`): Whether what belongs to each head of keys lies together in what maps return, factors and
+            decays in a second block (Qwen3-Next).
     """
 
     layer: int
@@ -69,12 +73,44 @@ class DeltaPlan:
     convolution: Convolution
     rates: _Rates
     norm: GatedNorm
+    is_by_head: bool = False
 
     @cached_property
     def sizes(self) -> tuple[int, int, int, int]:
         """Numbers of queries, keys and values together, of gates, of factors, and of decays."""
         values = self.num_outputs
         return 2 * self.key_heads * self.key_size + values, values, self.heads, self.heads
+
+    @cached_property
+    def parts(self) -> np.ndarray:
+        """
+        Where each part of `sizes`, head by head, lies in what maps `by head` return: its begin and its length,
+        `[parts, 2]` int64.
+        """
+        found, begin = [], 0
+        for lengths in self._blocks:
+            width = sum(lengths)
+            firsts = begin + np.cumsum([0, *lengths[:-1]])
+            found += [
+                (first + head * width, num) for first, num in zip(firsts, lengths) for head in range(self.key_heads)
+            ]
+            begin += self.key_heads * width
+        return np.array(found, np.int64)
+
+    @property
+    def _blocks(self) -> tuple[tuple[int, ...], ...]:
+        """Numbers of a head of keys in each of the two blocks: its query, key, values and gates; factors and decays."""
+        groups = self.heads // self.key_heads
+        values = groups * self.value_size
+        return (self.key_size, self.key_size, values, values), (groups, groups)
+
+    def _arranged(self, states: torch.Tensor) -> torch.Tensor:
+        """Return what maps return, `[N, outputs]`, in the order of `sizes`."""
+        if not self.is_by_head:
+            return states
+        blocks = states.split([self.key_heads * sum(lengths) for lengths in self._blocks], dim=1)
+        kinds = [block.unflatten(1, (self.key_heads, -1)).split(own, 2) for block, own in zip(blocks, self._blocks)]
+        return torch.cat([kind.flatten(1) for block in kinds for kind in block], dim=1)
 
     @property
     def num_outputs(self) -> int:
@@ -83,7 +119,7 @@ class DeltaPlan:
 
     def run(self, inputs: Map, x: torch.Tensor, cache: StateCache) -> torch.Tensor:
         """Run the rule on `x` of shape `[N, hidden_size]`, in float32; return `[N, num_outputs]` in its dtype."""
-        mixed, gates, factors, decays = inputs(x).split(self.sizes, dim=1)
+        mixed, gates, factors, decays = self._arranged(inputs(x)).split(self.sizes, dim=1)
         cache.enter(self.layer)
         convolved = cache.convolve(mixed, self.convolution.weight(), self.convolution.bias(), "silu", torch.float32)
         keys = self.key_heads * self.key_size
@@ -103,7 +139,10 @@ class DeltaPlan:
 
 def delta_plan(module: Any) -> DeltaPlan | None:
     """Return the plan of a module, without its maps; None if it is of another structure."""
-    if set(module._modules) != {*_MAPS, *_OTHERS} or set(module._parameters) != {"A_log", "dt_bias"}:
+    is_by_head = set(module._modules) == {*_MAPS_BY_HEAD, *_OTHERS}
+    if not is_by_head and set(module._modules) != {*_MAPS, *_OTHERS}:
+        return None
+    if set(module._parameters) != {"A_log", "dt_bias"}:
         return None
     is_silu = module.activation == module.norm.activation == "silu"
     own = [module.A_log, module.dt_bias, module.norm.weight, *module.conv1d.parameters()]
@@ -120,4 +159,5 @@ def delta_plan(module: Any) -> DeltaPlan | None:
         Convolution(module.conv1d),
         _Rates(module),
         GatedNorm(module.norm),
+        is_by_head,
     )

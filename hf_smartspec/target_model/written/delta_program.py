@@ -20,7 +20,7 @@ class DeltaOperators:
     def __init__(self) -> None:
         self.plans: list[DeltaPlan] = []
         self._widths: list[int] = []  # outputs of the layers' maps
-        self._operators: list[list[int]] = []  # for each layer: map, convolution, recurrence, norm
+        self._operators: list[list[int]] = []  # for each layer: map or its arrangement, convolution, recurrence, norm
         self._addresses = np.zeros((2, 0), np.int64)  # of windows and states, for each layer, in the memory
         self._memory_id: object = None
         self._indices: np.ndarray | None = None
@@ -28,8 +28,11 @@ class DeltaOperators:
     def add(self, own: Writer, plan: DeltaPlan, inputs: Any, x: torch.Tensor) -> None:
         """Write a layer's operators from its input `x` to `attended`."""
         channels = plan.sizes[0]
-        number = own.multiply(inputs, x, x)  # outputs are set later
         width = inputs.shape[0]
+        number = own.multiply(inputs, x, own.states)  # the outputs of what comes last are set later
+        if plan.is_by_head:
+            parts, states = plan.parts, own.states.data_ptr()
+            number = own.add(codes.ARRANGE, size=width, num_parts=len(parts), parts=parts.ctypes.data, x=states)
         convolution = add_convolution(own, plan.convolution, channels, width, is_silu=True)
         logs, biases = plan.rates()
         recurrence = own.add(

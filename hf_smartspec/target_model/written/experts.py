@@ -31,10 +31,11 @@ _EPS = 0.0, 1e-6, 1e-20  # added to sums of weights
 # Names in the forwards of blocks of experts and their routers that are known.
 _MENTIONS = frozenset(
     "bias bool dtype e_score_correction_bias empty_like enable_moe_fp32_combine expand expert_bias experts F float "
-    "float32 functional gate gather hidden_dim input_size jitter_noise linear masked_fill max nn norm_topk_prob "
-    "num_experts num_group reshape routed_scaling_factor router router_scaling_factor scatter_ shape shared_expert "
-    "shared_expert_gate shared_experts sigmoid size softmax sum T to top_k topk topk_group topk_method torch "
-    "training type type_as uniform_ unsqueeze use_expert_bias values view weight zeros_like".split()
+    "float32 forward functional gate gather hidden_dim input_jitter_noise input_size jitter_noise linear masked_fill "
+    "max nn norm_topk_prob num_experts num_group reshape routed_scaling_factor router router_jitter_noise "
+    "router_scaling_factor scatter_ shape shared_expert shared_expert_gate shared_experts sigmoid size softmax "
+    "sparsemixer sum super T to top_k topk topk_group topk_method torch training type type_as uniform_ unsqueeze "
+    "use_expert_bias values view weight zeros_like".split()
 )
 
 _EXPERT_MENTIONS = frozenset(
@@ -145,18 +146,20 @@ def written_experts(block: Any, dtype: torch.dtype) -> Experts | None:
     activation, names = written_activation_of(experts, dtype), {"weight"}
     if isinstance(activation, ClampedGate):
         names.add("bias")
-    if activation is None or set(router._parameters) != names:
+    parameters = {name: item for name, item in router._parameters.items() if item is not None}
+    if activation is None or set(parameters) != names:
         return None
     if not mentions(type(block)) | mentions(type(router)) <= _MENTIONS or getattr(block, "jitter_noise", False):
         return None
     is_wide = _scores_in_float32(router, dtype)
-    if not are_plain(router._parameters.values(), torch.float32 if is_wide else dtype):
+    if not are_plain(parameters.values(), torch.float32 if is_wide else dtype):
         return None
     num, bias = len(router.weight), _bias_of(block)
     if num != len(experts.down_proj) or not (bias is None or _is_bias(bias, num, dtype)):
         return None
     try:
-        routing = _routing_of(router, bias is not None)
+        is_sparse = bias is None and getattr(router, "router_jitter_noise", 0.0) > 0.0  # without, unknown in training
+        routing = sparse_routing_of(router) if is_sparse else _routing_of(router, bias is not None)
     except Exception:  # routers of unknown kinds may fail in any way
         return None
     return None if routing is None else Experts(block, routing, activation)
@@ -204,6 +207,11 @@ def _clamped_gate_of(experts: Any) -> ClampedGate | None:
     numbers = torch.randn(PROBES, 64, generator=torch.Generator().manual_seed(0))
     hidden = torch.cat([numbers, numbers * 2 * gate.limit])
     return gate if torch.allclose(type(experts)._apply_gate(experts, hidden), gate.by_torch(hidden)) else None
+
+
+def _bias_of(block: Any) -> torch.Tensor | None:
+    """Return the bias that a block passes to its router, None if it has none (LFM2, MiniMax-M2)."""
+    return next((block._buffers[name] for name in _BIAS if name in block._buffers), None)
 
 
 def router_of(block: Any) -> Any:
@@ -262,7 +270,7 @@ def _routing_of(router: Any, has_bias: bool) -> Routing | None:
     bias = torch.randn(num, generator=generator) * 0.1 if has_bias else None
     probe = copy.copy(router)
     probe._parameters = {"weight": nn.Parameter(weight / hidden**0.5, requires_grad=False)}
-    if "bias" in router._parameters:
+    if router._parameters.get("bias") is not None:
         probe._parameters["bias"] = nn.Parameter(torch.randn(num, generator=generator), requires_grad=False)
     own = [name for name in _BIAS if name in router._buffers]
     probe._buffers = router._buffers | dict.fromkeys(own, bias)
@@ -289,6 +297,28 @@ def _groups_of(router: Any, num_chosen: int) -> list[tuple[int, int, bool]]:
     num_groups = getattr(router, "topk_group", None) or 0
     are_known = groups > 1 and num_groups > 0 and not num % groups and num_groups * (num // groups) >= num_chosen
     return [(0, 0, False), *[(groups, num_groups, adds) for adds in (False, True) if are_known]]
+
+
+@torch.no_grad()
+def sparse_routing_of(router: Any) -> Routing | None:
+    """
+    Return how a sparse mixer chooses (PhiMoE), found by trying it with other weights in float32, whose scores are near
+    one another; None if it is of another form.
+    """
+    num, hidden = router.weight.shape
+    generator = torch.Generator().manual_seed(0)
+    x, noise = torch.randn(PROBES, hidden, generator=generator), torch.randn(num, hidden, generator=generator)
+    cap = 2.0 * router.router_jitter_noise
+    weight = torch.randn(1, hidden, generator=generator) + noise * cap
+    probe = copy.copy(router)
+    probe._parameters = {"weight": nn.Parameter(weight / hidden**0.5, requires_grad=False), "bias": None}
+    probe.training = False
+    expected = choices_of(type(router).forward(probe, x))
+    if expected is None:
+        return None
+    routing = Routing(expected[0].shape[1], False, False, cap=cap)
+    found = route(linear(x, probe.weight), None, routing)
+    return routing if difference(found, expected) <= TOLERANCE else None
 
 
 def choices_of(found: Sequence[Any]) -> Chosen | None:

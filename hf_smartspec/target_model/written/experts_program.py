@@ -69,6 +69,8 @@ class ExpertOperators:
             own_factors=0 if (factors := mlp.factors()) is None else factors.data_ptr(),
             factor=routing.factor,
             scale=routing.scale,
+            is_sparse=routing.cap is not None,
+            cap=routing.cap or 0.0,
         )
         if mlp.bias() is not None:
             self._biased.append((number, mlp))

@@ -6,6 +6,7 @@ import torch
 
 from ...cpu.compact import CompactWeights
 from ...cpu.few_tokens import ROWS
+from ...cpu.kernels import gates as codes_of_gates
 from ...cpu.kernels import program as codes
 from ...cpu.kernels.multiply import part_rows, scratch_size, tokens_at_once
 from ...cpu.program import ON_TOKENS
@@ -21,8 +22,9 @@ from .experts_program import ExpertOperators
 from .latent_program import LatentOperators
 from .layer_inputs import LayerInput
 from .mixed_mlps import MixedMLP, mlps_of
-from .mlps import MLP
+from .mlps import MLP, XIELU
 from .plan import DecoderPlan, LayerPlan
+from .rotation_program import last_norms, places, width_of
 from .rotations import Rotation
 
 
@@ -77,9 +79,9 @@ class ForwardWriter:
         sizes = [layer.recurrence.num_outputs for layer in layers if layer.recurrence is not None]
         self.recurred = self.new(max(sizes, default=0), torch.float32)
         self.attended = self.new(max([*sizes, self.queries.shape[1]]))
-        maps: list[Any] = [item.query_key_value for item in layers if not isinstance(item.recurrence, DeltaPlan)]
+        maps: list[Any] = [item.query_key_value for item in layers if not _writes_apart(item.recurrence)]
         equal: list[Any] = [layer for layer in layers if layer.has_equal_values]  # of these, norms fill `states`
-        self.states = self.new(max([*(item.shape[0] for item in maps), *map(_width_of, equal)], default=0))
+        self.states = self.new(max([*(item.shape[0] for item in maps), *map(width_of, equal)], default=0))
         self.raw = self.new(max([layer.query_key_value.shape[0] for layer in equal], default=0))
         parts = mlps_of(layers)
         mlps: list[Any] = [part for part in parts if isinstance(part, MLP)]
@@ -281,14 +283,14 @@ class ForwardWriter:
         maps: Any = plan.query_key_value
         raw = self.raw if plan.has_equal_values else self.states
         self.multiply(maps, normed, raw)
-        step, stride = 2 if plan.has_gates else 1, _width_of(plan)  # to the next query, and to the next token's
+        step, stride = 2 if plan.has_gates else 1, width_of(plan)  # to the next query, and to the next token's
         values = step * heads + kv_heads
         for norm, first, place, number, apart in (
             (plan.query_norm, 0, 0, heads, step),
             (plan.key_norm, step * heads, step * heads, kv_heads, 1),
             (plan.value_norm, step * heads if plan.has_equal_values else values, values, kv_heads, 1),
         ):
-            if norm is not None:
+            if norm is not None and (norm is plan.value_norm or not plan.norms_last):
                 number = number if plan.norms_heads else 1
                 fields = {
                     "x": raw.data_ptr() + first * size * raw.itemsize,
@@ -305,7 +307,8 @@ class ForwardWriter:
                 states=self.states.data_ptr(),
                 queries=self.queries.data_ptr(),
                 is_interleaved=isinstance(plan.rotation, Rotation) and plan.rotation.code,
-                **_places(plan),
+                **places(plan),
+                **last_norms(plan),
             )
         )
         if keeps:
@@ -367,24 +370,22 @@ class ForwardWriter:
             write(mlp, x, outputs)  # type: ignore[arg-type]
             return
         self.multiply(mlp.inputs, x, self.hidden)
-        fields = {"activation": mlp.activation, "is_gated": mlp.is_gated, "size": mlp.output.shape[1]}
+        fields = _activation_of(mlp) | {"is_gated": mlp.is_gated, "size": mlp.output.shape[1]}
         self.add(codes.GATE, inputs=self.hidden.data_ptr(), outputs=self.activated.data_ptr(), **fields)
         self.multiply(mlp.output, self.activated, outputs)
 
 
-def _places(plan: LayerPlan) -> dict[str, int]:
-    """Return where the queries, keys and values of a token lie, in heads; see `ROTATE_FIELDS`."""
-    step = 2 if plan.has_gates else 1
-    first = step * plan.num_heads
-    places = first + 2 * plan.num_stored, step, first, 1, first + plan.num_stored, 1
-    if plan.is_by_head:
-        places = 3 * plan.num_heads, 3, 1, 3, 2, 3
-    return dict(zip(("width", "query_step", "key_place", "key_step", "value_place", "value_step"), places))
+def _activation_of(mlp: MLP) -> dict[str, Any]:
+    """Return the fields of an MLP's activation."""
+    if not isinstance(mlp.activation, XIELU):
+        return {"activation": mlp.activation}
+    places = [item.data_ptr() for item in mlp.activation.numbers()]
+    return {"activation": codes_of_gates.XIELU, **dict(zip(("positive", "negative", "slope", "top"), places))}
 
 
-def _width_of(plan: LayerPlan) -> int:
-    """Return how many numbers a token's queries, keys and values have."""
-    return _places(plan)["width"] * plan.head_dim
+def _writes_apart(recurrence: Any) -> bool:
+    """Return whether a layer's maps write to memory of their own."""
+    return isinstance(recurrence, DeltaPlan) and not recurrence.is_by_head
 
 
 def products_of(plan: DecoderPlan) -> list[Any]:

@@ -1,15 +1,16 @@
 """MLPs of a written-out layer, and their activations."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.functional import silu
 
-from ...cpu.gates import FUNCTIONS, activated, can_gate, gated
+from ...cpu.gates import FUNCTIONS, activated, can_gate, gated, xielu
 from ...cpu.kernels.gates import GELU, GELU_TANH, RELU, RELU_SQUARED, SILU
 from ...gpu import elementwise
-from .parts import Called, Map
+from .parts import Called, Map, Weighted
 
 # Activations by the names of their modules. In half precision, NewGELUActivation and FastGELUActivation round every
 # step of the same function; rounded once, it is nearer to float32.
@@ -22,11 +23,32 @@ _ACTIVATIONS = {
 }
 
 
+class XIELU(Weighted):
+    """xIELU, whose parameters and buffers are one number each (Apertus)."""
+
+    def numbers(self) -> list[torch.Tensor]:
+        """Return alpha of positive and of negative numbers, before their softplus, beta and epsilon."""
+        module: Any = self._module()
+        return [module.alpha_p, module.alpha_n, module.beta, module.eps]
+
+    def can_read(self, dtype: torch.dtype) -> bool:
+        """Return whether compiled code reads the numbers as they are."""
+        return all(item.is_cpu and item.dtype is dtype and item.numel() == 1 for item in self.numbers())
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        if can_gate(hidden) and self.can_read(hidden.dtype):
+            return xielu(hidden, self.numbers())
+        found: torch.Tensor = self._module()(hidden)  # type: ignore[misc]
+        return found
+
+
 def written_activation(module: nn.Module | Callable) -> int | Map:
     """Return the number by which compiled code knows an activation; others are called as they are."""
     known = SILU if module is silu else _ACTIVATIONS.get(type(module).__name__)
     if known is not None:
         return known
+    if type(module).__name__ == "XIELUActivation":
+        return XIELU(module)  # type: ignore[arg-type]
     return Called(module) if isinstance(module, nn.Module) else module
 
 

@@ -6,6 +6,8 @@ NORMS = (
     ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),  # Gemma
     (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),  # OLMo 2
     ("input_layernorm", None, "post_attention_layernorm", None),  # Llama
+    ("input_layernorm", None, "pre_feedforward_layernorm", None),  # VaultGemma
+    ("attention_layernorm", None, "feedforward_layernorm", None),  # Apertus
     ("input_layernorm", None, None, None),  # Cohere, Phi: attention and MLP side by side
     ("ln_1", None, "ln_2", None),  # GPT-2
     ("self_attn_layer_norm", None, "final_layer_norm", None),  # OPT
@@ -25,6 +27,7 @@ QUERY_KEY_VALUE = (
     ("c_attn",),
     BY_HEAD,
     ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    ("in_proj_qkvz", "in_proj_ba"),
     ("in_proj",),
     EQUAL_VALUES,
     QUERY_ONLY,
@@ -34,7 +37,8 @@ LATENT = frozenset(  # modules of attention to latents
     "kv_a_proj_with_mqa kv_a_layernorm kv_b_proj q_proj q_a_proj q_a_layernorm q_b_proj o_proj".split()
 )
 ATTENTION_OUTPUT = ("o_proj", "dense", "out_proj", "c_proj")
-QUERY_NORM, KEY_NORM, VALUE_NORM = ("q_norm", "q_layernorm"), ("k_norm", "k_layernorm"), ("v_norm",)
+QUERY_NORM = "q_norm", "q_layernorm", "query_layernorm"
+KEY_NORM, VALUE_NORM = ("k_norm", "k_layernorm", "key_layernorm"), ("v_norm",)
 MLP_MAPS = (
     (("gate_proj", "up_proj"), "down_proj"),
     (("gate_up_proj",), "down_proj"),
@@ -53,8 +57,8 @@ FINAL_NORM = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "embedding_
 # Attributes of modules and configs that recognition reads, beside those that forwards mention.
 READ = frozenset(
     "_experts_implementation alpha attn_logit_softcapping audio_token_id clip_qkv do_layer_norm_before "
-    "embedding_multiplier eps final_logit_softcapping head_dim head_size image_token_id is_sliding layer_idx "
+    "embedding_multiplier eps final_logit_softcapping head_dim head_size image_token_id layer_idx "
     "layer_types layerdrop limit logit_scale logits_scaling max_norm num_attention_heads num_hidden_layers "
     "num_key_value_groups num_key_value_heads offset pad_token_id residual_multiplier scaling sliding_window "
-    "use_bidirectional_attention use_parallel_residual use_rope variance_epsilon video_token_id".split()
+    "use_bidirectional_attention use_parallel_residual variance_epsilon video_token_id".split()
 )

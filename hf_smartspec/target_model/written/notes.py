@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from ..forward_code import foreign_code, unknown_mentions
 from .modules import own_parameters
-from .norms import unweighted_norm, written_norm
+from .norms import has_parameters, unweighted_norm, written_norm
 from .parts import Called, Fused, Map, Transposed, is_plain_map, written_map
 from .plan import UnknownStructureError
 
@@ -19,6 +19,7 @@ class Notes:
 
     def __init__(self, model: PreTrainedModel):
         self.model: Any = model
+        self.config: Any = model.config.get_text_config(decoder=True)
         self.bypassed: list[nn.Module] = []
         self.known: set[int] = set()  # parameters, by id
         self.laid_out: list[Fused | Transposed] = []
@@ -31,9 +32,13 @@ class Notes:
         self.known |= {id(parameter) for parameter in module.parameters()}
 
     def _norm(self, module: nn.Module, like: torch.Tensor | None = None) -> Map:
-        """Return a norm; one without a weight, if there is none, of vectors `like` this one."""
+        """Return a norm; one without a weight, if there is none, of vectors `like` this one, or of hidden states."""
         self._know(module)
-        norm = written_norm(module) if like is None or module._parameters else unweighted_norm(module, like)
+        if has_parameters(module):
+            norm = written_norm(module)
+        else:
+            size, options = self.config.hidden_size, {"dtype": self.model.dtype, "device": self.model.device}
+            norm = unweighted_norm(module, torch.empty(size, **options) if like is None else like)
         if isinstance(norm, Called):
             self.calls_modules = True
         else:

@@ -59,6 +59,12 @@ class LayerPlan:
     factor: Factor | None = None  # of the layer's output
     sinks: Sinks | None = None
     latent: LatentPlan | None = None
+    norms_last: bool = False  # whether queries and keys are normalized after they were rotated, not before
+
+    @property
+    def has_norms(self) -> bool:
+        """Return whether queries are normalized, and keys, if the layer has any."""
+        return self.query_norm is not None and (self.key_norm is not None or self.source is not None)
 
     @property
     def num_stored(self) -> int:

@@ -51,6 +51,7 @@ from .notes import Notes
 from .parts import Called, Map, Positions, Sinks
 from .placeholders import placeholders_of
 from .plan import DecoderPlan, LayerPlan, UnknownStructureError
+from .rotation_order import RotationOrder, rotation_order
 from .rotations import written_rotation
 
 
@@ -87,7 +88,6 @@ class _Recognition(Notes):
 
     def __init__(self, model: PreTrainedModel):
         super().__init__(model)
-        self.config: Any = model.config.get_text_config(decoder=True)
         self.bodies: list[nn.Module] = []  # layers, their attention and their MLPs
 
     def plan(self) -> DecoderPlan:
@@ -164,6 +164,7 @@ class _Recognition(Notes):
         query, key = self._optional(attention, QUERY_NORM), self._optional(attention, KEY_NORM)
         value = self._optional(attention, VALUE_NORM)
         heads = (0, 0, 0) if is_recurrent else self._heads(attention, latent)
+        order = RotationOrder(False, False) if is_recurrent else rotation_order(attention, query)
         self._bypass(*dropouts(layer.modules()))
         config = getattr(attention, "config", self.config)
         window = getattr(attention, "sliding_window", shared_value(config, "sliding_window"))
@@ -192,6 +193,7 @@ class _Recognition(Notes):
             query_norm=None if query is None else self._norm(query),
             key_norm=None if key is None else self._norm(key),
             norms_heads=norms_heads,
+            norms_last=order.norms_last,
             attention_output=self._map([self._first(attention, ATTENTION_OUTPUT)]),
             mlp=mlp,
             num_heads=heads[0],
@@ -200,7 +202,7 @@ class _Recognition(Notes):
             scaling=1.0 if is_recurrent else float(getattr(attention, "scaling", heads[2] ** -0.5)),
             softcap=getattr(attention, "attn_logit_softcapping", None),
             window=layer_window(attention, window),
-            rotation=written_rotation(attention) if not is_recurrent and _rotates(attention) else None,
+            rotation=written_rotation(attention) if order.rotates else None,
             layer_type=types[index] if types and index is not None else None,
             is_parallel=is_parallel,
             is_by_head=maps == BY_HEAD,
@@ -320,7 +322,10 @@ class _Recognition(Notes):
             return None
         inputs, output = names
         self.bodies.append(mlp)
-        self._bypass(mlp, *([activation] if isinstance(activation, nn.Module) else []))
+        self._bypass(mlp)
+        if isinstance(activation, nn.Module):
+            self._bypass(activation)
+            self._know(activation)  # Apertus' has parameters
         fused = self._map([self._child(mlp, name) for name in inputs])
         is_gated = inputs[0] in ("gate_proj", "gate_up_proj", "w1")
         return MLP(fused, written_activation(activation), self._map([self._child(mlp, output)]), is_gated)
@@ -349,12 +354,6 @@ class _Recognition(Notes):
             self._bypass(*module.modules())
         after, *others = [self._norm(self._child(layer, name)) for name in MIXED_NORMS]
         return MixedMLP(mlp, experts, (before, after), (*others, RouterNorm(router)))
-
-
-def _rotates(attention: Any) -> bool:
-    """Return whether queries and keys are rotated; those of EXAONE 4's layers without a window are not."""
-    is_global = "is_sliding" in mentions(type(attention)) and not attention.is_sliding
-    return getattr(attention, "use_rope", True) and not (is_global and attention.sliding_window is not None)
 
 
 def _set_sources(layers: Sequence[LayerPlan]) -> None:

@@ -25,23 +25,26 @@ from .test_written import TREE, logits_of
 pytestmark = pytest.mark.skipif(not has_kernels(torch.float32), reason="there is no compiled code for this CPU")
 
 # Biases, norms of heads, of all heads together, after attention and MLP, shifted; windows, tied heads, layers without
-# rotation, parts of heads rotated, scaled residuals; layer norms, MLPs without gates, attention and MLPs side by side;
-# rotations of neighbours, in float32, soft caps; learnt positions, transposed weights, queries and keys by head; delta
-# rules, gates of heads, and short convolutions; experts, with one that is shared, with biases, beside MLPs; sinks;
-# norms of values, sizes of heads by layer, inputs of layers, factors of outputs, layers that attend to keys and values
-# of others or whose values are keys.
+# rotation, parts of heads rotated, scaled residuals; layer norms, also without weights, MLPs without gates, attention
+# and MLPs side by side; rotations of neighbours, in float32, soft caps; learnt positions, transposed weights, queries
+# and keys by head; delta rules, gates of heads, and short convolutions; experts, with one that is shared, with biases,
+# beside MLPs; sinks; norms of values, sizes of heads by layer, inputs of layers, factors of outputs, layers that attend
+# to keys and values of others or whose values are keys.
 NAMES = "llama qwen2 qwen3 mistral gemma gemma3_text olmo2 smollm3 phi3 granite seed_oss exaone4".split()
-NAMES += "stablelm starcoder2 phi cohere glm4 ernie4_5 gemma2 gpt2 opt gpt_neox".split()
+NAMES += "stablelm starcoder2 phi cohere cohere2 glm4 ernie4_5 gemma2 gpt2 opt gpt_neox olmo".split()
+NAMES += ["nemotron", "hunyuan_v1_dense", "phimoe", "apertus"]
 NAMES += "qwen3_moe mixtral olmoe granitemoe qwen2_moe gpt_oss".split()
 NAMES += GEMMA_4
-NAMES += [name for name in ("qwen3_5_text", "lfm2", "lfm2_moe") if name in RECURRENT]
+NAMES += [name for name in ("qwen3_5_text", "qwen3_next", "lfm2", "lfm2_moe") if name in RECURRENT]
 SHORT_WINDOWS = "mistral", "gemma3_text", "exaone4"  # shorter than trees may be deep: those are masked
 # Options of those whose configs have no size of heads, or short windows by default.
-_WIDE = "phi3 stablelm phi cohere gpt_neox lfm2 lfm2_moe mixtral olmoe".split()
+_WIDE = "phi3 stablelm phi cohere cohere2 gpt_neox lfm2 lfm2_moe mixtral olmoe olmo nemotron phimoe apertus".split()
 OWN = {name: {"hidden_size": 64} for name in _WIDE}
 OWN |= {name: {"head_dim": 16, "sliding_window": 64} for name in ("gemma2", "starcoder2", "gpt_oss")}
 OWN |= {name: {"head_dim": 16, "global_head_dim": 32, "sliding_window": 64} for name in GEMMA_4}
 OWN |= {name: OWN[name] | {"hidden_size_per_layer_input": 16} for name in GEMMA_4 if "equal" not in name}
+OWN["qwen3_next"] = {"head_dim": 16, "linear_key_head_dim": 16, "linear_value_head_dim": 32}
+OWN["cohere2"] |= {"sliding_window": 64}
 OWN |= {"gpt2": {"n_embd": 64}, "opt": {"hidden_size": 64, "word_embed_proj_dim": 64}}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 YARN["original_max_position_embeddings"] = 32
@@ -62,6 +65,7 @@ OPTIONS = [
 ]
 if "lfm2" in RECURRENT:
     OPTIONS.append(("lfm2", {"conv_bias": True, "conv_L_cache": 4}))
+    OPTIONS.append(("qwen3_next", {"linear_num_key_heads": 1, "linear_value_head_dim": 16}))
 DTYPES = (torch.float32, torch.bfloat16)
 
 

@@ -14,7 +14,18 @@ from .deepseek import CONFIGS, LATENT, new_deepseek
 
 DTYPES = [dtype for dtype in (torch.bfloat16, torch.float32) if most_tokens(dtype) == ANY]
 pytestmark = pytest.mark.skipif(not DTYPES, reason="long prompts are left to torch on this CPU")
-OWN = {"gpt2": {"n_inner": 576}, "gpt_neox": {}, "cohere": {}, "qwen2_moe": {"moe_intermediate_size": 192}}
+OWN = {
+    "gpt2": {"n_inner": 576},
+    "gpt_neox": {},
+    "cohere": {},
+    "cohere2": {},
+    "olmo": {},
+    "nemotron": {},
+    "phimoe": {},
+    "apertus": {},
+    "hunyuan_v1_dense": {"head_dim": 64},
+    "qwen2_moe": {"moe_intermediate_size": 192},
+}
 OWN["gpt_oss"] = {"head_dim": 64, "intermediate_size": 192, "initializer_range": 1.0, "swiglu_limit": 1.0}
 if GEMMA_4:
     OWN["gemma4_text+shared"] = {"head_dim": 64, "global_head_dim": 128, "hidden_size_per_layer_input": 64}
@@ -25,7 +36,7 @@ TEXT = np.random.default_rng(0).integers(3, 90, 170)
 
 def model_of(name: str, dtype: torch.dtype):
     """A small model whose sums are long enough to depend on their order."""
-    window = {"sliding_window": 64} if name in ("mistral", "gemma2", "gpt_oss") or "gemma4" in name else {}
+    window = {"sliding_window": 64} if name in ("mistral", "gemma2", "gpt_oss", "cohere2") or "gemma4" in name else {}
     if name in CONFIGS:
         return new_deepseek(name, dtype, hidden_size=192, moe_intermediate_size=192)
     sizes = {"hidden_size": 192, "intermediate_size": 576} | OWN.get(name, {"head_dim": 64})

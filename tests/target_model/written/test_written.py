@@ -22,8 +22,8 @@ from .deepseek import LATENT
 
 WRITTEN = (
     "llama mistral qwen2 qwen3 qwen3_moe gemma gemma2 gemma3_text phi3 olmo olmo2 olmo3 mixtral granite granitemoe "
-    "cohere stablelm smollm3 phi starcoder2 glm glm4 helium qwen2_moe olmoe nemotron ernie4_5 seed_oss ministral "
-    "exaone4 gpt2 opt gpt_neox gpt_oss"
+    "cohere cohere2 stablelm smollm3 phi starcoder2 glm glm4 helium qwen2_moe olmoe nemotron ernie4_5 seed_oss "
+    "ministral hunyuan_v1_dense phimoe apertus exaone4 gpt2 opt gpt_neox gpt_oss"
 ).split()
 WRITTEN += ["deepseek_v3"] if LATENT else []
 WRITTEN += GEMMA_4
