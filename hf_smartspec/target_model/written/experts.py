@@ -209,11 +209,6 @@ def _clamped_gate_of(experts: Any) -> ClampedGate | None:
     return gate if torch.allclose(type(experts)._apply_gate(experts, hidden), gate.by_torch(hidden)) else None
 
 
-def _bias_of(block: Any) -> torch.Tensor | None:
-    """Return the bias that a block passes to its router, None if it has none (LFM2, MiniMax-M2)."""
-    return next((block._buffers[name] for name in _BIAS if name in block._buffers), None)
-
-
 def router_of(block: Any) -> Any:
     """Return the router of a block of experts, None if it has none."""
     return next((block._modules[name] for name in _ROUTER if name in block._modules), None)
