@@ -62,8 +62,7 @@ _OWN_MENTIONS = {
         "project_per_layer_inputs RuntimeError slice unique_layer_types values".split()
     ),
     **dict.fromkeys(
-        "AXK1Attention DeepseekV2Attention DeepseekV3Attention Glm4MoeLiteAttention MiniCPM3Attention "
-        "YoutuAttention".split(),
+        "DeepseekV2Attention DeepseekV3Attention Glm4MoeLiteAttention MiniCPM3Attention YoutuAttention".split(),
         _LATENT,
     ),
     "MiniCPM3DecoderLayer": frozenset(["residual_scale"]),

@@ -25,8 +25,9 @@ def quantize(model: PreTrainedModel, kind: str = "int8", dtype: torch.dtype | No
     Replace a model's linear layers by ones in int8, about half the bytes of bfloat16, or in int4, about a third
     (docs/quantized.md). In int4, the output layer is in int8, and so are layers with few outputs, such as routers.
 
-    Embeddings, norms, convolutions and experts that are not `nn.Linear` stay as they are. An output layer that is tied
-    to the input embeddings gets a weight of its own. Parameters no longer require gradients.
+    Embeddings, norms, convolutions, experts that are not `nn.Linear` and DeepSeek's maps from latents (`kv_b_proj`)
+    stay as they are. An output layer that is tied to the input embeddings gets a weight of its own. Parameters no
+    longer require gradients.
 
     Args:
         model (`PreTrainedModel`): A model on the CPU, in float32, bfloat16 or float16. It is changed in place.
@@ -138,12 +139,15 @@ def _check_linear(name: str, linear: Any) -> None:
 
 
 def _linears(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-    """Return the linear layers, each with the module that holds it and its name there."""
+    """
+    Return the linear layers, each with the module that holds it and its name there. Those of DeepSeek's kinds that make
+    keys and values of latents are left out: attention multiplies by their columns, too.
+    """
     return [
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent._modules.items()
-        if type(child) is nn.Linear
+        if type(child) is nn.Linear and name != "kv_b_proj"
     ]
 
 

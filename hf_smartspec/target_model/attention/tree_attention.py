@@ -15,7 +15,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...cpu.attention import can_attend, few_token_attention
-from ..compat import modules_of
+from ..compat import modules_of, shared_value
 from ..forward_code import mentions
 from ..layout.step_layout import PaddedPart, StepLayout
 from .folding import fold, unfold, unpad
@@ -222,22 +222,26 @@ def _attention(
 def layer_window(module: torch.nn.Module, argument: int | None) -> int | None:
     """
     Return the layer's sliding window. Where the config lists every layer's type, models build masks by that list, and
-    may not pass the window to the attention function (Qwen2-MoE does not). The masks alone have the config's window
-    where transformers' own attention does not read it (PhiMoE).
+    may not pass the window to the attention function (Qwen2-MoE does not). Where transformers' own attention does not
+    read the config's window, masks may have it nevertheless (PhiMoE).
     """
     config, layer_idx = getattr(module, "config", None), getattr(module, "layer_idx", None)
     layer_types = getattr(config, "layer_types", None)
     if not layer_types or not isinstance(layer_idx, int):
-        kind: Any = type(module)
-        is_of_masks = argument is None and not _reads_window(kind)
-        return getattr(config, "sliding_window", None) if is_of_masks else argument
+        is_of_masks = argument is None and config is not None and _leaves_windows_to_masks(type(module))
+        return shared_value(config, "sliding_window") if is_of_masks else argument
     return getattr(config, "sliding_window", argument) if layer_types[layer_idx] == "sliding_attention" else None
 
 
 @cache
-def _reads_window(kind: type[torch.nn.Module]) -> bool:
-    """Return whether the forward of a kind of attention reads a window, or may, as that of another package."""
-    return not kind.__module__.startswith("transformers.") or "sliding_window" in mentions(kind)
+def _leaves_windows_to_masks(kind: type[torch.nn.Module]) -> bool:
+    """
+    Return whether a kind of transformers' attention reads no window, and its file makes masks that have one. Most files
+    make none, whatever the config says (Llama).
+    """
+    if not kind.__module__.startswith("transformers.") or "sliding_window" in mentions(kind):
+        return False
+    return hasattr(sys.modules[kind.__module__], "create_sliding_window_causal_mask")
 
 
 def _softcapped_attention(

@@ -1,5 +1,6 @@
 """Attention to latents, of which keys and values are made (multi-head latent attention, as in DeepSeek)."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ class Expansion(Weighted):
         return not self.key_size % 16 and not self.rank % 16
 
 
+@dataclass(eq=False)
 class LatentPlan:
     """
     Plan of what attention to latents has beside a `LayerPlan`, whose `query_key_value` returns a latent and a key that
@@ -65,17 +67,12 @@ class LatentPlan:
         turned_size (`int`): Numbers of rotated keys.
     """
 
-    def __init__(
-        self,
-        down: Map | None,
-        down_norm: Map | None,
-        queries: Map,
-        norm: Map,
-        expansion: Expansion,
-        turned_size: int,
-    ):
-        self.down, self.down_norm, self.queries, self.norm = down, down_norm, queries, norm
-        self.expansion, self.turned_size = expansion, turned_size
+    down: Map | None
+    down_norm: Map | None
+    queries: Map
+    norm: Map
+    expansion: Expansion
+    turned_size: int
 
     @property
     def products(self) -> list[Map]:

@@ -126,7 +126,7 @@ def _form_of(module: nn.Module, eps: float) -> int | None:
     probe, has_bias = copy.copy(module), module._parameters.get("bias") is not None
     pairs = {"weight": numbers[0], "bias": numbers[1] if has_bias else None}
     probe._parameters = {
-        name: None if (item := pairs[name]) is None else nn.Parameter(item, requires_grad=False)
+        name: None if (item := pairs.get(name)) is None else nn.Parameter(item, requires_grad=False)
         for name in module._parameters
     }
     x = (numbers[2:] - 1) * eps**0.5  # small numbers, so that eps counts

@@ -108,6 +108,16 @@ def test_windows_that_masks_alone_have():
     assert are_near(found[0][-1], model(torch.tensor(text)[None]).logits[0, -1])
 
 
+@pytest.mark.parametrize("name", ["llama", "nemotron"])
+@torch.no_grad()
+def test_windows_that_neither_attention_nor_masks_have(name):
+    """Configs may name one that the model does not know."""
+    model, text = new_model(name, sliding_window=16), np.random.default_rng(0).integers(3, 90, 60)
+    for forward in (packed_forward(model), PackedForward(model)):
+        logits, _ = forward.forward([RowInput(forward.add(), text)])
+        assert are_near(logits[-1], model(torch.tensor(text)[None]).logits[0, -1])
+
+
 def test_tokens_are_those_of_generate():
     model = new_phimoe(sliding_window=64)
     ids = torch.randint(3, 90, (2, 60), generator=torch.Generator().manual_seed(0))

@@ -9,6 +9,7 @@ import hf_smartspec
 from hf_smartspec.cpu.quantized.native import has_kernels
 
 from ...models import GEMMA_4
+from .deepseek import LATENT, new_deepseek
 from .test_compiled import DTYPES, by_layers, model_of, tried
 from .test_written import logits_of
 
@@ -29,3 +30,14 @@ def test_every_bit_is_that_of_the_layers(name, kind, dtype, programs):
     found = logits_of(forward)
     assert len(programs) == (0 if name == "gemma3_text" else 2)  # whose window is short
     assert torch.equal(found, logits_of(by_layers(other)))
+
+
+@pytest.mark.skipif(not LATENT, reason="this release's caches hold no latents")
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_attention_to_latents(kind, programs):
+    """Whose maps from latents stay as they are."""
+    model = hf_smartspec.quantize(new_deepseek("deepseek_v3"), kind)
+    assert type(model.model.layers[0].self_attn.kv_b_proj) is torch.nn.Linear
+    other, forward = copy.deepcopy(model), tried(model)
+    programs.clear()
+    assert torch.equal(logits_of(forward), logits_of(by_layers(other))) and len(programs) == 2
