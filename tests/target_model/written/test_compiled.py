@@ -81,6 +81,17 @@ def by_layers(model):
     return forward
 
 
+def check_program(model, programs) -> None:
+    """Check that every bit of a program is that of the layers, whose logits are the model's own in float32."""
+    own = logits_of(PackedForward(model))
+    other, forward = copy.deepcopy(model), tried(model)
+    programs.clear()
+    found = logits_of(forward)
+    assert len(programs) == 2 and torch.equal(found, logits_of(by_layers(other)))
+    if model.dtype == torch.float32:
+        assert (found - own).abs().max() <= 1e-5 * max(own.abs().max(), 1)
+
+
 def tried(model):
     """A forward of the model whose program has been compared with the layers."""
     forward = packed_forward(model)
@@ -109,13 +120,7 @@ def test_every_bit_is_that_of_the_layers(name, dtype, programs):
 def test_every_bit_of_further_kinds_is_that_of_the_layers(name, options, dtype, programs):
     """Whose layers are also the models' own, in float32."""
     model = model_of(name, dtype, **options)
-    own = logits_of(PackedForward(model))
-    other, forward = copy.deepcopy(model), tried(model)
-    programs.clear()
-    found = logits_of(forward)
-    assert len(programs) == 2 and torch.equal(found, logits_of(by_layers(other)))
-    if dtype == torch.float32:
-        assert (found - own).abs().max() <= 1e-5 * max(own.abs().max(), 1)
+    check_program(model, programs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,7 +1,5 @@
 """DeepSeek's kinds written out: attention to latents, and routers that choose groups of experts first."""
 
-import copy
-
 import numpy as np
 import pytest
 import torch
@@ -23,7 +21,7 @@ from hf_smartspec.target_model.written.rotations import Rotation
 
 from ...covering import exhaustive
 from .deepseek import CONFIGS, LATENT, OTHERS, new_deepseek
-from .test_compiled import by_layers, tried
+from .test_compiled import by_layers, check_program, tried
 from .test_written import TREE, are_near, is_written, logits_of
 
 pytestmark = [
@@ -51,14 +49,7 @@ OPTIONS = [
 @torch.no_grad()
 def test_logits_are_the_models_own_and_every_bit_is_that_of_the_layers(name, options, dtype, programs):
     """Of ragged rows, trees, chains, and an accepted path; the models' own in float32."""
-    model = new_deepseek(name, dtype, **options)
-    own = logits_of(PackedForward(model))
-    other, forward = copy.deepcopy(model), tried(model)
-    programs.clear()
-    found = logits_of(forward)
-    assert len(programs) == 2 and torch.equal(found, logits_of(by_layers(other)))
-    if dtype == torch.float32:
-        assert are_near(found, own)
+    check_program(new_deepseek(name, dtype, **options), programs)
 
 
 def test_parts_are_told_by_what_they_compute():

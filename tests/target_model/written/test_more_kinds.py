@@ -1,7 +1,5 @@
 """Decoders of further kinds: other names of norms, activations with numbers of their own, experts that are called."""
 
-import copy
-
 import pytest
 import torch
 from transformers.activations import XIELUActivation
@@ -14,7 +12,7 @@ from hf_smartspec.target_model.written.mlps import CalledMLP
 
 from ... import models
 from ...models import new_model
-from .test_compiled import by_layers, tried
+from .test_compiled import check_program
 from .test_written import are_near, is_written, logits_of
 
 LLAMA = models.PACKED["llama"][1] | {"head_dim": 16}
@@ -54,12 +52,7 @@ def made(name: str, dtype: torch.dtype = torch.float32):
 @torch.no_grad()
 def test_every_bit_is_that_of_the_layers(name, dtype, programs):
     """Whose numbers are also the model's own, in float32."""
-    model = made(name, dtype)
-    own, other, forward = logits_of(PackedForward(model)), copy.deepcopy(model), tried(model)
-    programs.clear()
-    found = logits_of(forward)
-    assert len(programs) == 2 and torch.equal(found, logits_of(by_layers(other)))
-    assert dtype != torch.float32 or are_near(found, own)
+    check_program(made(name, dtype), programs)
 
 
 @torch.no_grad()

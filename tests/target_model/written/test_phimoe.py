@@ -1,7 +1,5 @@
 """PhiMoE written out: sparse mixers as routers, biases of norms and of the head, windows that masks alone have."""
 
-import copy
-
 import numpy as np
 import pytest
 import torch
@@ -17,7 +15,7 @@ from hf_smartspec.target_model.written.mlps import CalledMLP
 from hf_smartspec.target_model.written.recognition import make_plan
 
 from ...models import new_model
-from .test_compiled import by_layers, tried
+from .test_compiled import check_program
 from .test_written import are_near, is_written, logits_of
 
 pytestmark = pytest.mark.skipif(not has_kernels(torch.float32), reason="there is no compiled code for this CPU")
@@ -67,12 +65,7 @@ def test_experts_are_those_of_the_model():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
 def test_every_bit_is_that_of_the_layers(dtype, programs):
-    model = new_phimoe(num_local_experts=8).to(dtype)
-    other, forward, own = copy.deepcopy(model), tried(model), logits_of(PackedForward(model))
-    programs.clear()
-    found = logits_of(forward)
-    assert len(programs) == 2 and torch.equal(found, logits_of(by_layers(other)))
-    assert dtype != torch.float32 or are_near(found, own)
+    check_program(new_phimoe(num_local_experts=8).to(dtype), programs)
 
 
 def test_models_in_training_run_their_own_forward():

@@ -1,7 +1,5 @@
 """Layers that rotate queries and keys, before norms of these or after, or not: found by their own forwards."""
 
-import copy
-
 import pytest
 import torch
 from transformers.models.cohere2.modeling_cohere2 import Cohere2Attention
@@ -15,7 +13,7 @@ from hf_smartspec.target_model.written.recognition import make_plan
 from hf_smartspec.target_model.written.rotation_order import rotation_order
 
 from ...models import new_model, shared_model
-from .test_compiled import by_layers, tried
+from .test_compiled import check_program
 from .test_written import are_near, is_written, logits_of
 
 KINDS = {
@@ -111,11 +109,7 @@ def test_norms_after_rotations():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
 def test_every_bit_of_norms_after_rotations_is_that_of_the_layers(dtype, programs):
-    model = new_hunyuan(dtype)
-    other, forward = copy.deepcopy(model), tried(model)
-    programs.clear()
-    found = logits_of(forward)
-    assert len(programs) == 2 and torch.equal(found, logits_of(by_layers(other)))
+    check_program(new_hunyuan(dtype), programs)
 
 
 @torch.no_grad()
