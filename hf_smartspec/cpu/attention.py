@@ -185,6 +185,7 @@ def can_attend_to_latents(*tensors: torch.Tensor) -> bool:
     dtype = tensors[0].dtype
     return (
         all(is_plain(item) and item.dtype is dtype and not item.shape[2] % 16 for item in tensors)
+        and all(item.is_contiguous() for item in tensors)
         and not (torch.is_grad_enabled() and any(item.requires_grad for item in tensors))
         and has_attention(dtype)
     )

@@ -18,8 +18,8 @@ class Routing(NamedTuple):
         norms (`bool`): Whether a token's weights are divided by their sum plus `eps`.
         factor (`float`): Factor of weights.
         scale (`float`): Factor of scores, above 0.
-        groups, num_groups (`int`): Groups that the experts are divided into, and how many of these are chosen first; 0
-            without groups.
+        groups, num_groups (`int`): Groups of equal size that the experts are divided into, and how many of these are
+            chosen first, which must have `num_chosen` experts or more; 0 without groups.
         adds_two (`bool`): Whether groups are chosen by the sum of their two largest probabilities, bias included; else
             by the largest.
         cap (`float`, *optional*): Of sparse mixers (PhiMoE), how far below an expert's score others may be that share

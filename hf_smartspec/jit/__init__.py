@@ -89,7 +89,9 @@ def compile_ahead() -> None:
 def inner(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     Return the function for compiled code alone, as a part of its callers' machine code: compiled once for all of them,
-    and optimized within each. Python cannot call it; `compiled(name.py_func)` can be called.
+    and optimized within each. Python cannot call it; `compiled(name.py_func)` can be called. It has no environment for
+    Python's objects: it must not print, nor raise errors with arguments that are not constants. Inner functions must
+    not call one another in a circle.
     """
     return _Inner(function, targetoptions=_OPTIONS | {"no_cpython_wrapper": True}, pipeline_class=_InnerCompiler)
 

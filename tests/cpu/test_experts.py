@@ -86,13 +86,13 @@ def test_sparse_mixers_are_those_of_transformers(distance, dtype):
 
 
 @pytest.mark.parametrize("is_sigmoid", [False, True])
-@pytest.mark.parametrize("groups", [0, 2])
-def test_scores_that_are_no_numbers_are_chosen_first_as_by_torch(is_sigmoid, groups):
+@pytest.mark.parametrize(("groups", "num_groups"), [(0, 0), (2, 2), (2, 1)])
+def test_scores_that_are_no_numbers_are_chosen_first_as_by_torch(is_sigmoid, groups, num_groups):
     scores = torch.full((4, 8), torch.nan)
     scores[1, :6], scores[2] = 0.0, -torch.inf
     scores[3] = torch.linspace(3, -3, 8)
     scores[3, 5] = torch.nan
-    routing = Routing(4, is_sigmoid, True, groups=groups, num_groups=2)
+    routing = Routing(4, is_sigmoid, True, groups=groups, num_groups=num_groups)
     choices, weights = route(scores, None, routing)
     assert all(len(set(line)) == 4 and set(line) <= set(range(8)) for line in choices.tolist())
     assert {6, 7} <= set(choices[1].tolist()) or not is_sigmoid

@@ -241,14 +241,14 @@ def _score_lines(a, run, lines, num, queries, keys, scores, then, turned):
         stop, distance = min(block + step, last), _to_prefetch(lines, _stride(a), block, step, then)
         for head in range(end - begin):
             own, found = ahead(queries, head * some * a[_SIZE]), ahead(scores, head * some * num)
-            size, stride, apart, rows, results = a[_SIZE], _stride(a), num, keys, found
+            size, stride, apart, rows, results, later = a[_SIZE], _stride(a), num, keys, found, distance
             place = _place_of_head(a, begin + head)
             for part in range(2 if a[_TURNED_SIZE] else 1):
-                if part:
+                if part:  # rotated keys, which are few: none are prefetched
                     size = stride = a[_TURNED_SIZE]
                     own, rows, place = ahead(turned_queries, head * some * size), turned_keys, 0
-                    apart, results, distance = _BLOCK, ahead(more, -block), 0
-                _score((size, stride, place), some, block, stop, apart, own, rows, results, distance)
+                    apart, results, later = _BLOCK, ahead(more, -block), 0
+                _score((size, stride, place), some, block, stop, apart, own, rows, results, later)
             if a[_TURNED_SIZE]:
                 for query in range(some):
                     for line in range(block, stop):

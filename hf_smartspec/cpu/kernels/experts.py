@@ -124,14 +124,17 @@ def _choose_groups(a, probabilities, ranks, kind):
     groups = a[_ROUTE_GROUPS]
     size = a[_NUM_EXPERTS] // groups
     for group in range(groups):
-        first, second = _UNLIKELY, _UNLIKELY
+        first, second, has_none = _UNLIKELY, _UNLIKELY, False
         for expert in range(group * size, (group + 1) * size):
             own = _with_bias(a, probabilities, expert, kind)
+            has_none = has_none or own != own
             if own > first:
                 first, second = own, first
             else:
                 second = max(second, own)
         ranks[group] = first + second if a[_ADDS_TWO] else first
+        if has_none:  # numbers that are none come first, as with torch
+            ranks[group] = -_UNLIKELY
     for group in range(groups):
         num_better = 0
         for other in range(groups):

@@ -118,12 +118,13 @@ def _rotate(a, token, states, outputs, kind):
 def _rotate_by(a, states, cos, sin, outputs, products):
     """Round products and their sum, as transformers does; products as numbers that `products` points to."""
     half = a[_DIM] // 2
-    if a[_IS_INTERLEAVED]:
-        # Where a pair's numbers are written, and how far apart.
-        step, apart = (1, half) if a[_IS_INTERLEAVED] == TO_HALVES else (2, 1)
+    # A loop for each form, since compilers use vectors where strides are constant.
+    if a[_IS_INTERLEAVED] == TO_HALVES:
         for index in range(half):
-            places = step * index, step * index + apart
-            _rotate_pair(states, cos, sin, outputs, products, 2 * index, 2 * index + 1, places)
+            _rotate_pair(states, cos, sin, outputs, products, 2 * index, 2 * index + 1, (index, half + index))
+    elif a[_IS_INTERLEAVED]:
+        for index in range(half):
+            _rotate_pair(states, cos, sin, outputs, products, 2 * index, 2 * index + 1, (2 * index, 2 * index + 1))
     else:
         for index in range(half):
             _rotate_pair(states, cos, sin, outputs, products, index, half + index, (index, half + index))
