@@ -225,10 +225,12 @@ def layer_window(module: torch.nn.Module, argument: int | None) -> int | None:
     may not pass the window to the attention function (Qwen2-MoE does not). Where transformers' own attention does not
     read the config's window, masks may have it nevertheless (PhiMoE).
     """
-    config, layer_idx = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    config: Any = getattr(module, "config", None)
+    layer_idx = getattr(module, "layer_idx", None)
     layer_types = getattr(config, "layer_types", None)
     if not layer_types or not isinstance(layer_idx, int):
-        is_of_masks = argument is None and config is not None and _leaves_windows_to_masks(type(module))
+        kind: Any = type(module)
+        is_of_masks = argument is None and config is not None and _leaves_windows_to_masks(kind)
         return shared_value(config, "sliding_window") if is_of_masks else argument
     return getattr(config, "sliding_window", argument) if layer_types[layer_idx] == "sliding_attention" else None
 
