@@ -20,8 +20,8 @@ class Routing(NamedTuple):
         scale (`float`): Factor of scores, above 0.
         groups, num_groups (`int`): Groups of equal size that the experts are divided into, and how many of these are
             chosen first, which must have `num_chosen` experts or more; 0 without groups.
-        adds_two (`bool`): Whether groups are chosen by the sum of their two largest probabilities, bias included; else
-            by the largest.
+        adds_two (`bool`): Whether groups, of two experts or more, are chosen by the sum of their two largest
+            probabilities, bias included; else by the largest.
         cap (`float`, *optional*): Of sparse mixers (PhiMoE), how far below an expert's score others may be that share
             the softmax with it, relative to the larger size of both; none of those chosen before it does.
     """
@@ -61,6 +61,7 @@ def route(
     probabilities = torch.empty_like(scores, dtype=torch.float32)
     ranks = scores.new_empty(num, 2 * routing.groups, dtype=torch.float32)
     is_wide = bias is not None and bias.dtype is torch.float32
+    assert bias is None or is_wide or bias.dtype is scores.dtype, "compiled code reads no other bias"
     run_operator(
         scores.dtype, ROUTE, 1, num, num_experts, chosen, routing.is_sigmoid, routing.norms, scores.data_ptr(),
         0 if bias is None else bias.data_ptr(), is_wide, probabilities.data_ptr(), choices.data_ptr(),

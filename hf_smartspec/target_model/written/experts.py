@@ -155,7 +155,7 @@ def written_experts(block: Any, dtype: torch.dtype) -> Experts | None:
     if not are_plain(parameters.values(), torch.float32 if is_wide else dtype):
         return None
     num, bias = len(router.weight), _bias_of(block)
-    if num != len(experts.down_proj) or not (bias is None or _is_bias(bias, num, dtype)):
+    if num != len(experts.down_proj) or not (bias is None or _is_bias(bias, num, torch.float32 if is_wide else dtype)):
         return None
     try:
         is_sparse = bias is None and getattr(router, "router_jitter_noise", 0.0) > 0.0  # without, unknown in training

@@ -20,7 +20,7 @@ from hf_smartspec.target_model.written.recognition import make_plan
 from hf_smartspec.target_model.written.rotations import Rotation
 
 from ...covering import exhaustive
-from .deepseek import CONFIGS, LATENT, OTHERS, new_deepseek
+from .deepseek import CONFIGS, LATENT, OTHERS, biases_of, new_deepseek
 from .test_compiled import by_layers, check_program, tried
 from .test_written import TREE, are_near, is_written, logits_of
 
@@ -174,6 +174,21 @@ def test_parts_of_other_kinds_are_called_or_left_to_the_models_own_forward():
     model = new_deepseek("deepseek_v3")
     model.model.layers[0].self_attn.kv_b_proj.bias = nn.Parameter(torch.ones(4 * 56), requires_grad=False)
     assert not is_written(model)
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+@torch.no_grad()
+def test_biases_in_another_dtype_than_scores(is_replaced):
+    """Biases in bfloat16 beside scores in float32: files have both in float32. Experts are the block's own then."""
+    model = new_deepseek("deepseek_v3", torch.bfloat16)
+    if is_replaced:
+        logits_of(packed_forward(model))
+    for owner in biases_of(model):
+        owner.e_score_correction_bias = owner.e_score_correction_bias.to(torch.bfloat16) * 5
+    logits_of(packed_forward(model))
+    block, x = model.model.layers[1].mlp, torch.randn(1, 9, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    mlp = written_decoder(model).plan.layers[1].mlp
+    assert isinstance(mlp, CalledMLP) and torch.equal(mlp(x[0]), block(x)[0])
 
 
 @pytest.mark.parametrize("name", OTHERS)
