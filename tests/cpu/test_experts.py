@@ -73,7 +73,7 @@ def test_scores_and_weights_are_scaled(is_sigmoid, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("distance", [0.005, 0.05, 0.5])
 def test_sparse_mixers_are_those_of_transformers(distance, dtype):
-    """Of scores near one another, and of others, of both signs."""
+    """Compare scores near one another, and others, of both signs."""
     scores = (numbers(33, 1) + numbers(33, 16) * 0.1).to(dtype)
     choices, weights = route(scores, None, Routing(2, False, False, cap=2 * distance))
     expected_weights, expected = sparsemixer(scores, distance, training=False)

@@ -84,7 +84,7 @@ class DeltaPlan:
     @cached_property
     def parts(self) -> np.ndarray:
         """
-        Where each part of `sizes`, head by head, lies in what maps `by head` return: its begin and its length,
+        Places of the parts of `sizes`, head by head, in what maps `by head` return: begin and length of each,
         `[parts, 2]` int64.
         """
         found, begin = [], 0

@@ -1,4 +1,4 @@
-"""Whether attention rotates queries and keys, and when, found by its own forward on tensors without numbers."""
+"""The order of norms and rotations in attention, found by its own forward on tensors without numbers."""
 
 import copy
 import inspect

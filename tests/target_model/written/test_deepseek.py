@@ -48,7 +48,7 @@ OPTIONS = [
 @pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in CONFIGS), *OPTIONS])
 @torch.no_grad()
 def test_logits_are_the_models_own_and_every_bit_is_that_of_the_layers(name, options, dtype, programs):
-    """Of ragged rows, trees, chains, and an accepted path; the models' own in float32."""
+    """Compare ragged rows, trees, chains, and an accepted path; with the model's own in float32."""
     check_program(new_deepseek(name, dtype, **options), programs)
 
 
@@ -227,7 +227,7 @@ def test_other_sizes_run_layer_by_layer(size, programs):
 
 @torch.no_grad()
 def test_attention_without_compiled_code_is_the_models_own(monkeypatch):
-    """As on a GPU: all latents are multiplied at once."""
+    """Multiply all latents at once, as on a GPU."""
     monkeypatch.setattr(latent_layer, "can_attend_to_latents", lambda *tensors: False)
     monkeypatch.setattr(latent, "most_tokens", lambda dtype: 0)
     model = new_deepseek("deepseek_v3")
