@@ -9,7 +9,7 @@ import torch
 
 from .few_tokens import has_kernels
 from .kernels.program import CONVOLVE, HEADER, RECUR
-from .kernels.recur import scratch_size
+from .kernels.recur import most_states, scratch_size
 from .program import Program, column, run_operator
 from .tensor_checks import is_plain, is_vector
 
@@ -38,6 +38,7 @@ class ShortTails:
             written, and decays, with their `rates`.
         dtype (`torch.dtype`): Dtype of these inputs, of decays, of rates and of windows, which hold the last inputs;
             all other numbers, states among them, are float32.
+        most_states (`int`): The most states of a row that recurrences need at once.
         num_bytes (`int`): Bytes of these for all tokens, or what they would take if no state were stored at once.
         stores_all (`bool`): Whether all states are stored at once: then these stay empty.
         fill (`Callable`, *optional*): Fills `inputs` and `written`, if they are not filled yet.
@@ -47,7 +48,7 @@ class ShortTails:
         self.rows, self.parents = rows, parents
         self.layout = len(rows), parents.shape[1], rows.ctypes.data, parents.ctypes.data
         self.stores_all = bool((rows[:, 3] >= 0).all())
-        self.num_threads = torch.get_num_threads()
+        self.num_threads, self.most_states = torch.get_num_threads(), most_states(parents)
         self.inputs: dict[Key, torch.Tensor] = {}
         self.written: dict[Key, Written] = {}
         self.operators: dict[tuple[int, Key], np.ndarray] = {}  # codes and fields, as in `Program.rows`
@@ -81,9 +82,16 @@ class ShortTails:
             windows (`torch.Tensor` of shape `[entries, width - 1, channels]`): The last inputs of all entries.
             is_silu (`bool`): Whether SiLU is applied.
         """
-        outputs, program = convolved(self.layout, self.num_threads, inputs, windows, weight, bias, is_silu)
+        (channels, width), outputs = weight.shape, inputs.new_empty(inputs.shape, dtype=torch.float32)
+        fields = (
+            channels, width, is_silu, inputs.stride(0), channels, inputs.data_ptr(), windows.data_ptr(),
+            weight.data_ptr(), 0 if bias is None else bias.data_ptr(), outputs.data_ptr(),
+        )  # fmt: skip
         self.num_bytes += outputs.nbytes
-        self._note(inputs.dtype, CONVOLVE, key, program)
+        num_threads = self.num_threads if inputs.numel() * width > _SMALL else 1
+        self._note(
+            inputs.dtype, CONVOLVE, key, run_operator(inputs.dtype, CONVOLVE, num_threads, *self.layout, *fields)
+        )
         if not self.stores_all:
             self.inputs[key] = inputs
         return outputs
@@ -97,13 +105,13 @@ class ShortTails:
         decays: torch.Tensor,
         betas: torch.Tensor | None,
         states: torch.Tensor,
-        outputs: torch.Tensor,
         scale: float = 1.0,
         eps: float = 0.0,
         rates: Rates | None = None,
-    ) -> None:
+    ) -> torch.Tensor:
         """
-        Compute a recurrence along every token's ancestors, for arguments that pass `can_recur`.
+        Return the outputs `[N, heads, dv]` of a recurrence along every token's ancestors, for arguments that pass
+        `can_recur`.
 
         Args:
             key (tuple): The layer.
@@ -111,14 +119,14 @@ class ShortTails:
                 heads, dv]`), decays, betas (`torch.Tensor` of shape `[N, heads]`): Inputs; without `betas`, values are
                 added as they are.
             states (`torch.Tensor` of shape `[entries, heads, dk, dv]`): States of all entries.
-            outputs (`torch.Tensor` of shape `[N, heads, dv]`): Filled for the tokens of all rows.
             scale (`float`), eps (`float`): Factor of queries; where `eps` is not 0, queries and keys are normalized.
             rates (pair of `torch.Tensor` of shape `[heads]`, *optional*): A and b where decays are `-exp(A) softplus(x
                 + b)` of the given x, and betas are sigmoids of the given ones.
         """
         heads, size, value_size = states.shape[1:]
-        number = scratch_size(self.parents.shape[1], size, value_size)
-        writes, scratch = torch.empty_like(outputs), outputs.new_empty(self.num_threads * number)
+        number = scratch_size(self.parents.shape[1], self.most_states, size, value_size)
+        outputs, writes = (values.new_empty(values.shape) for _ in range(2))
+        scratch = outputs.new_empty(self.num_threads * number)
         logs, biases = (0, 0) if rates is None else [item.data_ptr() for item in rates]
         fields = (
             heads, heads // keys.shape[1], size, value_size, queries.data_ptr(), keys.data_ptr(), values.data_ptr(),
@@ -134,12 +142,26 @@ class ShortTails:
         if not self.stores_all:
             self.written[key] = keys, eps, writes, decays, rates
             self.held.append(scratch)
+        return outputs
 
     def _note(self, dtype: torch.dtype, code: int, key: Key, program: Any) -> None:
         if not self.stores_all:
             assert not self.operators or dtype is self.dtype, "layers of one kind"
             self.dtype = dtype
             self.operators[code, key] = np.frombuffer(program, np.int64)[HEADER:]
+
+    def last_inputs(self, num: int) -> np.ndarray:
+        """
+        Return the places of each token's last `num` inputs, its own included, `[R, T, num]`: among those of all tokens,
+        followed by windows of as many inputs for each row. Padding has those of the row's last token.
+        """
+        first, size = self.rows[:, :1], self.rows[:, 1:2]
+        before = np.arange(1, len(self.rows) + 1)[:, None] * num + int(self.rows[:, 1].sum())
+        token, found = np.minimum(np.arange(self.parents.shape[1]), size - 1), []
+        for _ in range(num):
+            found.append(np.where(token < 0, before + token, first + token))
+            token = np.where(token < 0, token - 1, np.take_along_axis(self.parents, np.maximum(token, 0), axis=1))
+        return np.stack(found[::-1], axis=2)
 
     def forget(self) -> None:
         """Drop what `store` reads."""
@@ -174,25 +196,6 @@ class ShortTails:
             program.rows[places, column(code, "outputs")] = 0
             program.rows[places, column(code, name)] = addresses
         program.run(self.num_threads)
-
-
-def convolved(
-    layout: tuple[int, int, int, int],
-    num_threads: int,
-    inputs: torch.Tensor,
-    windows: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    is_silu: bool,
-) -> tuple[torch.Tensor, Any]:
-    """Return `ShortTails.convolve` for rows of such a layout (`ShortTails.layout`), and the program that was run."""
-    (channels, width), outputs = weight.shape, inputs.new_empty(inputs.shape, dtype=torch.float32)
-    fields = (
-        channels, width, is_silu, inputs.stride(0), channels, inputs.data_ptr(), windows.data_ptr(), weight.data_ptr(),
-        0 if bias is None else bias.data_ptr(), outputs.data_ptr(),
-    )  # fmt: skip
-    num_threads = num_threads if inputs.numel() * width > _SMALL else 1
-    return outputs, run_operator(inputs.dtype, CONVOLVE, num_threads, *layout, *fields)
 
 
 def can_convolve(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
@@ -255,8 +258,7 @@ def has_recurrence() -> bool:
         tails = ShortTails(np.array([[0, _CHECKED, 0, _CHECKED - 1]]), np.arange(-1, _CHECKED - 1)[None])
         states = torch.zeros(1, 1, 16, 16, **kind)
         state, windows, weight = states.double(), torch.zeros(1, 3, 16, **kind), torch.rand(16, 4, **given)
-        found = torch.empty_like(value)
-        tails.recur((0, 0), query, key, value, decay, beta, states, found)
+        found = tails.recur((0, 0), query, key, value, decay, beta, states)
         convolved = tails.convolve((0, 0), value[:, 0], windows, weight, None, False)
         padded = torch.cat([torch.zeros(3, 16, **kind), value[:, 0]])
         expected = torch.stack([padded[place : place + _CHECKED] * weight[:, place] for place in range(4)]).sum(0)

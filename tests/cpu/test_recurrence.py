@@ -1,5 +1,6 @@
 """Compiled recurrent layers of ragged rows with trees, against torch's form of them and plain loops."""
 
+import itertools
 import weakref
 
 import numpy as np
@@ -76,13 +77,13 @@ def test_recurrences_are_those_of_torch(groups, with_beta, eps, with_rates, dtyp
     decay = -2 * torch.rand(num, heads, generator=generator).to(dtype)
     beta = torch.rand(num, heads, generator=generator).to(dtype) if with_beta else None
     states = torch.randn(2 * len(rows) + 1, heads, dk, dv, generator=generator)
-    before, found = states.clone(), torch.full((num, heads, dv), torch.nan)
+    before = states.clone()
     rates = None
     if with_rates:  # softplus is the number itself from 20 on
         rates = -3 - torch.rand(heads, generator=generator).to(dtype), torch.tensor([-1.0, 0.0, 5.0, 21.0], dtype=dtype)
         beta = 4 * beta - 2
     assert can_recur(query, key, value, decay, beta, rates)
-    tails.recur(KEY, query, key, value, decay, beta, states, found, 0.7, eps, rates)
+    found = tails.recur(KEY, query, key, value, decay, beta, states, 0.7, eps, rates)
     if rates is not None:
         decay, beta = rates_of(decay, rates), beta.float().sigmoid()
     store(tails, rows, {}, {KEY: states})
@@ -147,13 +148,50 @@ def test_queries_are_not_held_for_states():
     for at_once in (False, True):
         rows = [(parents, 2, at_once)]
         (tails, _), states, query = tails_of(rows), torch.zeros(2, 1, 16, 16), torch.ones(3, 1, 16)
-        tails.recur(KEY, query, key, value, decay, beta, states, torch.empty_like(value), eps=EPS)
+        tails.recur(KEY, query, key, value, decay, beta, states, eps=EPS)
         freed = weakref.ref(query)
         del query
         assert freed() is None
         store(tails, rows, {}, {KEY: states})
         found.append(states)
     assert found[0].any() and torch.equal(*found)
+
+
+@pytest.mark.parametrize("sizes", [(16, 16), (16, 80), (32, 128)])
+@pytest.mark.parametrize("is_delta", [True, False])
+@given(tree=rows_of_trees(), cuts=st.sets(st.integers(1, 29)), at_once=st.booleans(), seed=st.integers(0, 2**31))
+@settings(max_examples=examples(15), deadline=None)
+def test_cuts_and_branches_change_no_bit(sizes, is_delta, tree, cuts, at_once, seed):
+    """A text of 30 tokens is run whole, in pieces, and as a path of a tree with others beside it."""
+    (dk, dv), generator, num = sizes, torch.Generator().manual_seed(seed), 30
+    query, key, value = (torch.randn(num, 2, size, generator=generator) for size in (dk, dk, dv))
+    decay, beta = -torch.rand(num, 2, generator=generator), torch.rand(num, 2, generator=generator)
+    given_ = query, key, value, decay, beta if is_delta else None
+    first = torch.randn(3, 2, dk, dv, generator=generator)
+
+    def run(tokens, parents, end, states, at_once):
+        tails, _ = tails_of([(parents, end, at_once)])
+        own = [item if item is None else item[tokens] for item in given_]
+        found = tails.recur(KEY, *own, states, 0.7, EPS if is_delta else 0.0)
+        store(tails, [(parents, end, at_once)], {}, {KEY: states})
+        return found
+
+    whole, pieces = first.clone(), first.clone()
+    expected = run(list(range(num)), list(range(-1, num - 1)), num - 1, whole, True)
+    bounds, found = [0, *sorted(cuts), num], []
+    for begin, after in itertools.pairwise(bounds):
+        chain = list(range(-1, after - begin - 1))
+        found.append(run(list(range(begin, after)), chain, len(chain) - 1, pieces, at_once))
+    assert torch.equal(torch.cat(found), expected) and torch.equal(pieces, whole)
+
+    parents, end, _ = tree[0]  # its tokens are those of the text at their depth
+    path, states, short = path_to(parents, end), first.clone(), first.clone()
+    depths = [len(path_to(parents, node)) - 1 for node in range(len(parents))]
+    outputs = run(depths, parents, end, states, False)
+    assert torch.equal(outputs, expected[depths])
+    if path:
+        run(list(range(len(path))), list(range(-1, len(path) - 1)), len(path) - 1, short, True)
+    assert torch.equal(states, short)
 
 
 @pytest.mark.parametrize("default", [{"dtype": torch.bfloat16}, {"device": "meta"}])

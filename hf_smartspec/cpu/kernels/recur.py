@@ -1,4 +1,9 @@
-"""Recurrent layers of a few tokens: causal convolutions and linear recurrences along the paths of draft trees."""
+"""
+Recurrent layers of compiled forwards: causal convolutions and linear recurrences along the paths of draft trees.
+
+A recurrence runs token by token, each from the state after its parent. So neither its numbers nor the states that it
+leaves depend on how a text is cut into forwards, or on other branches.
+"""
 
 from math import exp, log, sqrt
 
@@ -7,8 +12,7 @@ import numpy as np
 from ...jit import inner
 from ...jit.pointers import ahead, float32_at, get, int64_at, like, take
 from .gates import exponential
-from .multiply import largest_tile, tile_width
-from .tiles import add_weighted, most_sums, sum_of_squares, tile
+from .tiles import add_outer, add_weighted, sum_of_squares, tile
 
 # Compiled code is called with the address of these numbers, int64 each but for `eps` and `scale`, which are float64.
 # Numbers at addresses are float32, or of the program's kind where that is said.
@@ -37,7 +41,7 @@ CONVOLVE_FIELDS = tuple(
 # is_delta: whether what the state returns for a key is subtracted from the value.
 # states: address of `[entries, heads, size, value_size]`; writes: of `[num_tokens, heads, value_size]`, filled.
 # scale: factor of queries. eps: where not 0, queries and keys are normalized to length 1, `eps` under the root.
-# scratch: address of `scratch_size` float32 for each thread.
+# scratch: address of `scratch_size` float32 for each thread; these have room for the states of as many tokens at once.
 RECUR_FIELDS = tuple(
     "next threads num_rows tail rows parents heads groups size value_size queries keys values query_stride key_stride "
     "value_stride decays decay_stride betas beta_stride logs biases is_delta states writes outputs scratch "
@@ -49,13 +53,24 @@ RECUR_FIELDS = tuple(
     _SCALE, _EPS,
 ) = range(6, 30)  # fmt: skip
 _SHARE = 512  # channels that a thread takes at a time
+_COLUMNS = 64  # of a state that are run at once: all lines of these fit the level 1 cache, as most states do not
 _ITEMSIZE = 4  # bytes of float32
 _ONE, _ZERO = np.float32(1), np.float32(0)
 
 
-def scratch_size(tail: int, size: int, value_size: int) -> int:
+def most_states(parents: np.ndarray) -> int:
+    """
+    Return the most states that are needed at once for one of the rows with these `parents`, `[R, T]`: one, and one for
+    each token whose parent has further children.
+    """
+    branches = (parents[:, 1:] != np.arange(parents.shape[1] - 1)) & (parents[:, 1:] >= -1)
+    return 1 + 2 * int(branches.sum(axis=1).max())  # at least half of a parent's children do not come right after it
+
+
+def scratch_size(tail: int, states: int, size: int, value_size: int) -> int:
     """Return the float32 numbers that a thread needs for a head of a row."""
-    return 2 * tail * (size + value_size + tail + 1)
+    columns = min(value_size, _COLUMNS)
+    return tail * (2 * size + 5) + 2 * columns + states * size * columns
 
 
 @inner
@@ -150,41 +165,53 @@ def recur(a, numbers, kind):
         row, head = number // heads, number % heads
         of_row, parents = _row(a, row)
         num, size = of_row[1], a[_SIZE]
-        keys, queries = scratch, ahead(scratch, num * size)
-        sums = ahead(queries, num * size)
-        rates = ahead(sums, 2 * num * a[_VALUE_SIZE])
-        _prepare(a, numbers, of_row, head, keys, queries, rates, kind)
+        rates = ahead(scratch, 2 * num * size)
+        rest = ahead(rates, 3 * num)
+        _prepare(a, numbers, of_row, head, scratch, rates, kind)
         state = ahead(float32_at(a[_STATES]), (of_row[2] * heads + head) * size * a[_VALUE_SIZE])
         if a[_RESULTS]:
-            _recur(a, of_row, parents, head, keys, sums, rates, ahead(rates, 2 * num), state, kind)
-        if of_row[3] >= 0:
-            _advance(a, of_row, parents, head, keys, queries, sums, rates, state)
+            _recur(a, of_row, parents, head, scratch, rates, rest, state)
+        elif of_row[3] >= 0:
+            _advance(a, of_row, parents, head, scratch, rates, rest, state)
         number = take(ahead(a, _NEXT))
 
 
 @inner
-def _prepare(a, numbers, of_row, head, keys, queries, rates, kind):
+def _prepare(a, numbers, of_row, head, vectors, rates, kind):
     """
-    Fill keys of a head `[tokens, size]`, normalized, and decays `[tokens]`; and queries, normalized and scaled, unless
-    states are stored only: these may be gone by then.
+    Fill the query and the key of a head at every token, `[tokens, 2, size]`, normalized, queries scaled; and, one after
+    the other, decays, factors of what is written, and products of query and key, `[3, tokens]`. Where states are stored
+    only, there are no queries: these may be gone by then.
     """
-    size, scale, own = a[_SIZE], np.float32(numbers[_SCALE]), head // a[_GROUPS] * a[_SIZE]
-    eps, decays = np.float32(numbers[_EPS]), like(kind, a[_DECAYS])
-    for token in range(of_row[1]):
-        place = of_row[0] + token
+    num, size, scale, own = of_row[1], a[_SIZE], np.float32(numbers[_SCALE]), head // a[_GROUPS] * a[_SIZE]
+    eps, decays, none = np.float32(numbers[_EPS]), like(kind, a[_DECAYS]), float32_at(0)
+    betas, products = ahead(rates, num), ahead(rates, 2 * num)
+    for token in range(num):
+        place, query, key = of_row[0] + token, ahead(vectors, 2 * token * size), ahead(vectors, (2 * token + 1) * size)
         rates[token] = _rate(a, get(decays, place * a[_DECAY_STRIDE] + head), head, kind)
-        key = ahead(float32_at(a[_KEYS]), place * a[_KEY_STRIDE] + own)
-        by_key, by_query = _ONE, scale
-        if eps:
-            by_key = _ONE / np.float32(sqrt(sum_of_squares(key, size, _ZERO) + eps))
-        for index in range(size):
-            keys[token * size + index] = key[index] * by_key
+        _normalize(ahead(float32_at(a[_KEYS]), place * a[_KEY_STRIDE] + own), key, size, _ONE, eps)
         if a[_RESULTS]:
-            query = ahead(float32_at(a[_QUERIES]), place * a[_QUERY_STRIDE] + own)
-            if eps:
-                by_query = scale / np.float32(sqrt(sum_of_squares(query, size, _ZERO) + eps))
-            for index in range(size):
-                queries[token * size + index] = query[index] * by_query
+            betas[token] = _beta(a, place, head, kind)
+            _normalize(ahead(float32_at(a[_QUERIES]), place * a[_QUERY_STRIDE] + own), query, size, scale, eps)
+            tile(1, 1, key, query, none, ahead(products, token), size, size, 1, None, None, None)
+
+
+@inner
+def _normalize(vector, found, size, scale, eps):
+    factor = scale
+    if eps:
+        factor = scale / np.float32(sqrt(sum_of_squares(vector, size, _ZERO) + eps))
+    for index in range(size):
+        found[index] = vector[index] * factor
+
+
+@inner
+def _beta(a, place, head, kind):
+    """Return the factor of what a token writes."""
+    if not a[_BETAS]:
+        return _ONE
+    beta = get(like(kind, a[_BETAS]), place * a[_BETA_STRIDE] + head)
+    return _ONE / (_ONE + exponential(-beta)) if a[_LOGS] else beta
 
 
 @inner
@@ -198,94 +225,72 @@ def _rate(a, number, head, kind):
 
 
 @inner
-def _recur(a, of_row, parents, head, keys, sums, rates, products, state, kind):
-    """
-    Compute what every token of a row writes, and its output: sums over its ancestors, each with the decays from there
-    on, and what the state returns, with those of the whole path.
-    """
-    num, heads, size, value_size = of_row[1], a[_HEADS], a[_SIZE], a[_VALUE_SIZE]
-    totals, stride = ahead(rates, num), heads * value_size
-    writes = ahead(float32_at(a[_WRITES]), (of_row[0] * heads + head) * value_size)
-    for index in range(2 * num * value_size):
-        sums[index] = _ZERO
-    first = 0 if a[_IS_DELTA] else num  # without the delta rule, no key reads the state
-    while first < 2 * num:
-        some = min(2 * num - first, most_sums())
-        own = ahead(sums, first * value_size)
-        add_weighted(some, ahead(keys, first * size), size, state, value_size, size, value_size, own, None)
-        first += some
-    _multiply(num, size, keys, products)
+def _recur(a, of_row, parents, head, vectors, rates, rest, state):
+    """Compute what every token of a row writes, and its output; store the state after the last one where it stays."""
+    num, size, value_size, stride = of_row[1], a[_SIZE], a[_VALUE_SIZE], a[_HEADS] * a[_VALUE_SIZE]
+    betas, products, places, sums = ahead(rates, num), ahead(rates, 2 * num), rest, ahead(rest, 2 * num)
+    columns = min(value_size, _COLUMNS)
+    states = ahead(sums, 2 * columns)
+    _place_states(num, parents, places, ahead(rest, num))
+    for begin in range(0, value_size, _COLUMNS):
+        length, memory = min(value_size - begin, _COLUMNS), ahead(state, begin)
+        for token in range(num):
+            parent, place, rate = parents[token], of_row[0] + token, rates[token]
+            query, key = ahead(vectors, 2 * token * size), ahead(vectors, (2 * token + 1) * size)
+            before, line = memory, value_size
+            if parent >= 0:
+                before, line = ahead(states, np.int64(places[parent]) * size * columns), columns
+            for index in range(2 * length):
+                sums[index] = _ZERO
+            add_weighted(2 if a[_IS_DELTA] else 1, query, size, before, line, size, length, sums, None)
+            by_query, by_key = sums, ahead(sums, length)  # the second is 0 without the delta rule
+            value = ahead(float32_at(a[_VALUES]), place * a[_VALUE_STRIDE] + head * value_size + begin)
+            written = ahead(float32_at(a[_WRITES]), place * stride + head * value_size + begin)
+            output = ahead(float32_at(a[_RESULTS]), place * stride + head * value_size + begin)
+            beta, product = betas[token], products[token]
+            for index in range(length):
+                written[index] = beta * (value[index] - rate * by_key[index])
+            for index in range(length):
+                output[index] = rate * by_query[index] + product * written[index]
+            if token == of_row[3]:
+                add_outer(key, rate, written, before, line, memory, value_size, size, length)
+            elif places[token] >= 0:
+                own = ahead(states, np.int64(places[token]) * size * columns)
+                add_outer(key, rate, written, before, line, own, columns, size, length)
+
+
+@inner
+def _place_states(num, parents, places, children):
+    """Give every token with children a place for its state: that of its parent, unless that has other children."""
     for token in range(num):
-        parent, beta, place = parents[token], _ONE, of_row[0] + token
-        rate = rates[token]
-        total = rate * totals[parent] if parent >= 0 else rate
-        totals[token] = total
-        if a[_BETAS]:
-            beta = get(like(kind, a[_BETAS]), place * a[_BETA_STRIDE] + head)
-            if a[_LOGS]:
-                beta = _ONE / (_ONE + exponential(-beta))
-        value = ahead(float32_at(a[_VALUES]), place * a[_VALUE_STRIDE] + head * value_size)
-        left, found = ahead(sums, token * value_size), ahead(sums, (num + token) * value_size)
-        for index in range(value_size):
-            left[index] = value[index] - total * left[index]
-        for index in range(value_size):
-            found[index] = total * found[index]
-        while parent >= 0:
-            written = ahead(writes, parent * stride)
-            if a[_IS_DELTA]:
-                factor = rate * products[token * num + parent]
-                for index in range(value_size):
-                    left[index] -= factor * written[index]
-            factor = rate * products[(num + token) * num + parent]
-            for index in range(value_size):
-                found[index] += factor * written[index]
-            rate, parent = rate * rates[parent], parents[parent]
-        own, factor = ahead(writes, token * stride), products[(num + token) * num + token]
-        for index in range(value_size):
-            own[index] = beta * left[index]
-        outputs = ahead(float32_at(a[_RESULTS]), (place * heads + head) * value_size)
-        for index in range(value_size):
-            outputs[index] = found[index] + factor * own[index]
+        children[token] = _ZERO
+    for token in range(num):
+        if parents[token] >= 0:
+            children[parents[token]] += _ONE
+    count = _ZERO
+    for token in range(num):
+        parent = parents[token]
+        if children[token] == 0:
+            places[token] = -_ONE
+        elif parent >= 0 and children[parent] == 1:
+            places[token] = places[parent]
+        else:
+            places[token] = count
+            count += _ONE
 
 
 @inner
-def _multiply(num, size, keys, products):
-    """Multiply all keys and queries `[2 * num, size]` by the keys; the products are `[2 * num, num]`."""
-    most_rows, most = largest_tile(2 * num, None)
-    row, none = 0, float32_at(0)
-    while row < num:
-        rows = most_rows if num >= most_rows else 1
-        row = min(row, num - rows)  # rows before this one are computed once more, with the same results
-        token = 0
-        while token < 2 * num:
-            some = tile_width(2 * num - token, most) if rows > 1 else 1
-            own, found = ahead(keys, token * size), ahead(products, token * num + row)
-            tile(rows, some, ahead(keys, row * size), own, none, found, size, size, num, None, None, None)
-            token += some
-        row += rows
-
-
-@inner
-def _advance(a, of_row, parents, head, keys, weights, rows, rates, state):
-    """Store the state after a path: what its tokens have written, each with the decays after it, is added."""
+def _advance(a, of_row, parents, head, vectors, rates, path, state):
+    """Store the state after a path, from what its tokens have written."""
     size, value_size, heads = a[_SIZE], a[_VALUE_SIZE], a[_HEADS]
-    writes = ahead(float32_at(a[_WRITES]), (of_row[0] * heads + head) * value_size)
     length, token = 0, of_row[3]
     while token >= 0:
+        path[length] = np.float32(token)
         length, token = length + 1, parents[token]
-    rate, token = _ONE, of_row[3]
-    for place in range(length):
-        written = ahead(writes, token * heads * value_size)
-        for index in range(value_size):
-            rows[place * value_size + index] = written[index]
-        for index in range(size):
-            weights[index * length + place] = rate * keys[token * size + index]
-        rate, token = rate * rates[token], parents[token]
-    line = 0
-    while line < size:
-        some = min(size - line, most_sums())
-        own = ahead(state, line * value_size)
-        for index in range(some * value_size):
-            own[index] *= rate
-        add_weighted(some, ahead(weights, line * length), length, rows, value_size, length, value_size, own, None)
-        line += some
+    for begin in range(0, value_size, _COLUMNS):
+        columns, memory = min(value_size - begin, _COLUMNS), ahead(state, begin)
+        for place in range(length - 1, -1, -1):
+            token = np.int64(path[place])
+            key, first = ahead(vectors, (2 * token + 1) * size), (of_row[0] + token) * heads + head
+            written = ahead(float32_at(a[_WRITES]), first * value_size + begin)
+            add_outer(key, rates[token], written, memory, value_size, memory, value_size, size, columns)

@@ -224,6 +224,38 @@ def _write_sums(vectors, num_sums, weights, num_weights, rows, stride, num, leng
         begin = end
 
 
+@intrinsic
+def add_outer(typing_context, column, factor, row, before, before_stride, rows, stride, num, length):
+    """
+    Write `num` rows of `length` numbers, a multiple of 16: those of `before` times `factor`, plus the outer product of
+    `column` and `row`. Rows lie `stride` numbers apart; `before` may be the same memory. All numbers are float32.
+    """
+
+    def generate(context, builder, signature, arguments):
+        column, factor, row, before, before_stride, rows, stride, num, length = arguments
+        vectors = Lanes(builder, num_lanes(), types.float32)
+        factor, begin = vectors.filled_with(factor), I64(0)
+        for number in (_TOGETHER, 1):  # several vectors side by side, then the remaining ones
+            step = I64(number * vectors.number)
+            end = builder.sub(length, builder.srem(builder.sub(length, begin), step))
+            with cgutils.for_range_slice(builder, begin, end, step, I64) as (first, _):
+                places = [builder.add(first, I64(place * vectors.number)) for place in range(number)]
+                own = [vectors.load(row, place) for place in places]
+                with cgutils.for_range_slice(builder, I64(0), num, I64(1), I64) as (line, _):
+                    source, target = builder.mul(line, before_stride), builder.mul(line, stride)
+                    number_of_line = vectors.filled_with(builder.load(builder.gep(column, [line])))
+                    for place, vector in zip(places, own):
+                        sums = builder.fmul(vectors.load(before, builder.add(source, place)), factor)
+                        sums = vectors.sum_of_products(sums, number_of_line, vector)
+                        vectors.store(sums, builder.gep(rows, [builder.add(target, place)]))
+            begin = end
+        return context.get_dummy_value()
+
+    integer = types.int64
+    kinds = column, types.float32, row, before, integer, rows, integer, integer, integer
+    return types.void(*kinds), generate
+
+
 def _vectors(builder: ir.IRBuilder, kind: types.Type) -> Lanes:
     """Return the writer for products of numbers of `kind` with one another."""
     if kind != types.uint16 or num_lanes() == 8:

@@ -69,7 +69,11 @@ class Lanes:
         return cgutils.alloca_once_value(self.builder, found)
 
     def store_sum(self, sums: ir.Value, pointer: ir.Value) -> None:
-        self.builder.store(self.builder.load(sums), self.builder.bitcast(pointer, self.floats.as_pointer()), align=4)
+        self.store(self.builder.load(sums), pointer)
+
+    def store(self, numbers: ir.Value, pointer: ir.Value) -> None:
+        """Store a vector of float32."""
+        self.builder.store(numbers, self.builder.bitcast(pointer, self.floats.as_pointer()), align=4)
 
     def load(self, pointer: ir.Value, index: ir.Value, is_whole: bool = True, turn: int = 0) -> ir.Value:
         builder, pointer = self.builder, self.builder.gep(pointer, [index])
@@ -111,9 +115,11 @@ class Lanes:
             builder.store(own, builder.bitcast(pointer, own.type.as_pointer()), align=self.itemsize)
 
     def add_products(self, sums: ir.Value, factors: ir.Value, numbers: ir.Value) -> None:
-        name = f"llvm.fma.v{self.number}f32"
-        more = call(self.builder, name, self.floats, factors, numbers, self.builder.load(sums))
-        self.builder.store(more, sums)
+        self.builder.store(self.sum_of_products(self.builder.load(sums), factors, numbers), sums)
+
+    def sum_of_products(self, sums: ir.Value, factors: ir.Value, numbers: ir.Value) -> ir.Value:
+        """Return vectors of float32, added to `sums` after they have been multiplied."""
+        return call(self.builder, f"llvm.fma.v{self.number}f32", self.floats, factors, numbers, sums)
 
     def hold(self) -> None:
         """Separate the products of one token from those of the next."""

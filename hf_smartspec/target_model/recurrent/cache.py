@@ -9,7 +9,7 @@ import torch
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 
-from ...cpu.recurrence import Key, Rates, can_convolve, can_recur, convolved, has_vectors
+from ...cpu.recurrence import Key, Rates, can_convolve, can_recur, has_vectors
 from ...device import to_device
 from ..layout.rows import CacheRow, RowInput
 from .diagonal import scan_levels
@@ -185,11 +185,12 @@ class StateCache(StateRows):
             step.short.fill()
         for key, inputs in step.short.inputs.items():
             windows = self._windows[key][step.at]
-            sources = step.sources(windows.shape[1] + 1, len(windows))
-            step.windows[key] = torch.cat([inputs, windows.flatten(0, 1)])[step.tails(sources)[..., 1:]]
+            places = torch.from_numpy(step.short.last_inputs(windows.shape[1]))
+            step.windows[key] = torch.cat([inputs, windows.flatten(0, 1)])[places]
+        tails = torch.from_numpy(step.short.last_inputs(1)[..., 0])
         for key, (keys, eps, writes, decays, rates) in step.short.written.items():
             keys = normalized(keys, eps).repeat_interleave(writes.shape[1] // keys.shape[1], dim=1)
-            own, written, decay = [step.tails(item).transpose(1, 2) for item in (keys, writes, rates_of(decays, rates))]
+            own, written, decay = [item[tails].transpose(1, 2) for item in (keys, writes, rates_of(decays, rates))]
             step.scanned[key] = Scanned(own, written, decay, path_sums(step.sees, decay))
         step.short.forget()
 
@@ -266,10 +267,12 @@ class StateCache(StateRows):
         is_silu = activation in ("silu", "swish")
         is_known = dtype is torch.float32 and (is_silu or activation is None)
         if step.short is not None and is_known and can_convolve(inputs, weight, bias):
-            if not step.has_rounds:
-                return step.short.convolve(self._key, inputs, memory, weight, bias, is_silu)
-            self._keep_windows(inputs, width)
-            return convolved(step.whole.layout, step.whole.num_threads, inputs, memory, weight, bias, is_silu)[0]
+            rest = memory, weight, bias, is_silu
+            if step.pieces is None:
+                return step.short.convolve(self._key, inputs, *rest)
+            output = step.pieces.convolve(self._key, inputs, *rest)
+            output[step.tokens] = step.short.convolve(self._key, inputs[step.tokens], *rest)
+            return output
         output = self.last_inputs(inputs, width).float().mul_(weight.T.float()).sum(1)  # in place, for its size
         if bias is not None:
             output = output + bias.float()
@@ -333,13 +336,16 @@ class StateCache(StateRows):
         """
         if is_transposed:
             self._transposed.add(self._key)
-        step, short = self.step, None if self.step.has_rounds else self.step.short
-        heads, size, value_size = value.shape[1], key.shape[2], value.shape[2]
-        if short is not None:
+        step, heads, size, value_size = self.step, value.shape[1], key.shape[2], value.shape[2]
+        if step.short is not None:
             query, key, value = (item if has_vectors(item) else item.contiguous() for item in (query, key, value))
             if can_recur(query, key, value, decay, beta, rates):
-                states, output = self.states(self._key, value, heads, size, value_size), torch.empty_like(value)
-                short.recur(self._key, query, key, value, decay, beta, states, output, scale, eps, rates)
+                states, given = self.states(self._key, value, heads, size, value_size), (query, key, value, decay, beta)
+                if step.pieces is None:
+                    return step.short.recur(self._key, *given, states, scale, eps, rates)
+                output = step.pieces.recur(self._key, *given, states, scale, eps, rates)
+                own = [item if item is None else item[step.tokens] for item in given]
+                output[step.tokens] = step.short.recur(self._key, *own, states, scale, eps, rates)
                 return output
         query, key = [normalized(item, eps).repeat_interleave(heads // key.shape[1], dim=1) for item in (query, key)]
         beta = beta if beta is None or rates is None else beta.float().sigmoid()

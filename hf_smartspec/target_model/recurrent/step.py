@@ -32,7 +32,10 @@ class RecurrentStep:
         before (`RecurrentStep`, *optional*): The step that has run the first nodes of all rows' drafts.
 
     Attributes:
-        short (`ShortTails`, *optional*): The tails for compiled code, on CPUs.
+        short (`ShortTails`, *optional*): The rows for compiled code, on CPUs: whole ones, if all states are those after
+            their last tokens then; else the tails.
+        pieces (`ShortTails`, *optional*): The whole pieces, if they are run before `short`; the tokens of that are then
+            `tokens`.
         at (`slice` or `torch.Tensor` of shape `[R]`): The entries.
         rounds (list of pairs of `torch.Tensor`): For each round, the entries of the rows that run a piece, `[P]`, and
             the pieces' tokens, `[P, C]`.
@@ -68,11 +71,18 @@ class RecurrentStep:
         self._lay_out_tails(rows, sizes, width, own)
         self.shape = len(rows), width
         self._starts, self._sizes, self._heads, self._own, self._chunk = starts, sizes, heads, own, chunk
-        self.short = None
+        self.short = self.pieces = None
         if device.type == "cpu" and before is None and has_recurrence():
             # Rows without drafts end with their feed, unless the states before its last token are kept.
-            ends = np.where((counts > num_fed) | is_kept, -1, sizes - 1)
-            self.short = ShortTails(np.stack([begins, sizes, self.entries, ends], axis=1), self.parents)
+            is_open = (counts > num_fed) | is_kept
+            if not is_open.any():
+                self.short = _chains(starts, counts, self.entries)
+            else:
+                if heads.any():
+                    self.pieces = _chains(*[item[heads > 0] for item in (starts, heads, self.entries)])
+                    begins = np.cumsum(sizes) - sizes
+                ends = np.where(is_open, -1, sizes - 1)
+                self.short = ShortTails(np.stack([begins, sizes, self.entries, ends], axis=1), self.parents)
         # A row's prompt is as long as the batch's longest, less what that one is ahead.
         prompts = [item.row.least_length - item.row.ahead - item.row.length for item in rows]
         self._num_prompt = np.clip(prompts, 0, num_fed)
@@ -81,22 +91,11 @@ class RecurrentStep:
         self.scanned: dict[Key, Scanned | Trail] = {}
         self._levels_of_pieces: dict[int, Levels] = {}
 
-    @cached_property
-    def whole(self) -> ShortTails:
-        """The rows with their pieces, for convolutions by compiled code; nothing is stored after these."""
-        counts = self._sizes + self._heads
-        parents = np.full((len(counts), counts.max()), _NO_TOKEN)
-        for own, tail, head, size in zip(parents, self.parents, self._heads, self._sizes):
-            own[:head] = np.arange(-1, head - 1)
-            own[head : head + size] = np.where(tail[:size] < 0, -1, tail[:size]) + head
-        unstored = np.full(len(counts), -1)
-        return ShortTails(np.stack([self._starts, counts, self.entries, unstored], axis=1), parents)
-
     @property
     def num_bytes(self) -> int:
         """Bytes of what the tails have left."""
         num = sum(item.nbytes for item in self.windows.values()) + sum(item.num_bytes for item in self.scanned.values())
-        return num if self.short is None else num + self.short.num_bytes
+        return num if self.short is None else num + self.short.num_bytes * self.parents.size // self.short.parents.size
 
     @property
     def is_stored(self) -> bool:
@@ -147,13 +146,8 @@ class RecurrentStep:
         return tail if self.unpadded is None else tail[self.unpadded]
 
     @property
-    def has_rounds(self) -> bool:
-        """Return whether some rows run whole pieces."""
-        return bool(self._heads.any())
-
-    @property
     def rounds(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return list(zip(self._sent[1][::2], self._sent[1][1::2])) if self.has_rounds else []
+        return list(zip(self._sent[1][::2], self._sent[1][1::2])) if self._heads.any() else []
 
     @cached_property
     def sees(self) -> torch.Tensor:
@@ -300,3 +294,10 @@ class RecurrentStep:
             for number, path in zip(numbers, paths)
         ]
         return np.array(numbers), np.array(ends)
+
+
+def _chains(starts: np.ndarray, counts: np.ndarray, entries: np.ndarray) -> ShortTails:
+    """Return rows without branches, whose states are stored after their last tokens."""
+    within = np.arange(counts.max())
+    parents = np.where(within < counts[:, None], within - 1, _NO_TOKEN)
+    return ShortTails(np.stack([starts, counts, entries, counts - 1], axis=1), parents)

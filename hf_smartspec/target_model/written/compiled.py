@@ -83,7 +83,7 @@ class CompiledDecoder:
         columns say what they attend to.
         """
         return (
-            not (isinstance(cache, StateCache) and (cache.step.short is None or cache.step.has_rounds))
+            not (isinstance(cache, StateCache) and (cache.step.short is None or cache.step.pieces is not None))
             and is_plain(layout.tokens)
             and layout.tokens.shape[1] <= min(self._most, most_tokens(self.dtype))
             and layout.encoded is None

@@ -61,7 +61,6 @@ class WrittenDecoder:
         """
         compiled, windows = self._compiled, {layer.window for layer in self.plan.layers}
         is_determined = all(window is None or window >= _TYPICAL_TREE for window in windows)
-        is_determined = is_determined and all(layer.recurrence is None for layer in self.plan.layers)
         return compiled is not None and most_tokens(compiled.dtype) == ANY and is_determined
 
     def __call__(

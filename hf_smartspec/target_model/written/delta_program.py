@@ -94,7 +94,8 @@ class DeltaOperators:
         if self._memory_id is not cache.memory_id:
             self._addresses, self._memory_id = self._addresses_in(cache, x), cache.memory_id
         windows, states = self._addresses
-        number = max(scratch_size(short.parents.shape[1], plan.key_size, plan.value_size) for plan in self.plans)
+        tail = short.parents.shape[1], short.most_states
+        number = max(scratch_size(*tail, plan.key_size, plan.value_size) for plan in self.plans)
         # `ShortTails.store` may run with more threads than the program.
         scratch = x.new_empty(short.num_threads * number, dtype=torch.float32)
 

@@ -20,14 +20,14 @@ from hf_smartspec.cpu.few_tokens import ANY, most_tokens
 from hf_smartspec.decoding.statistics import GenerationStatistics
 from hf_smartspec.prepare.config import SmartSpecConfig
 
-from ...models import new_model
+from ...models import RECURRENT, new_model
 
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7], list(range(3, 75)), [9, 9]]
 DECODINGS = [Decoding(), Decoding(7)]
 
 
-def model_of(**options):
-    model = new_model("llama", head_dim=16, **options)
+def model_of(name="llama", **options):
+    model = new_model(name, head_dim=16, **options)
     model.generation_config = GenerationConfig(pad_token_id=0, eos_token_id=None)
     return model
 
@@ -43,9 +43,10 @@ def report_of(model, **options) -> Report:
 
 
 @pytest.mark.skipif(most_tokens(torch.bfloat16) < ANY, reason="long prompts are left to torch on this CPU")
+@pytest.mark.parametrize("name", ["llama", *[name for name in ("qwen3_5_text",) if name in RECURRENT]])
 @pytest.mark.parametrize("decoding", DECODINGS, ids=["greedy", "sampled"])
-def test_every_way_has_the_tokens_of_each_prompt_alone(decoding):
-    model = model_of(dtype=torch.bfloat16)
+def test_every_way_has_the_tokens_of_each_prompt_alone(decoding, name):
+    model = model_of(name, dtype=torch.bfloat16)
     reproducer = Reproducer(model, PROMPTS, ways_of_drafting("auto", 99), [1, 2], 12)
     found = list(reproducer.compare(decoding))
     names = ["auto", "replayed chain", "replayed tree"]

@@ -186,7 +186,7 @@ def test_each_thread_that_stores_states_has_memory_of_its_own():
     forward.forward([RowInput(forward.add(), np.arange(3, 8), TREE)])
     short, (*_, states) = forward.cache.step.short, forward.cache._states.values()
     assert short.operators and short.num_threads == 2
-    assert len(short.held[-1]) == 2 * scratch_size(short.parents.shape[1], *states.shape[2:])
+    assert len(short.held[-1]) == 2 * scratch_size(short.parents.shape[1], short.most_states, *states.shape[2:])
 
 
 @pytest.mark.parametrize("name", SHORT_WINDOWS)

@@ -41,10 +41,10 @@ def test_long_prompts_run_as_programs(name, kind, programs, monkeypatch):
         pieces = item.forward([RowInput(rows[0], np.arange(700) % 70 + 3)])[0]
         found.append((logits, fed[rows[0]].pieces[0].states[1], torch.tensor(item.argmax(best)), pieces))
     assert all(map(torch.equal, *found))
-    assert programs == ([60] if name in RECURRENT else [307, 290, 320, 320, 60]), "long recurrences are scanned"
+    assert programs == [307, 290, 320, 320, 60]
     free = written_decoder(model)._compiled._free
     num_long = sum(len(kept) for (room, *_), kept in free.items() if room > 256)
-    assert num_long == (name not in RECURRENT), "memory of long prompts is kept once"
+    assert num_long == 1, "memory of long prompts is kept once"
 
 
 def test_forwards_of_as_many_tokens_as_fit(programs, monkeypatch):

@@ -9,7 +9,7 @@ from hf_smartspec.drafts.tree import DraftTree
 from hf_smartspec.target_model.layout.rows import RowInput
 from hf_smartspec.target_model.written import packed_forward, written_decoder
 
-from ...models import GEMMA_4, new_model
+from ...models import GEMMA_4, RECURRENT, new_model
 from .deepseek import CONFIGS, LATENT, new_deepseek
 
 DTYPES = [dtype for dtype in (torch.bfloat16, torch.float32) if most_tokens(dtype) == ANY]
@@ -31,6 +31,10 @@ if GEMMA_4:
     OWN["gemma4_text+shared"] = {"head_dim": 64, "global_head_dim": 128, "hidden_size_per_layer_input": 64}
     OWN["gemma4_text+experts"] = OWN["gemma4_text+shared"] | {"moe_intermediate_size": 192}
 OWN |= {name: {} for name in ("deepseek_v3", "glm4_moe") if LATENT}
+if RECURRENT:
+    OWN["qwen3_5_text"] = {"head_dim": 64, "linear_key_head_dim": 64, "linear_value_head_dim": 80}
+    OWN["qwen3_next"] = OWN["qwen3_5_text"] | {"moe_intermediate_size": 192, "shared_expert_intermediate_size": 192}
+    OWN["lfm2"] = {}
 TEXT = np.random.default_rng(0).integers(3, 90, 170)
 
 
