@@ -267,12 +267,8 @@ class StateCache(StateRows):
         is_silu = activation in ("silu", "swish")
         is_known = dtype is torch.float32 and (is_silu or activation is None)
         if step.short is not None and is_known and can_convolve(inputs, weight, bias):
-            rest = memory, weight, bias, is_silu
-            if step.pieces is None:
-                return step.short.convolve(self._key, inputs, *rest)
-            output = step.pieces.convolve(self._key, inputs, *rest)
-            output[step.tokens] = step.short.convolve(self._key, inputs[step.tokens], *rest)
-            return output
+            key = self._key
+            return step.run_short(lambda own, x: own.convolve(key, x, memory, weight, bias, is_silu), inputs)
         output = self.last_inputs(inputs, width).float().mul_(weight.T.float()).sum(1)  # in place, for its size
         if bias is not None:
             output = output + bias.float()
@@ -340,13 +336,9 @@ class StateCache(StateRows):
         if step.short is not None:
             query, key, value = (item if has_vectors(item) else item.contiguous() for item in (query, key, value))
             if can_recur(query, key, value, decay, beta, rates):
-                states, given = self.states(self._key, value, heads, size, value_size), (query, key, value, decay, beta)
-                if step.pieces is None:
-                    return step.short.recur(self._key, *given, states, scale, eps, rates)
-                output = step.pieces.recur(self._key, *given, states, scale, eps, rates)
-                own = [item if item is None else item[step.tokens] for item in given]
-                output[step.tokens] = step.short.recur(self._key, *own, states, scale, eps, rates)
-                return output
+                rest = self.states(self._key, value, heads, size, value_size), scale, eps, rates
+                layer, given = self._key, (query, key, value, decay, beta)
+                return step.run_short(lambda own, *inputs: own.recur(layer, *inputs, *rest), *given)
         query, key = [normalized(item, eps).repeat_interleave(heads // key.shape[1], dim=1) for item in (query, key)]
         beta = beta if beta is None or rates is None else beta.float().sigmoid()
 

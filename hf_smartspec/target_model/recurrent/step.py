@@ -245,6 +245,23 @@ class RecurrentStep:
         """Return the values of the tails' tokens, `[R, W, ...]`, of those of all tokens, `[N, ...]`."""
         return values.unflatten(0, self.shape) if self.tail is None else values[self.tail]
 
+    def run_short(self, run: Callable[..., torch.Tensor], *given: torch.Tensor | None) -> torch.Tensor:
+        """
+        Run pieces and tails by compiled code, each with `run`.
+
+        Args:
+            run (`Callable`): Takes a `ShortTails` and its tokens' inputs; returns their outputs.
+            given (`torch.Tensor` of shape `[N, ...]`, *optional*): Inputs of all tokens.
+
+        Returns:
+            Outputs of shape `[N, ...]`.
+        """
+        if self.pieces is None:
+            return run(self.short, *given)
+        output = run(self.pieces, *given)
+        output[self.tokens] = run(self.short, *[None if item is None else item[self.tokens] for item in given])
+        return output
+
     def scan(
         self,
         run: Callable[..., tuple[torch.Tensor, Any]],
