@@ -54,7 +54,7 @@ RECUR_FIELDS = tuple(
 ) = range(6, 30)  # fmt: skip
 _SHARE = 512  # channels that a thread takes at a time
 _COLUMNS = 64  # of a state that are run at once: all lines of these fit the level 1 cache, as most states do not
-_ITEMSIZE = 4  # bytes of float32
+_ITEMSIZE, _LINE = 4, 16  # bytes of float32, and numbers in a line of the cache, which vectors should not cross
 _ONE, _ZERO = np.float32(1), np.float32(0)
 
 
@@ -70,7 +70,8 @@ def most_states(parents: np.ndarray) -> int:
 def scratch_size(tail: int, states: int, size: int, value_size: int) -> int:
     """Return the float32 numbers that a thread needs for a head of a row."""
     columns = min(value_size, _COLUMNS)
-    return tail * (2 * size + 5) + 2 * columns + states * size * columns
+    num = (states * size + 2) * columns + tail * (2 * size + 5)
+    return -(-num // _LINE) * _LINE
 
 
 @inner
@@ -165,14 +166,15 @@ def recur(a, numbers, kind):
         row, head = number // heads, number % heads
         of_row, parents = _row(a, row)
         num, size = of_row[1], a[_SIZE]
-        rates = ahead(scratch, 2 * num * size)
+        vectors = ahead(scratch, a[_SCRATCH_SIZE] - (2 * size + 5) * a[_TAIL])
+        rates = ahead(vectors, 2 * num * size)
         rest = ahead(rates, 3 * num)
-        _prepare(a, numbers, of_row, head, scratch, rates, kind)
+        _prepare(a, numbers, of_row, head, vectors, rates, kind)
         state = ahead(float32_at(a[_STATES]), (of_row[2] * heads + head) * size * a[_VALUE_SIZE])
         if a[_RESULTS]:
-            _recur(a, of_row, parents, head, scratch, rates, rest, state)
+            _recur(a, of_row, parents, head, scratch, vectors, rates, rest, state)
         elif of_row[3] >= 0:
-            _advance(a, of_row, parents, head, scratch, rates, rest, state)
+            _advance(a, of_row, parents, head, vectors, rates, rest, state)
         number = take(ahead(a, _NEXT))
 
 
@@ -225,12 +227,11 @@ def _rate(a, number, head, kind):
 
 
 @inner
-def _recur(a, of_row, parents, head, vectors, rates, rest, state):
+def _recur(a, of_row, parents, head, scratch, vectors, rates, rest, state):
     """Compute what every token of a row writes, and its output; store the state after the last one where it stays."""
     num, size, value_size, stride = of_row[1], a[_SIZE], a[_VALUE_SIZE], a[_HEADS] * a[_VALUE_SIZE]
-    betas, products, places, sums = ahead(rates, num), ahead(rates, 2 * num), rest, ahead(rest, 2 * num)
-    columns = min(value_size, _COLUMNS)
-    states = ahead(sums, 2 * columns)
+    betas, products, places, columns = ahead(rates, num), ahead(rates, 2 * num), rest, min(value_size, _COLUMNS)
+    sums, states = scratch, ahead(scratch, 2 * columns)
     _place_states(num, parents, places, ahead(rest, num))
     for begin in range(0, value_size, _COLUMNS):
         length, memory = min(value_size - begin, _COLUMNS), ahead(state, begin)
