@@ -26,7 +26,7 @@ _MENTIONS = frozenset(
     "final_layer_norm final_layernorm float float32 functional gate_proj gate_up_proj get_conv_state get_interface "
     "get_recurrent_state get_seq_length getattr has_sliding_layers head_dim head_k_dim head_size head_v_dim "
     "hidden_states in_proj in_proj_a in_proj_b in_proj_qkv in_proj_z input_layernorm is_attention_layer "
-    "is_recording_past is_sliding isinstance k_layernorm k_norm k_proj key_dim key_layernorm last_hidden_state "
+    "is_recording_past is_sliding is_tracing isinstance jit k_layernorm k_norm k_proj key_dim key_layernorm last_hidden_state "
     "layer_idx layer_types layers linear_attn mean mlp MoeModelOutputWithPast ndim nn norm num_attention_heads "
     "num_heads num_hidden_layers num_key_value_groups num_key_value_heads o_proj operator_norm out_proj "
     "past_key_values pop pos_emb post_attention_dropout post_attention_layernorm post_feedforward_layernorm "
@@ -44,6 +44,7 @@ _LATENT = frozenset(
     "kv_lora_rank new_empty q_a_layernorm q_a_proj q_b_proj q_lora_rank qk_head_dim qk_nope_head_dim qk_rope_head_dim "
     "rope_interleave v_head_dim".split()
 )
+_IMAGES = frozenset("_deepstack_process clone len range".split())  # added to hidden states, in prompts with images only
 # Further ones of single layers: of parts that plans leave out, such as attention to an encoder, or refuse.
 _OWN_MENTIONS = {
     "ApertusDecoderLayer": frozenset(["attention_layernorm", "feedforward_layernorm"]),
@@ -82,6 +83,7 @@ _OWN_MENTIONS = {
     "Qwen3NextGatedDeltaNet": frozenset(
         "fix_query_key_value_ordering in_proj_ba in_proj_qkvz num_k_heads num_v_heads".split()
     ),
+    **dict.fromkeys("Qwen3OmniMoeThinkerTextModel Qwen3VLMoeTextModel Qwen3VLTextModel".split(), _IMAGES),
 }
 
 Kind = type[nn.Module]

@@ -67,6 +67,7 @@ _SIZES = [
 _UNSET = {"num_key_value_heads": 4, "head_dim": 8, "num_experts_per_tok": 2}
 _SHARED = "num_kv_shared_layers"  # the last ones
 _ORIGINAL = "original_max_position_embeddings"
+_SECTIONS = "mrope_section"  # the angles of each axis of an image
 _NO_SIZES = ("id2label", "label2id", "model_type", "transformers_version", "architectures")
 
 
@@ -214,11 +215,17 @@ def _names_layers(key: str, value: list[Any]) -> bool:
 
 
 def _shrink_rope(parameters: dict[str, Any], values: dict[str, Any]) -> None:
-    """Set few original positions, and factors for as many dimensions as there are."""
-    if parameters.get("rope_type") == "longrope":
-        parameters["original_max_position_embeddings"] = ROPE_BORDER
+    """Set few original positions, and factors or sections for as many dimensions as there are."""
+    size = 0
+    if parameters.get("rope_type") == "longrope" or _SECTIONS in parameters:
         head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
         size = int(head_dim * parameters.get("partial_rotary_factor", 1.0)) // 2
+    if _SECTIONS in parameters:
+        sections = parameters[_SECTIONS]
+        first = [part * size // sum(sections) for part in sections[:-1]]
+        parameters[_SECTIONS] = [*first, size - sum(first)]
+    if parameters.get("rope_type") == "longrope":
+        parameters["original_max_position_embeddings"] = ROPE_BORDER
         for name in ("short_factor", "long_factor"):
             parameters[name] = [1.0, 3.0, 5.0, 9.0][:size] if name == "long_factor" else [1.0] * size
         if "original_max_position_embeddings" in values:

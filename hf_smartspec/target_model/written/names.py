@@ -52,6 +52,7 @@ SHARED = ("shared_expert", "shared_experts")  # MLPs of all tokens beside expert
 MULTIPLIER = ("residual_multiplier", "residual_scale")  # of the outputs of attention and MLP
 MLPS = ("mlp", "block_sparse_moe", "feed_forward")
 ACTIVATION = ("act_fn", "activation_fn", "act")
+IMAGE_NEWLINE = "image_newline"  # a parameter that stands between the lines of an image
 FINAL_NORM = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "embedding_norm")
 
 # Attributes of modules and configs that recognition reads, beside those that forwards mention.
@@ -59,6 +60,7 @@ READ = frozenset(
     "_experts_implementation alpha attn_logit_softcapping audio_token_id clip_qkv do_layer_norm_before "
     "embedding_multiplier eps final_logit_softcapping head_dim head_size image_token_id layer_idx "
     "layer_types layerdrop limit logit_scale logits_scaling max_norm num_attention_heads num_hidden_layers "
-    "num_key_value_groups num_key_value_heads offset pad_token_id residual_multiplier scaling sliding_window "
+    "num_key_value_groups num_key_value_heads offset residual_multiplier scaling sliding_window "
     "use_bidirectional_attention use_parallel_residual variance_epsilon video_token_id".split()
 )
+STORED = frozenset(["pad_token_id"])  # likewise, where configs store them: the property of some (Idefics 3) warns

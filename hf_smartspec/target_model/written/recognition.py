@@ -30,6 +30,7 @@ from .names import (
     EMBEDDING,
     EQUAL_VALUES,
     FINAL_NORM,
+    IMAGE_NEWLINE,
     KEY_NORM,
     LATENT,
     LAYERS,
@@ -95,6 +96,7 @@ class _Recognition(Notes):
         all_layers = layers_of(decoder)
         around = path(self.model, decoder)
         self._bypass(*around, decoder, all_layers, *dropouts(decoder.children()))
+        self.known |= {id(module._parameters.get(IMAGE_NEWLINE)) for module in around}
         if getattr(self.config, "use_bidirectional_attention", None) in (True, "all"):
             raise UnknownStructureError("tokens attend to later ones")
         if getattr(self.config, "clip_qkv", None) is not None:

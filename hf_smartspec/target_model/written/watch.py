@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from ..compat import shared_value
 from ..forward_code import ROTATIONS, mentions, rotation_function
 from ..support.dropout import drops, may_drop
-from .names import READ
+from .names import READ, STORED
 
 _SLEEPING = "transformers.utils.output_capturing"
 _SCALARS = (bool, int, float, str, type(None))
@@ -48,7 +48,7 @@ class Watch:
         self._children = [module._modules for module in every if module._modules]
         held: list[dict[str, Any]] = [item for one in modules for item in (one._parameters, one._buffers)]
         self._parameters = [item for item in held if item]
-        self._names = READ.union(*(mentions(kind) for kind in set(map(type, every)))) - _OTHERS
+        self._names = READ.union(STORED, *(mentions(kind) for kind in set(map(type, every)))) - _OTHERS
         self._device_type = next(model.parameters()).device.type
         self._calm: list[int] | None = None  # numbers of hooks and attributes when last found undisturbed
         # When that was, and when modules and weights were last found unchanged, with `num_thorough` then.
