@@ -160,7 +160,8 @@ def _packing_obstacle(
         return reason
     if extra := _extra_kwargs(model_kwargs) - media:
         return f"the model arguments {sorted(extra)} cannot be packed"
-    if media and recurrent_layers(model) is not None:
+    layers = recurrent_layers(model) if media else None
+    if layers is not None and not layers.may_be_loaded:
         return "the states that prompts with images leave cannot be taken over"
     if media and lengthwise_modules(model):
         return "rotary embeddings depend on the length of texts with images"

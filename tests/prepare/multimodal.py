@@ -92,6 +92,13 @@ if RECURRENT:
     CONFIGS["Qwen3_5"] = lambda: _of(
         "Qwen3_5", text_config=_HYBRID, vision_config=_QWEN_VISION | {"num_position_embeddings": 16}, **_VIDEO
     )
+    CONFIGS["Lfm2Vl"] = lambda: _of(
+        "Lfm2Vl",
+        text_config=_of("Lfm2", **_TEXT, layer_types=["conv", "full_attention"], block_multiple_of=32),
+        vision_config=_of("Siglip2Vision", **_VISION, num_patches=16, patch_size=4),
+        projector_hidden_size=32,
+        **_ID,
+    )
 
 
 @cache
@@ -127,6 +134,10 @@ def image_batch(name: str, rows: tuple[int, ...] = (0, 1, 2)) -> dict[str, torch
     if name.startswith(("Qwen", "Glm")):
         batch["pixel_values"] = torch.randn(16 * num_images, 3 * 2 * 4 * 4, generator=generator)
         return batch | {"image_grid_thw": torch.tensor([[1, 4, 4]] * num_images), "mm_token_type_ids": is_image}
+    if name == "Lfm2Vl":
+        batch["pixel_values"] = torch.randn(num_images, 16, 3 * 4 * 4, generator=generator)
+        batch["spatial_shapes"] = torch.tensor([[4, 4]] * num_images)
+        return batch | {"pixel_attention_mask": torch.ones(num_images, 16, dtype=torch.long)}
     shape = (len(ids), 1, 3, 8, 8) if name == "Idefics3" else (num_images, 3, 8, 8)
     batch["pixel_values"] = torch.randn(shape, generator=generator)
     if name in ("Gemma3", "PaliGemma"):

@@ -7,11 +7,13 @@ from transformers import LogitsProcessorList
 import hf_smartspec
 from hf_smartspec import Engine, SeededGumbelLogitsProcessor, SmartSpecConfig
 from hf_smartspec.prepare import call as call_module
+from hf_smartspec.prepare import route as route_module
 from hf_smartspec.prepare.media import without_empty_media
 from hf_smartspec.prepare.route import Route, route_of
 from hf_smartspec.target_model.compat import CACHE
 from hf_smartspec.target_model.forward.packed import PackedForward
 from hf_smartspec.target_model.model_state import state_of
+from hf_smartspec.target_model.recurrent.functions import recurrent_layers
 
 from ..covering import part_of
 from ..generate.helpers import Oracle, Spy
@@ -64,7 +66,7 @@ def test_token_types_of_text_models_are_kept():
 
 
 @pytest.mark.parametrize("rows", [(0, 1, 2), (2,)])
-@pytest.mark.parametrize("name", READS_IMAGES)
+@pytest.mark.parametrize("name", [*READS_IMAGES, *(name for name in ("Qwen3_5", "Lfm2Vl") if name in CONFIGS)])
 def test_what_follows_images_is_packed(name, rows, routes):
     check(build(name), image_batch(name, rows))
     assert routes == [Route("packed", reads_media=True)] * 2
@@ -119,8 +121,13 @@ def test_images_at_the_end_of_a_prompt_are_left_to_plain_decoding(routes):
 
 
 @pytest.mark.skipif("Qwen3_5" not in CONFIGS, reason="hybrids are not packed in this release")
-def test_images_before_recurrent_layers_are_left_to_plain_decoding(routes):
-    """What they leave in these is not keys and values."""
+def test_images_before_states_of_other_forms_are_left_to_plain_decoding(routes, monkeypatch):
+    def of_another_form(model):
+        layers = recurrent_layers(model)
+        layers.may_be_loaded = False
+        return layers
+
+    monkeypatch.setattr(route_module, "recurrent_layers", of_another_form)
     model, batch = build("Qwen3_5"), image_batch("Qwen3_5")
     expected = model.generate(**batch, max_new_tokens=6)
     with hf_smartspec.enabled(model):

@@ -6,6 +6,7 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ..layout.rows import CacheRow
+from ..recurrent.state_rows import StateRows
 from .slot_cache import SlotCache
 
 
@@ -13,9 +14,14 @@ def load(source: DynamicCache, cache: SlotCache, rows: Sequence[CacheRow], colum
     """
     Fill empty rows of a slot cache: row i takes the columns of `source` that the bool mask `columns[i]`
     (`[cached_length]`) selects. Sliding-window layers hold only the end of the text, which is all that they attend to.
+    States of recurrent layers are taken over where `RecurrentLayers.may_be_loaded`.
     """
     cache.reserve(rows, [int(mask.sum()) for mask in columns])
     for index, own in enumerate(source.layers):
+        if hasattr(own, "recurrent_states"):
+            assert isinstance(cache, StateRows), "the cache that the model needs"
+            cache.load_states(index, own.conv_states, own.recurrent_states, rows)
+            continue
         assert isinstance(own, DynamicLayer) and own.keys is not None and own.values is not None
         layer = cache.layer(index)
         if not layer.is_initialized:

@@ -261,6 +261,7 @@ class RecurrentLayers:
     Attributes:
         chooses_keys (`bool`): Whether layers of attention choose keys for every query.
         chunk (`int`): Fed tokens that a recurrence runs at once.
+        may_be_loaded (`bool`): Whether states in transformers' caches are of the forms that `StateCache` has.
     """
 
     def __init__(self, replaced: dict[Place, Callable]):
@@ -268,6 +269,7 @@ class RecurrentLayers:
         is_by_channel = any(name == "chunk_kimi_delta_attention" for _, name in replaced)
         self.chooses_keys = _indexer in replaced.values()
         self.chunk = _BY_CHANNEL if is_by_channel else _CHUNK
+        self.may_be_loaded = set(replaced.values()) <= {_convolution, _unmasked, _gated_delta_rule, _linear}
 
     def step(self, cache: StateCache) -> AbstractContextManager[None]:
         """Within the context, let this thread's forwards of the model compute recurrent layers with a cache."""

@@ -1,7 +1,7 @@
 """Rows of a slot cache that have states beside keys and values."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -136,6 +136,31 @@ class StateRows(SlotCache):
     def _load(self, row: CacheRow, states: Sequence[torch.Tensor | float]) -> None:
         for memory, own in zip(self._all(), states):
             memory[self._entries[row]] = own
+
+    def load_states(
+        self,
+        layer: int,
+        windows: Mapping[int, torch.Tensor | None],
+        states: Mapping[int, torch.Tensor | None],
+        rows: Sequence[CacheRow],
+    ) -> None:
+        """
+        Let rows begin with the states of one of transformers' caches.
+
+        Args:
+            layer (`int`): Index of the layer.
+            windows (mapping of `int` to `torch.Tensor` of shape `[R, channels, width]`), states (mapping of `int` to
+                `torch.Tensor` of shape `[R, heads, dk, dv]`): Inputs of convolutions, the first of which is not read,
+                and matrices of recurrences, by their numbers.
+        """
+        entries = [self._entries[row] for row in rows]
+        for number, inputs in windows.items():
+            if inputs is not None:
+                last = inputs.mT[:, 1:]
+                self.windows((layer, number), last, last.shape[1] + 1, last.shape[2])[entries] = last
+        for number, state in states.items():
+            if state is not None:
+                self.states((layer, number), state.float(), *state.shape[1:])[entries] = state.float()
 
     # Memory, which the first inputs of layers allocate
 
