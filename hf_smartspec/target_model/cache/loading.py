@@ -1,6 +1,7 @@
 """Slot caches filled from transformers' own."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
@@ -17,6 +18,7 @@ def load(source: DynamicCache, cache: SlotCache, rows: Sequence[CacheRow], colum
     States of recurrent layers are taken over where `RecurrentLayers.may_be_loaded`.
     """
     cache.reserve(rows, [int(mask.sum()) for mask in columns])
+    own: Any
     for index, own in enumerate(source.layers):
         if hasattr(own, "recurrent_states"):
             assert isinstance(cache, StateRows), "the cache that the model needs"
