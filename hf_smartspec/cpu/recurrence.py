@@ -114,7 +114,8 @@ class ShortTails:
             outputs (`torch.Tensor` of shape `[N, heads, dv]`): Filled for the tokens of all rows.
             scale (`float`), eps (`float`): Factor of queries; where `eps` is not 0, queries and keys are normalized.
             rates (pair of `torch.Tensor` of shape `[heads]`, *optional*): A and b where decays are `-exp(A) softplus(x
-                + b)` of the given x, and betas are sigmoids of the given ones.
+                + b)` of the given x, and betas are sigmoids of the given ones; without these, values are multiplied by
+                `softplus(x + b)`.
         """
         heads, size, value_size = states.shape[1:]
         number = scratch_size(self.parents.shape[1], size, value_size)

@@ -33,6 +33,7 @@ class RecurrentStep:
 
     Attributes:
         short (`ShortTails`, *optional*): The tails for compiled code, on CPUs.
+        num_prompt (`np.ndarray` of shape `[R]`): Fed tokens that belong to the rows' prompts.
         at (`slice` or `torch.Tensor` of shape `[R]`): The entries.
         rounds (list of pairs of `torch.Tensor`): For each round, the entries of the rows that run a piece, `[P]`, and
             the pieces' tokens, `[P, C]`.
@@ -75,7 +76,7 @@ class RecurrentStep:
             self.short = ShortTails(np.stack([begins, sizes, self.entries, ends], axis=1), self.parents)
         # A row's prompt is as long as the batch's longest, less what that one is ahead.
         prompts = [item.row.least_length - item.row.ahead - item.row.length for item in rows]
-        self._num_prompt = np.clip(prompts, 0, num_fed)
+        self.num_prompt = np.clip(prompts, 0, num_fed)
         self._sources: dict[int, torch.Tensor] = {}
         self.windows: dict[Key, torch.Tensor] = {}
         self.scanned: dict[Key, Scanned | Trail] = {}
@@ -243,7 +244,7 @@ class RecurrentStep:
     def is_prompt(self) -> torch.Tensor:
         """Return for every token whether it belongs to a prompt, `[N]`, bool."""
         found = np.zeros(len(self._parents), np.int64)
-        for start, num in zip(self._starts, self._num_prompt):
+        for start, num in zip(self._starts, self.num_prompt):
             found[start : start + num] = 1
         return to_device(found, self.device).bool()
 
