@@ -6,7 +6,7 @@ import torch
 
 from .few_tokens import has_kernels, most_tokens
 from .kernels.norms import CENTERED, CENTERED_SHIFTED, ONCE, PLAIN, SHIFTED
-from .kernels.program import GATED_NORM, NORM
+from .kernels.program import GATED_NORM, NORM, STATE_NORM
 from .program import DTYPES, run_operator
 from .tensor_checks import is_plain, is_vector
 
@@ -73,6 +73,53 @@ def gated_rms_norm(x: torch.Tensor, gates: torch.Tensor, weight: torch.Tensor, e
     addresses = x.data_ptr(), weight.data_ptr(), gates.data_ptr(), gates.stride(0), outputs.data_ptr()
     num_threads = torch.get_num_threads() if x.numel() > _SMALL else 1
     run_operator(gates.dtype, GATED_NORM, num_threads, num, heads, size, *addresses, eps)
+    return outputs
+
+
+def can_norm_states(
+    x: torch.Tensor, values: torch.Tensor, gates: torch.Tensor, skips: torch.Tensor, weight: torch.Tensor, groups: int
+) -> bool:
+    """Return whether compiled code computes `state_norm`, and can read the tensors as they lie."""
+    items, dtype = (x, values, gates, skips, weight), gates.dtype
+    return (
+        is_plain(x)
+        and x.is_contiguous()
+        and is_plain(values)
+        and is_plain(gates)
+        and x.dtype is values.dtype is torch.float32
+        and skips.dtype is weight.dtype is dtype
+        and 0 < x.shape[0] <= most_tokens(dtype)
+        and not x.shape[1] // groups % 16
+        and values.stride(1) == gates.stride(1) == 1
+        and is_vector(skips, len(skips))
+        and is_vector(weight, x.shape[1])
+        and not (torch.is_grad_enabled() and any(item.requires_grad for item in items))
+        and has_norms(dtype)
+    )
+
+
+def state_norm(
+    x: torch.Tensor,
+    values: torch.Tensor,
+    gates: torch.Tensor,
+    skips: torch.Tensor,
+    weight: torch.Tensor,
+    groups: int,
+    eps: float,
+) -> torch.Tensor:
+    """
+    Return the RMS norms, group by group, of `(x + skips * values) * silu(gates)`, rounded once, to the dtype of gates;
+    `x` changes. Arguments must pass `can_norm_states`.
+
+    Args:
+        x, values (`torch.Tensor` of shape `[N, size]`, float32): Outputs of states, and what they were written from.
+        gates (`torch.Tensor` of shape `[N, size]`), weight (`torch.Tensor` of shape `[size]`): In one dtype.
+        skips (`torch.Tensor` of shape `[heads]`): Factors of the values of each head, in that dtype.
+    """
+    (num, size), outputs = x.shape, torch.empty_like(x, dtype=gates.dtype)
+    own = x.data_ptr(), values.data_ptr(), values.stride(0), skips.data_ptr(), weight.data_ptr()
+    fields = num, groups, size // groups, len(skips), *own, gates.data_ptr(), gates.stride(0), outputs.data_ptr(), eps
+    run_operator(gates.dtype, STATE_NORM, torch.get_num_threads() if x.numel() > _SMALL else 1, *fields)
     return outputs
 
 

@@ -15,7 +15,7 @@ from .kernels.experts import COMBINE_FIELDS, EXPERTS_FIELDS, GROUP_FIELDS, ROUTE
 from .kernels.gates import CLAMPED_GATE_FIELDS, GATE_FIELDS, TIMES_FIELDS
 from .kernels.int8 import INT8_FIELDS, LEVELS_FIELDS
 from .kernels.multiply import MULTIPLY_FIELDS
-from .kernels.norms import ADD_FIELDS, GATED_NORM_FIELDS, NORM_FIELDS
+from .kernels.norms import ADD_FIELDS, GATED_NORM_FIELDS, NORM_FIELDS, STATE_NORM_FIELDS
 from .kernels.program import HEADER, PLACE, SIZE, run_bfloat16, run_float32, run_widened
 from .kernels.recur import CONVOLVE_FIELDS, RECUR_FIELDS
 from .kernels.rotate import MERGE_FIELDS, ROTATE_FIELDS
@@ -50,6 +50,7 @@ _FIELDS = {
     codes.WIDE_ROUTE: ROUTE_FIELDS,
     codes.MERGE: MERGE_FIELDS,
     codes.ARRANGE: ARRANGE_FIELDS,
+    codes.STATE_NORM: STATE_NORM_FIELDS,
 }
 _FLOATS = ("eps", "factor", "scale", "cap")  # float64, in every operator; all other fields are int64
 assert all(fields[:2] == ("next", "threads") for fields in _FIELDS.values()), "counters, which `Program.run` clears"

@@ -121,7 +121,8 @@ class ShortTails:
             states (`torch.Tensor` of shape `[entries, heads, dk, dv]`): States of all entries.
             scale (`float`), eps (`float`): Factor of queries; where `eps` is not 0, queries and keys are normalized.
             rates (pair of `torch.Tensor` of shape `[heads]`, *optional*): A and b where decays are `-exp(A) softplus(x
-                + b)` of the given x, and betas are sigmoids of the given ones.
+                + b)` of the given x, and betas are sigmoids of the given ones; without these, values are multiplied by
+                `softplus(x + b)`.
         """
         heads, size, value_size = states.shape[1:]
         number = scratch_size(self.parents.shape[1], self.most_states, size, value_size)

@@ -44,9 +44,17 @@ _LATENT = frozenset(
     "rope_interleave v_head_dim".split()
 )
 _IMAGES = frozenset("_deepstack_process clone len range".split())  # added to hidden states, in prompts with images only
+# Those of state spaces.
+_STATE_SPACE = frozenset(
+    "chunk_size conv_dim D intermediate_size mamba2_chunk_scan mamba2_selective_state_update "
+    "mamba2_split_conv1d_scan_combined n_groups ssm_state_size time_step_limit variance_epsilon".split()
+)
 # Further ones of single layers: of parts that plans leave out, such as attention to an encoder, or refuse.
 _OWN_MENTIONS = {
     "ApertusDecoderLayer": frozenset(["attention_layernorm", "feedforward_layernorm"]),
+    "BambaDecoderLayer": frozenset(["mamba", "pre_ff_layernorm"]),
+    "BambaModel": frozenset(["layers_block_type"]),
+    **dict.fromkeys(("BambaMixer", "GraniteMoeHybridMambaLayer"), _STATE_SPACE),
     "CwmModel": frozenset(["CwmModelOutputWithPast"]),
     "Gemma4TextAttention": frozenset("is_kv_shared_layer layer_type store_full_length_kv v_norm".split()),
     "Gemma4TextDecoderLayer": frozenset(
@@ -77,6 +85,9 @@ _OWN_MENTIONS = {
         "EncoderDecoderCache gradient_checkpointing h ln_f warn_if_padding_and_no_attention_mask wpe wte".split()
     ),
     "GptOssAttention": frozenset(["sinks"]),
+    "GraniteMoeHybridDecoderLayer": frozenset(["has_experts", "mamba", "shared_mlp"]),
+    "GraniteMoeHybridMLP": frozenset(["input_linear", "output_linear"]),
+    "GraniteMoeHybridModel": frozenset(["layers_block_type"]),
     "OPTDecoder": frozenset("cumsum embed_positions layerdrop long ones project_in project_out rand".split()),
     "OPTLearnedPositionalEmbedding": frozenset("cumsum forward long offset super".split()),
     "Qwen3NextGatedDeltaNet": frozenset(

@@ -33,6 +33,16 @@ PLAIN, ONCE, SHIFTED, CENTERED, CENTERED_SHIFTED = range(5)
 GATED_NORM_FIELDS = tuple("next threads num_tokens vectors size x weight gates gate_stride outputs eps".split())
 _GATED_X, _GATED_WEIGHT, _GATES, _GATE_STRIDE, _GATED_OUTPUTS, _GATED_EPS = range(5, 11)
 _GATED_VECTORS, _GATED_SIZE = 3, 4
+# The norms of state spaces (Mamba-2): of `(x + skip * value) * silu(gate)`, in groups, rounded once.
+# x: address of float32 `[num_tokens, vectors, size]`, changed; values: of float32, `value_stride` from one token to the
+#   next; skips: of `[heads]`, each for as many neighbouring numbers. gates, weight and outputs as above, skips of the
+#   kind, too; the weight is `[vectors, size]`.
+STATE_NORM_FIELDS = tuple(
+    "next threads num_tokens vectors size heads x values value_stride skips weight gates gate_stride outputs "
+    "eps".split()
+)
+_STATE_HEADS, _STATE_X, _VALUES, _VALUE_STRIDE, _SKIPS, _STATE_WEIGHT, _STATE_GATES, _STATE_GATE_STRIDE = range(5, 13)
+_STATE_OUTPUTS, _STATE_EPS = 13, 14
 # x, added, outputs: addresses of `[num_tokens, size]`: `x` becomes `x + factor * added`, and outputs become `x`. The
 # first is left out where `added` is 0, the second where `outputs` is.
 # times: 0, or the address of one number, by which `x` is then multiplied.
@@ -76,6 +86,28 @@ def gated_norm(a, numbers, kind):
             for index in range(size):
                 gate = get(gates, index)
                 put(outputs, index, get(outputs, index) * (gate / (_ONE + exponential(-gate))))
+        token = take(ahead(a, _NEXT))
+
+
+@inner
+def state_norm(a, numbers, kind):
+    """Normalize the next token, until no tokens are left."""
+    num, size, heads = a[_GATED_VECTORS], a[_GATED_SIZE], a[_STATE_HEADS]
+    weight, skips, own = like(kind, a[_STATE_WEIGHT]), like(kind, a[_SKIPS]), num * size // heads
+    token = take(ahead(a, _NEXT))
+    while token < a[_NUM_TOKENS]:
+        x = ahead(float32_at(a[_STATE_X]), token * num * size)
+        values = ahead(float32_at(a[_VALUES]), token * a[_VALUE_STRIDE])
+        gates = ahead(like(kind, a[_STATE_GATES]), token * a[_STATE_GATE_STRIDE])
+        for head in range(heads):
+            skip = get(skips, head)
+            for index in range(head * own, (head + 1) * own):
+                gate = get(gates, index)
+                x[index] = (x[index] + skip * values[index]) * (gate / (_ONE + exponential(-gate)))
+        for vector in range(num):
+            begin = vector * size
+            outputs = ahead(like(kind, a[_STATE_OUTPUTS]), token * num * size + begin)
+            norm_vector(ahead(x, begin), ahead(weight, begin), outputs, size, ONCE, numbers[_STATE_EPS])
         token = take(ahead(a, _NEXT))
 
 

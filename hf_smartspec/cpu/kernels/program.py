@@ -8,7 +8,7 @@ from .experts import combine, group, multiply_each, route
 from .gates import clamped_gate, gate, times
 from .int8 import levels, multiply_levels
 from .multiply import multiply, multiply_narrow, multiply_wide
-from .norms import add, gated_norm, norm
+from .norms import add, gated_norm, norm, state_norm
 from .recur import convolve, recur
 from .rotate import merge, rotate
 from .screen import bound, pick
@@ -24,8 +24,8 @@ _SPINS = 1000  # looks at a state, of some 50 ns each, before other threads get 
 (
     MULTIPLY, NARROW, NORM, ADD, GATE, ROTATE, ATTEND, LEVELS, INT8, CONVOLVE, RECUR, GATED_NORM, TIMES, ROUTE,
     GROUP, EXPERTS, COMBINE, SCORE, BOUND, PICK, CLAMPED_GATE, INT4, WIDE_MULTIPLY, WIDE_ROUTE,
-    MERGE, ARRANGE,
-) = range(26)  # fmt: skip
+    MERGE, ARRANGE, STATE_NORM,
+) = range(27)  # fmt: skip
 
 
 @callback
@@ -127,3 +127,5 @@ def _operate(code, a, fields, kind, wide_kind):
         merge(a, kind)
     elif code == ARRANGE:
         arrange(a, kind)
+    elif code == STATE_NORM:
+        state_norm(a, fields, kind)

@@ -37,7 +37,7 @@ CONVOLVE_FIELDS = tuple(
 #   Where `outputs` is 0, states are stored only, and queries and values are not read.
 # decays, betas (or 0): addresses of `[num_tokens, heads]`: logarithms of decays, and factors of what is written; where
 #   `logs` and `biases` are not 0 but addresses of `[heads]`, decays are `-exp(log) * softplus(x + bias)` of these
-#   numbers, and factors their sigmoids. All four are of the kind.
+#   numbers x, and factors sigmoids of betas, or `softplus(x + bias)` where there are none. All four are of the kind.
 # is_delta: whether what the state returns for a key is subtracted from the value.
 # states: address of `[entries, heads, size, value_size]`; writes: of `[num_tokens, heads, value_size]`, filled.
 # scale: factor of queries. eps: where not 0, queries and keys are normalized to length 1, `eps` under the root.
@@ -211,7 +211,8 @@ def _normalize(vector, found, size, scale, eps):
 def _beta(a, place, head, kind):
     """Return the factor of what a token writes."""
     if not a[_BETAS]:
-        return _ONE
+        number = get(like(kind, a[_DECAYS]), place * a[_DECAY_STRIDE] + head)
+        return np.float32(_softplus(a, number, head, kind)) if a[_LOGS] else _ONE
     beta = get(like(kind, a[_BETAS]), place * a[_BETA_STRIDE] + head)
     return _ONE / (_ONE + exponential(-beta)) if a[_LOGS] else beta
 
@@ -221,9 +222,15 @@ def _rate(a, number, head, kind):
     """Return the decay of a head at a token."""
     if not a[_LOGS]:
         return exponential(number)
-    x = np.float64(number + get(like(kind, a[_BIASES]), head))
-    softplus = x if x > 20 else log(1 + exp(x))
+    softplus = _softplus(a, number, head, kind)
     return np.float32(exp(-exp(np.float64(get(like(kind, a[_LOGS]), head))) * softplus))
+
+
+@inner
+def _softplus(a, number, head, kind):
+    """Return the softplus of a number and the bias of its head, in float64."""
+    x = np.float64(number + get(like(kind, a[_BIASES]), head))
+    return x if x > 20 else log(1 + exp(x))
 
 
 @inner

@@ -7,7 +7,6 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ..layout.rows import CacheRow
-from ..recurrent.state_rows import StateRows
 from .slot_cache import SlotCache
 
 
@@ -21,7 +20,6 @@ def load(source: DynamicCache, cache: SlotCache, rows: Sequence[CacheRow], colum
     own: Any
     for index, own in enumerate(source.layers):
         if hasattr(own, "recurrent_states"):
-            assert isinstance(cache, StateRows), "the cache that the model needs"
             cache.load_states(index, own.conv_states, own.recurrent_states, rows)
             continue
         assert isinstance(own, DynamicLayer) and own.keys is not None and own.values is not None

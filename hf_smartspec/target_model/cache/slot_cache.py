@@ -239,6 +239,10 @@ class SlotCache(Cache):
         for first, end, line in pieces_of(source, target.prefix_len, length):
             self._copy_lines(line, target.line + first - target.prefix_len, end - first)
 
+    def load_states(self, layer: int, windows: Any, states: Any, rows: Sequence[CacheRow]) -> None:
+        """Let rows begin with the states of a recurrent layer, in caches that have them (`StateRows`)."""
+        raise NotImplementedError("These rows have keys and values only.")
+
     def reusable(self, row: CacheRow, length: int) -> int:
         """Return how many of a row's first `length` tokens another row can begin with."""
         return length

@@ -14,7 +14,7 @@ from ...device import to_device
 from ..layout.rows import CacheRow, RowInput
 from .diagonal import scan_levels
 from .kept import States
-from .scan import Scanned, normalized, path_sums, rates_of, scan
+from .scan import Scanned, normalized, path_sums, rates_of, scan, steps_of
 from .state_rows import StateRows
 from .step import RecurrentStep
 
@@ -325,7 +325,8 @@ class StateCache(StateRows):
                 dtype. Neighbouring heads share queries and keys.
             is_transposed (`bool`): Whether transformers' caches have these states as `[heads, dv, dk]`.
             scale (`float`), eps (`float`): Factor of queries; where `eps` is not 0, queries and keys are normalized.
-            rates (pair of `torch.Tensor`, *optional*): See `rates_of`; betas are then sigmoids of those given.
+            rates (pair of `torch.Tensor`, *optional*): See `rates_of`; betas are then sigmoids of those given, and
+                values without betas are multiplied by `steps_of`.
 
         Returns:
             `torch.Tensor` of shape `[N, heads, dv]`.
@@ -340,7 +341,10 @@ class StateCache(StateRows):
                 layer, given = self._key, (query, key, value, decay, beta)
                 return step.run_short(lambda own, *inputs: own.recur(layer, *inputs, *rest), *given)
         query, key = [normalized(item, eps).repeat_interleave(heads // key.shape[1], dim=1) for item in (query, key)]
-        beta = beta if beta is None or rates is None else beta.float().sigmoid()
+        if rates is not None and beta is None:
+            value = value * steps_of(decay, rates)[..., None]
+        elif rates is not None and beta is not None:
+            beta = beta.float().sigmoid()
 
         def run(state: torch.Tensor, is_piece: bool, before: Any, query, key, value, decay, beta):  # type: ignore
             sees = step.causal if is_piece else step.sees

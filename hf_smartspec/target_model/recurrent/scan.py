@@ -146,7 +146,12 @@ def rates_of(numbers: torch.Tensor, rates: Rates | None) -> torch.Tensor:
     """
     Return g, `[N, heads]`: `-exp(A) softplus(x + b)` in float32 with the rates A and b, `[heads]`; without rates, x.
     """
-    return numbers if rates is None else -rates[0].float().exp() * softplus(numbers.float() + rates[1])
+    return numbers if rates is None else -rates[0].float().exp() * steps_of(numbers, rates)
+
+
+def steps_of(numbers: torch.Tensor, rates: Rates) -> torch.Tensor:
+    """Return `softplus(x + b)`, `[N, heads]`, in float32."""
+    return softplus(numbers.float() + rates[1])
 
 
 def _scores_by_channel(

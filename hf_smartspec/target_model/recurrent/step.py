@@ -36,6 +36,7 @@ class RecurrentStep:
             their last tokens then; else the tails.
         pieces (`ShortTails`, *optional*): The whole pieces, if they are run before `short`; the tokens of that are then
             `tokens`.
+        num_prompt (`np.ndarray` of shape `[R]`): Fed tokens that belong to the rows' prompts.
         at (`slice` or `torch.Tensor` of shape `[R]`): The entries.
         rounds (list of pairs of `torch.Tensor`): For each round, the entries of the rows that run a piece, `[P]`, and
             the pieces' tokens, `[P, C]`.
@@ -85,7 +86,7 @@ class RecurrentStep:
                 self.short = ShortTails(np.stack([begins, sizes, self.entries, ends], axis=1), self.parents)
         # A row's prompt is as long as the batch's longest, less what that one is ahead.
         prompts = [item.row.least_length - item.row.ahead - item.row.length for item in rows]
-        self._num_prompt = np.clip(prompts, 0, num_fed)
+        self.num_prompt = np.clip(prompts, 0, num_fed)
         self._sources: dict[int, torch.Tensor] = {}
         self.windows: dict[Key, torch.Tensor] = {}
         self.scanned: dict[Key, Scanned | Trail] = {}
@@ -237,7 +238,7 @@ class RecurrentStep:
     def is_prompt(self) -> torch.Tensor:
         """Return for every token whether it belongs to a prompt, `[N]`, bool."""
         found = np.zeros(len(self._parents), np.int64)
-        for start, num in zip(self._starts, self._num_prompt):
+        for start, num in zip(self._starts, self.num_prompt):
             found[start : start + num] = 1
         return to_device(found, self.device).bool()
 

@@ -83,13 +83,23 @@ class CompiledDecoder:
         columns say what they attend to.
         """
         return (
-            not (isinstance(cache, StateCache) and (cache.step.short is None or cache.step.pieces is not None))
+            (not isinstance(cache, StateCache) or self._serves_states(cache))
             and is_plain(layout.tokens)
             and layout.tokens.shape[1] <= min(self._most, most_tokens(self.dtype))
             and layout.encoded is None
             and not layout.is_padded  # as on GPUs
             and all(has_few_tokens(part, window, self.dtype) for window in self._windows for part in layout.parts)
         )
+
+    def _serves_states(self, cache: StateCache) -> bool:
+        """Return whether compiled code computes recurrences: of all rows at once, without limits of time steps."""
+        if cache.step.short is None or cache.step.pieces is not None:
+            return False
+        return not self._limits_prompts or not cache.is_prompt().any()
+
+    @cached_property
+    def _limits_prompts(self) -> bool:
+        return any(layer.recurrence.is_limited for layer in self.plan.layers if layer.recurrence is not None)
 
     @cached_property
     def _windows(self) -> set[int | None]:

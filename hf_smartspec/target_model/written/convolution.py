@@ -1,7 +1,7 @@
 """Short convolutions of written-out layers, in place of attention (LFM2), and as a part of other layers."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -47,6 +47,7 @@ class ConvolutionPlan:
     layer: int
     num_outputs: int
     convolution: Convolution
+    is_limited: ClassVar[bool] = False  # whether it has limits that apply to prompts only
 
     def run(self, inputs: Map, x: torch.Tensor, cache: StateCache) -> torch.Tensor:
         """Run it on `x` of shape `[N, hidden_size]`; return `[N, num_outputs]`."""

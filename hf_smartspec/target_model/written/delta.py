@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ _OTHERS = {"conv1d", "norm", "out_proj"}
 NORM_EPS = 1e-6  # of queries and keys, under the root
 
 
-class _Rates(Weighted):
+class DeltaRates(Weighted):
     """Weights from which decays are computed."""
 
     def __call__(self) -> Rates:
@@ -71,15 +71,35 @@ class DeltaPlan:
     key_size: int
     value_size: int
     convolution: Convolution
-    rates: _Rates
+    rates: DeltaRates
     norm: GatedNorm
     is_by_head: bool = False
+    is_limited: ClassVar[bool] = False  # whether it has limits that apply to prompts only
 
     @cached_property
     def sizes(self) -> tuple[int, int, int, int]:
         """Numbers of queries, keys and values together, of gates, of factors, and of decays."""
         values = self.num_outputs
         return 2 * self.key_heads * self.key_size + values, values, self.heads, self.heads
+
+    @property
+    def channels(self) -> int:
+        """Numbers of a token that are convolved."""
+        return self.sizes[0]
+
+    @property
+    def scale(self) -> float:
+        """Factor of queries."""
+        return self.key_size**-0.5
+
+    @cached_property
+    def places(self) -> tuple[int, int, int, int, int, int]:
+        """
+        Places of what is convolved, gates, and decays, which factors precede, in what maps return; and of queries, keys
+        and values in what is convolved.
+        """
+        (channels, values, heads, _), keys = self.sizes, self.key_heads * self.key_size
+        return 0, channels, channels + values + heads, 0, keys, 2 * keys
 
     @cached_property
     def parts(self) -> np.ndarray:
@@ -125,8 +145,8 @@ class DeltaPlan:
         keys = self.key_heads * self.key_size
         query, key = (item.unflatten(1, (self.key_heads, -1)) for item in convolved[:, : 2 * keys].split(keys, dim=1))
         value = convolved[:, 2 * keys :].unflatten(1, (self.heads, -1))
-        scale, rates = self.key_size**-0.5, self.rates()
-        output = cache.scan(query, key, value, decays, factors, scale=scale, eps=NORM_EPS, rates=rates)
+        rates = self.rates()
+        output = cache.scan(query, key, value, decays, factors, scale=self.scale, eps=NORM_EPS, rates=rates)
         return self.norm(output, gates).flatten(1)
 
     def can_compile(self, dtype: torch.dtype) -> bool:
@@ -157,7 +177,7 @@ def delta_plan(module: Any) -> DeltaPlan | None:
         module.head_k_dim,
         module.head_v_dim,
         Convolution(module.conv1d),
-        _Rates(module),
+        DeltaRates(module),
         GatedNorm(module.norm),
         is_by_head,
     )

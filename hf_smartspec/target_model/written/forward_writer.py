@@ -13,10 +13,6 @@ from ...cpu.program import ON_TOKENS
 from ...cpu.quantized.native import Rounded, blocks_of, code_of, num_groups
 from ...cpu.screening import Screen, ScreenOperators
 from ...cpu.threads import share_of
-from .convolution import ConvolutionPlan
-from .convolution_program import ConvolutionOperators
-from .delta import DeltaPlan
-from .delta_program import DeltaOperators
 from .experts import Experts
 from .experts_program import ExpertOperators
 from .latent_program import LatentOperators
@@ -24,6 +20,7 @@ from .layer_inputs import LayerInput
 from .mixed_mlps import MixedMLP, mlps_of
 from .mlps import MLP, XIELU
 from .plan import DecoderPlan, LayerPlan
+from .recurrences import operators_of, writes_apart
 from .rotation_program import last_norms, places, width_of
 from .rotations import Rotation
 
@@ -57,10 +54,7 @@ class ForwardWriter:
         self.times: dict[int, int] = {}  # operators that have several lines for each token, and how many
         self.gathers: dict[int, str] = {}  # operators that read these among all, and which field says where
         self.memory: list[torch.Tensor] = []
-        has_convolutions = any(isinstance(layer.recurrence, ConvolutionPlan) for layer in plan.layers)
-        self.recurrent: DeltaOperators | ConvolutionOperators = (
-            ConvolutionOperators() if has_convolutions else DeltaOperators()
-        )
+        self.recurrent = operators_of(plan.layers)
         self.rotated: list[int] = []  # operators of each kind
         self.attending: list[int] = []
         self.multiplied: list[int] = []
@@ -79,7 +73,7 @@ class ForwardWriter:
         sizes = [layer.recurrence.num_outputs for layer in layers if layer.recurrence is not None]
         self.recurred = self.new(max(sizes, default=0), torch.float32)
         self.attended = self.new(max([*sizes, self.queries.shape[1]]))
-        maps: list[Any] = [item.query_key_value for item in layers if not _writes_apart(item.recurrence)]
+        maps: list[Any] = [item.query_key_value for item in layers if not writes_apart(item.recurrence)]
         equal: list[Any] = [layer for layer in layers if layer.has_equal_values]  # of these, norms fill `states`
         self.states = self.new(max([*(item.shape[0] for item in maps), *map(width_of, equal)], default=0))
         self.raw = self.new(max([layer.query_key_value.shape[0] for layer in equal], default=0))
@@ -381,11 +375,6 @@ def _activation_of(mlp: MLP) -> dict[str, Any]:
         return {"activation": mlp.activation}
     places = [item.data_ptr() for item in mlp.activation.numbers()]
     return {"activation": codes_of_gates.XIELU, **dict(zip(("positive", "negative", "slope", "top"), places))}
-
-
-def _writes_apart(recurrence: Any) -> bool:
-    """Return whether a layer's maps write to memory of their own."""
-    return isinstance(recurrence, DeltaPlan) and not recurrence.is_by_head
 
 
 def products_of(plan: DecoderPlan) -> list[Any]:

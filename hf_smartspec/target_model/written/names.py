@@ -7,6 +7,7 @@ NORMS = (
     (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),  # OLMo 2
     ("input_layernorm", None, "post_attention_layernorm", None),  # Llama
     ("input_layernorm", None, "pre_feedforward_layernorm", None),  # VaultGemma
+    ("input_layernorm", None, "pre_ff_layernorm", None),  # Bamba
     ("attention_layernorm", None, "feedforward_layernorm", None),  # Apertus
     ("input_layernorm", None, None, None),  # Cohere, Phi: attention and MLP side by side
     ("ln_1", None, "ln_2", None),  # GPT-2
@@ -18,7 +19,7 @@ MIXED_NORMS = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "p
 LAYERS, EMBEDDING = ("layers", "h"), ("embed_tokens", "embed_in", "wte")
 POSITIONS, ROTARY = ("wpe", "embed_positions"), ("rotary_emb", "pos_emb")
 ATTENTION = "self_attn", "attention", "attn"
-RECURRENT = "linear_attn", "conv"
+RECURRENT = "linear_attn", "conv", "mamba"
 BY_HEAD = ("query_key_value",)  # each head's query, key and value lie together
 EQUAL_VALUES, QUERY_ONLY = ("q_proj", "k_proj"), ("q_proj",)  # keys are values, too; those of an earlier layer
 QUERY_KEY_VALUE = (
@@ -47,11 +48,13 @@ MLP_MAPS = (
     (("fc1",), "fc2"),
     (("dense_h_to_4h",), "dense_4h_to_h"),
     (("w1", "w3"), "w2"),
+    (("input_linear",), "output_linear"),
 )
 SHARED = ("shared_expert", "shared_experts")  # MLPs of all tokens beside experts
 MULTIPLIER = ("residual_multiplier", "residual_scale")  # of the outputs of attention and MLP
-MLPS = ("mlp", "block_sparse_moe", "feed_forward")
-ACTIVATION = ("act_fn", "activation_fn", "act")
+MLPS = ("mlp", "block_sparse_moe", "feed_forward", "shared_mlp")
+BESIDE_EXPERTS = "shared_mlp"  # an MLP of all tokens, in layers that may have experts, too
+ACTIVATION = ("act_fn", "activation_fn", "act", "activation")
 IMAGE_NEWLINE = "image_newline"  # a parameter that stands between the lines of an image
 FINAL_NORM = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "embedding_norm")
 

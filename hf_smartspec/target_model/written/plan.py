@@ -7,12 +7,11 @@ from typing import Any
 import torch
 
 from ..logits import LogitScaling
-from .convolution import ConvolutionPlan
-from .delta import DeltaPlan
 from .latent import LatentPlan
 from .layer_inputs import Factor, LayerInput, LayerInputs
 from .parts import Fused, Map, Positions, Sinks, Transposed
 from .placeholders import Placeholders
+from .recurrences import Recurrence
 from .rotations import OwnRotation, Rotation
 
 
@@ -51,7 +50,7 @@ class LayerPlan:
     multiplier: float = 1.0  # of the outputs of attention and MLP
     is_by_head: bool = False  # whether each head's query, key and value lie together in what maps return
     has_gates: bool = False  # whether every head's query is followed by a gate of its output, before a sigmoid
-    recurrence: DeltaPlan | ConvolutionPlan | None = None  # in place of attention
+    recurrence: Recurrence | None = None  # in place of attention
     value_norm: Map | None = None  # of each head
     has_equal_values: bool = False  # whether values are keys, before the norms and rotation of these
     source: int | None = None  # while a model is recognised, -1 for a layer that is not known yet

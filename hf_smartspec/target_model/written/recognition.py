@@ -4,7 +4,6 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.functional import silu
 from transformers import PreTrainedModel
@@ -13,8 +12,6 @@ from ..attention.tree_attention import layer_window
 from ..compat import shared_value
 from ..forward_code import mentions
 from ..logits import LogitScaling
-from .convolution import ConvolutionPlan, convolution_plan
-from .delta import DeltaPlan, delta_plan
 from .experts import Experts, written_experts
 from .latent import Expansion, LatentPlan, is_expansion
 from .layer_inputs import Factor, LayerInput, LayerInputs
@@ -25,6 +22,7 @@ from .names import (
     ACTIVATION,
     ATTENTION,
     ATTENTION_OUTPUT,
+    BESIDE_EXPERTS,
     BY_HEAD,
     COMPRESS,
     EMBEDDING,
@@ -52,6 +50,7 @@ from .notes import Notes
 from .parts import Called, Map, Positions, Sinks
 from .placeholders import placeholders_of
 from .plan import DecoderPlan, LayerPlan, UnknownStructureError
+from .recurrences import Recurrence, parts_of, recurrence_of
 from .rotation_order import RotationOrder, rotation_order
 from .rotations import written_rotation
 
@@ -269,14 +268,12 @@ class _Recognition(Notes):
         norm = self._norm(self._child(layer, "post_per_layer_input_norm"))
         return LayerInput(gate, written_activation(activation), projection, norm)
 
-    def _recurrence(self, module: Any) -> DeltaPlan | ConvolutionPlan:
-        """Return the plan of a gated delta rule or of a short convolution, without its maps."""
-        # Of GPUs, bfloat16 has not been tried out.
-        dtypes = (torch.float32, torch.bfloat16) if self.model.device.type == "cpu" else (torch.float32,)
-        plan = (delta_plan(module) or convolution_plan(module)) if self.model.dtype in dtypes else None
+    def _recurrence(self, module: Any) -> Recurrence:
+        """Return the plan of what stands in place of attention, without its maps."""
+        plan = recurrence_of(module, self.model.dtype)
         if plan is None:
             raise UnknownStructureError("recurrent layers")
-        for item in [module.conv1d, module.norm] if isinstance(plan, DeltaPlan) else [module.conv]:
+        for item in parts_of(module, plan):
             self._bypass(item)
             self._know(item)
         self.known |= {id(parameter) for parameter in module._parameters.values()}
@@ -306,6 +303,9 @@ class _Recognition(Notes):
     def _mlp(self, layer: nn.Module) -> Map:
         """Return the MLP, whose maps may be the layer's own (OPT); unknown ones are called as they are."""
         own = self._optional(layer, MLPS)
+        beside = layer._modules.get(BESIDE_EXPERTS)
+        if own is not beside and beside is not None:
+            return self._experts_beside(own, beside)
         found = self._known_mlp(layer if own is None else own, own is not None)
         if found is None and own is None:
             raise UnknownStructureError("MLP")
@@ -329,8 +329,17 @@ class _Recognition(Notes):
             self._bypass(activation)
             self._know(activation)  # Apertus' has parameters
         fused = self._map([self._child(mlp, name) for name in inputs])
-        is_gated = inputs[0] in ("gate_proj", "gate_up_proj", "w1")
+        is_gated = inputs[0] in ("gate_proj", "gate_up_proj", "w1", "input_linear")
         return MLP(fused, written_activation(activation), self._map([self._child(mlp, output)]), is_gated)
+
+    def _experts_beside(self, block: Any, mlp: nn.Module) -> Experts:
+        """Return experts beside an MLP that all tokens share (Granite 4)."""
+        experts, shared = self._experts(block), self._known_mlp(mlp)
+        if experts is None or shared is None or experts.shared is not None:
+            raise UnknownStructureError("experts")
+        self._know(block)
+        experts.shared = shared, None
+        return experts
 
     def _experts(self, block: Any) -> Experts | None:
         """Return a mixture of experts in compiled code, where there is such code."""

@@ -22,6 +22,7 @@ from ..forward.rotary import forget_lengths
 from ..layout.rows import RowInput
 from ..layout.step_layout import StepLayout
 from ..recurrent.cache import StateCache
+from ..recurrent.step import RecurrentStep
 from ..support.twin import TWIN_REACH, borders, float32_copy, small_twin
 from .decoder import Tables, WrittenDecoder, run_layer
 from .experts import Experts
@@ -91,7 +92,7 @@ class _Call(NamedTuple):
     x: torch.Tensor  # [N, hidden_size], the input
     output: torch.Tensor  # [N, hidden_size]
     layout: StepLayout
-    rows: Sequence[RowInput]  # where the cache has states
+    step: RecurrentStep | None  # where the cache has states
     tables: Mapping[str | None, Tables]
     inputs: torch.Tensor | None  # [N, num_layers, size], of layers
 
@@ -184,8 +185,8 @@ class _Trial:
             self._compare_directly(f"the inputs of layer {index}", self.inputs[:, index], own[0])
         self.output = output
         cache = self.forward.cache
-        rows = cache.step.inputs if isinstance(cache, StateCache) else ()
-        self.calls[index].append(_Call(args, kwargs, x, output, layout, rows, self.tables, self.inputs))
+        step = cache.step if isinstance(cache, StateCache) else None
+        self.calls[index].append(_Call(args, kwargs, x, output, layout, step, self.tables, self.inputs))
 
     def _compare_layer(self, index: int, layer: nn.Module) -> None:
         # Keys and values of their own, in the places that the forward's cache has for them.
@@ -196,8 +197,9 @@ class _Trial:
         source = index if plan.source is None else plan.source
         for number, call in enumerate(self.calls.pop(index)):
             written.layout = wide.layout = call.layout
-            if isinstance(written, StateCache):
-                written.begin(call.rows, call.x.device)
+            if isinstance(written, StateCache) and call.step is not None:
+                written.begin(call.step.inputs, call.x.device)
+                written.step.num_prompt = call.step.num_prompt  # the rows are longer by now
             if plan.source is not None:
                 written.layer(source).hold(*self.stored[source][number])
             own = None if call.inputs is None else call.inputs[:, index]

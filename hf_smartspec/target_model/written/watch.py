@@ -163,12 +163,12 @@ def _ending(watch: "weakref.ref[Watch]") -> Any:
 
 
 def _values(attributes: dict[str, Any], names: frozenset[str]) -> dict[str, Any]:
-    """Return the values under these names that are numbers, strings or lists."""
+    """Return the values under these names that are numbers, strings, lists or tuples."""
     values = {name: attributes[name] for name in attributes.keys() & names}
     return {
         name: tuple(value) if type(value) is list else value
         for name, value in values.items()
-        if type(value) in _SCALARS or type(value) is list
+        if type(value) in _SCALARS or type(value) in (list, tuple)
     }
 
 
