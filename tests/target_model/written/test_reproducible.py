@@ -35,6 +35,8 @@ if RECURRENT:
     OWN["qwen3_5_text"] = {"head_dim": 64, "linear_key_head_dim": 64, "linear_value_head_dim": 80}
     OWN["qwen3_next"] = OWN["qwen3_5_text"] | {"moe_intermediate_size": 192, "shared_expert_intermediate_size": 192}
     OWN["lfm2"] = {}
+    sizes = {"mamba_n_heads": 6, "mamba_d_head": 64, "mamba_d_state": 64, "mamba_chunk_size": 64}
+    OWN |= dict.fromkeys(("bamba", "granitemoehybrid"), sizes)
 TEXT = np.random.default_rng(0).integers(3, 90, 170)
 
 
