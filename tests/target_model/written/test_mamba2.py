@@ -20,12 +20,19 @@ pytestmark = pytest.mark.skipif("bamba" not in RECURRENT, reason="this release's
 compiles = pytest.mark.skipif(not has_kernels(torch.float32), reason="there is no compiled code for this CPU")
 
 _GRANITE = {"hidden_size": 64, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 32, "mamba_n_groups": 1}
+_NEMOTRON = {"hidden_size": 64, "head_dim": 16, "mamba_head_dim": 16, "ssm_state_size": 16, "time_step_min": 0.3}
 # Kinds of layers that have state spaces, in sizes that compiled code serves, and their options.
 KINDS = {
     "bamba": ("bamba", {"head_dim": 16}),
     "bamba+options": ("bamba", {"head_dim": 16, "mamba_conv_bias": False, "mamba_proj_bias": True, "mamba_d_conv": 3}),
     "granite": ("granitemoehybrid", _GRANITE | {"num_local_experts": 0, "residual_multiplier": 0.5}),
     "granite+rope": ("granitemoehybrid", _GRANITE | {"num_local_experts": 0, "position_embedding_type": "rope"}),
+    "nemotron_h": ("nemotron_h", _NEMOTRON | {"layers_block_type": ["linear_attention", "full_attention", "mlp"]}),
+    "nemotron_h+ends": ("nemotron_h", _NEMOTRON | {"layers_block_type": ["mlp", "full_attention", "linear_attention"]}),
+    "mamba2": (
+        "mamba2",
+        {"hidden_size": 64, "num_heads": 8, "head_dim": 16, "state_size": 16, "residual_in_fp32": False, "n_groups": 2},
+    ),
     "granite+experts": ("granitemoehybrid", _GRANITE | {"attention_multiplier": 0.3, "embedding_multiplier": 2.0}),
 }
 
