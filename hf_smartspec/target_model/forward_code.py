@@ -89,8 +89,9 @@ _OWN_MENTIONS = {
     ),
     "GptOssAttention": frozenset(["sinks"]),
     "GraniteMoeHybridDecoderLayer": frozenset(["has_experts", "mamba", "shared_mlp"]),
-    "GraniteMoeHybridMLP": frozenset(["input_linear", "output_linear"]),
+    **dict.fromkeys(("GraniteMoeHybridMLP", "GraniteMoeSharedMLP"), frozenset(["input_linear", "output_linear"])),
     "GraniteMoeHybridModel": frozenset(["layers_block_type"]),
+    "GraniteMoeSharedDecoderLayer": frozenset(["shared_mlp"]),
     "Mamba2Block": frozenset(["mixer", "residual_in_fp32"]),
     "Mamba2Model": frozenset(
         "embeddings gradient_checkpointing Mamba2Output norm_f output_hidden_states return_dict use_cache".split()
