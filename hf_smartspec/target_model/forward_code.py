@@ -54,7 +54,10 @@ _OWN_MENTIONS = {
     "ApertusDecoderLayer": frozenset(["attention_layernorm", "feedforward_layernorm"]),
     "BambaDecoderLayer": frozenset(["mamba", "pre_ff_layernorm"]),
     "BambaModel": frozenset(["layers_block_type"]),
-    **dict.fromkeys(("BambaMixer", "GraniteMoeHybridMambaLayer"), _STATE_SPACE),
+    **dict.fromkeys(
+        "BambaMixer GraniteMoeHybridMambaLayer Mamba2Mixer NemotronHMamba2Mixer".split(),
+        _STATE_SPACE,
+    ),
     "CwmModel": frozenset(["CwmModelOutputWithPast"]),
     "Gemma4TextAttention": frozenset("is_kv_shared_layer layer_type store_full_length_kv v_norm".split()),
     "Gemma4TextDecoderLayer": frozenset(
@@ -86,8 +89,15 @@ _OWN_MENTIONS = {
     ),
     "GptOssAttention": frozenset(["sinks"]),
     "GraniteMoeHybridDecoderLayer": frozenset(["has_experts", "mamba", "shared_mlp"]),
-    "GraniteMoeHybridMLP": frozenset(["input_linear", "output_linear"]),
+    **dict.fromkeys(("GraniteMoeHybridMLP", "GraniteMoeSharedMLP"), frozenset(["input_linear", "output_linear"])),
     "GraniteMoeHybridModel": frozenset(["layers_block_type"]),
+    "GraniteMoeSharedDecoderLayer": frozenset(["shared_mlp"]),
+    "Mamba2Block": frozenset(["mixer", "residual_in_fp32"]),
+    "Mamba2Model": frozenset(
+        "embeddings gradient_checkpointing Mamba2Output norm_f output_hidden_states return_dict use_cache".split()
+    ),
+    "NemotronHBlock": frozenset(["mixer"]),
+    "NemotronHModel": frozenset("embeddings get norm_f".split()),
     "OPTDecoder": frozenset("cumsum embed_positions layerdrop long ones project_in project_out rand".split()),
     "OPTLearnedPositionalEmbedding": frozenset("cumsum forward long offset super".split()),
     "Qwen3NextGatedDeltaNet": frozenset(

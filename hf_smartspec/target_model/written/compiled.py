@@ -35,7 +35,7 @@ from .mixed_mlps import MixedMLP
 from .mlps import MLP, XIELU
 from .norms import Norm
 from .parts import Fused, Rows, Transposed
-from .plan import DecoderPlan, FeaturePlan, LayerPlan
+from .plan import DecoderPlan, FeaturePlan, LayerPlan, absent
 from .program import ForwardProgram
 from .rotations import Rotation
 
@@ -103,7 +103,7 @@ class CompiledDecoder:
 
     @cached_property
     def _windows(self) -> set[int | None]:
-        return {layer.window for layer in self.plan.layers if layer.recurrence is None}
+        return {layer.window for layer in self.plan.layers if layer.attends}
 
     def run(
         self,
@@ -259,13 +259,13 @@ def _can_compile_layer(plan: LayerPlan, dtype: torch.dtype) -> bool:
     norms += [] if latent is None else latent.norms
     norms += mlp.norms if isinstance(mlp, MixedMLP) else []
     is_known = not plan.head_dim % 16 if plan.recurrence is None else plan.recurrence.can_compile(dtype)
+    is_known = is_known and (mlp is absent or isinstance(mlp, MLP | Experts | MixedMLP))
     return (
         is_known
         and all(norm is None or _is_norm(norm, dtype) for norm in norms)
         and isinstance(plan.rotation, Rotation | None)
-        and isinstance(mlp, MLP | Experts | MixedMLP)
-        and _can_activate(mlp.activation, dtype)
-        and all(_is_plain(item, dtype) for item in (plan.query_key_value, plan.attention_output, *mlp.products))
+        and (mlp is absent or _can_activate(mlp.activation, dtype))  # type: ignore[attr-defined]
+        and all(_is_plain(item, dtype) for item in plan.products)
         and (extra is None or _can_compile_input(extra, dtype))
         and (plan.factor is None or _is_number(plan.factor.number(), dtype))
         and (latent is None or _can_compile_latents(plan, latent, dtype))

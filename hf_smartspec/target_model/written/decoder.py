@@ -21,7 +21,7 @@ from .compiled import CompiledDecoder, can_compile
 from .inputs import DecoderInput, Features, Tables
 from .latent_layer import attend_to_latents
 from .parts import Transposed, is_bare, module_of
-from .plan import DecoderPlan, FeaturePlan, LayerPlan
+from .plan import DecoderPlan, FeaturePlan, LayerPlan, absent
 from .rotary_tables import RotaryTables
 from .rotations import Rotation
 
@@ -61,6 +61,8 @@ class WrittenDecoder:
         """
         compiled, windows = self._compiled, {layer.window for layer in self.plan.layers}
         is_determined = all(window is None or window >= _TYPICAL_TREE for window in windows)
+        # Limits of prompts' time steps round all tokens of a forward otherwise.
+        is_determined &= not any(layer.recurrence and layer.recurrence.is_limited for layer in self.plan.layers)
         return compiled is not None and most_tokens(compiled.dtype) == ANY and is_determined
 
     def __call__(
@@ -237,6 +239,8 @@ def run_layer(
     `normed` is the input of attention, where that is not `x` after its norm; `own_input`, `[N, size]`, that of
     `LayerInput`.
     """
+    if plan.query_key_value is absent:
+        return _add_mlp(plan, x)
     if normed is None:
         normed = x if plan.before_attention is None else plan.before_attention(x)
     if plan.recurrence is None:
@@ -249,12 +253,17 @@ def run_layer(
     if plan.is_parallel:
         return attended.add_(plan.mlp(normed if plan.before_mlp is None else plan.before_mlp(x))).add_(x)
     x = _add(plan, x, attended)
-    out = plan.mlp(x if plan.before_mlp is None else plan.before_mlp(x))
-    x = _add(plan, x, out if plan.after_mlp is None else plan.after_mlp(out))
+    if plan.mlp is not absent:
+        x = _add_mlp(plan, x)
     if plan.layer_input is not None:
         assert own_input is not None, "the decoder has inputs of layers"
         x = plan.layer_input(x, own_input).add_(x)
     return x if plan.factor is None else x.mul_(plan.factor.number())
+
+
+def _add_mlp(plan: LayerPlan, x: torch.Tensor) -> torch.Tensor:
+    out = plan.mlp(x if plan.before_mlp is None else plan.before_mlp(x))
+    return _add(plan, x, out if plan.after_mlp is None else plan.after_mlp(out))
 
 
 def _add(plan: LayerPlan, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -19,8 +19,8 @@ from .latent_program import LatentOperators
 from .layer_inputs import LayerInput
 from .mixed_mlps import MixedMLP, mlps_of
 from .mlps import MLP, XIELU
-from .plan import DecoderPlan, LayerPlan
-from .recurrences import operators_of, writes_apart
+from .plan import DecoderPlan, LayerPlan, absent
+from .recurrences import in_common, operators_of
 from .rotation_program import last_norms, places, width_of
 from .rotations import Rotation
 
@@ -73,7 +73,7 @@ class ForwardWriter:
         sizes = [layer.recurrence.num_outputs for layer in layers if layer.recurrence is not None]
         self.recurred = self.new(max(sizes, default=0), torch.float32)
         self.attended = self.new(max([*sizes, self.queries.shape[1]]))
-        maps: list[Any] = [item.query_key_value for item in layers if not writes_apart(item.recurrence)]
+        maps: list[Any] = [item.query_key_value for item in layers if item.attends or in_common(item.recurrence)]
         equal: list[Any] = [layer for layer in layers if layer.has_equal_values]  # of these, norms fill `states`
         self.states = self.new(max([*(item.shape[0] for item in maps), *map(width_of, equal)], default=0))
         self.raw = self.new(max([layer.query_key_value.shape[0] for layer in equal], default=0))
@@ -94,9 +94,9 @@ class ForwardWriter:
         for index, layer in enumerate(layers):
             if index in self.layers:
                 self.kept[index] = self._sum()
-            if index == first and layer.source is not None:
+            if index == first and not layer.stores:
                 self._keep_tokens()
-            self._write_layer(index, layer, None if index else normed, index == first and layer.source is None)
+            self._write_layer(index, layer, None if index else normed, index == first and layer.stores)
         if len(layers) in self.layers:
             self.kept[len(layers)] = self._sum()
         if -1 in self.layers:
@@ -119,9 +119,9 @@ class ForwardWriter:
         hidden states need more of it. Of heads nobody asks.
         """
         layers, last = self.plan.layers, len(self.plan.layers) - 1
-        if layers[-1].recurrence is not None:
+        first = next((index for index in range(last, -1, -1) if layers[index].stores), -1) + 1
+        if first > last and layers[last].recurrence is not None:
             return last + 1
-        first = next((index for index in range(last, -1, -1) if layers[index].source is None), -1) + 1
         asked = self.layers if self.plan.features is None else frozenset[int]()
         return last + 1 if -1 in asked else max([min(first, last), *asked])
 
@@ -238,6 +238,9 @@ class ForwardWriter:
 
     def _write_layer(self, index: int, plan: LayerPlan, normed: torch.Tensor | None, keeps: bool) -> None:
         """Write a layer; if it `keeps`, what comes after keys and values is of the tokens that are kept."""
+        if plan.query_key_value is absent:
+            self._write_mlp(plan)
+            return
         normed = self._input(plan.before_attention) if normed is None else normed
         if plan.recurrence is None:
             self._write_attention(plan, normed, keeps)
@@ -251,14 +254,19 @@ class ForwardWriter:
         if plan.after_attention is not None:
             self._norm(plan.after_attention, self.out, self.out)
         self.pending = self.out, plan.multiplier
-        self.write_mlp(plan.mlp, self._input(plan.before_mlp), self.out)
-        if plan.after_mlp is not None:
-            self._norm(plan.after_mlp, self.out, self.out)
-        self.pending = self.out, plan.multiplier
+        if plan.mlp is not absent:
+            self._write_mlp(plan)
         if plan.layer_input is not None:
             self._write_layer_input(index, plan.layer_input)
         if plan.factor is not None:
             self._sum(plan.factor.number())
+
+    def _write_mlp(self, plan: LayerPlan) -> None:
+        """Write the MLP after what is pending; its outputs are pending then."""
+        self.write_mlp(plan.mlp, self._input(plan.before_mlp), self.out)
+        if plan.after_mlp is not None:
+            self._norm(plan.after_mlp, self.out, self.out)
+        self.pending = self.out, plan.multiplier
 
     def _input(self, norm: Any) -> torch.Tensor:
         """Return the input of attention or of an MLP: `x`, or `normed`."""
@@ -380,7 +388,7 @@ def _activation_of(mlp: MLP) -> dict[str, Any]:
 def products_of(plan: DecoderPlan) -> list[Any]:
     """Return all products of a forward."""
     layers: list[Any] = plan.layers
-    others = [item for layer in layers for item in (layer.query_key_value, layer.attention_output, *layer.mlp.products)]
+    others = [item for layer in layers for item in layer.products]
     others += [item for layer in layers if layer.layer_input is not None for item in layer.layer_input.products]
     others += [item for layer in layers if layer.latent is not None for item in layer.latent.products]
     others += [] if plan.features is None else [plan.features.states_map]

@@ -70,7 +70,7 @@ class MixedMLP:
 
 
 def mlps_of(layers: Sequence[Any]) -> list[Any]:
-    """Return the MLPs and the mixtures of experts of layers, one by one."""
+    """Return the MLPs and the mixtures of experts of layers, one by one; others, too, which these may have instead."""
     mlps = [layer.mlp for layer in layers]
     return [part for mlp in mlps for part in ((mlp.mlp, mlp.experts) if isinstance(mlp, MixedMLP) else (mlp,))]
 

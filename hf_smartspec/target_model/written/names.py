@@ -13,12 +13,15 @@ NORMS = (
     ("ln_1", None, "ln_2", None),  # GPT-2
     ("self_attn_layer_norm", None, "final_layer_norm", None),  # OPT
     ("operator_norm", None, "ffn_norm", None),  # LFM2
+    ("norm", None, None, None),  # Nemotron-H, Mamba-2: layers of one part
 )
 # Norms of an MLP beside experts, but for the first: after the MLP, before experts, after them.
 MIXED_NORMS = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
-LAYERS, EMBEDDING = ("layers", "h"), ("embed_tokens", "embed_in", "wte")
+LAYERS, EMBEDDING = ("layers", "h"), ("embed_tokens", "embed_in", "wte", "embeddings")
 POSITIONS, ROTARY = ("wpe", "embed_positions"), ("rotary_emb", "pos_emb")
 ATTENTION = "self_attn", "attention", "attn"
+ALONE = ("mixer",)  # the one part of a layer, of any kind
+STATE_SPACE = "A_log", "D", "dt_bias"  # parameters of Mamba-2
 RECURRENT = "linear_attn", "conv", "mamba"
 BY_HEAD = ("query_key_value",)  # each head's query, key and value lie together
 EQUAL_VALUES, QUERY_ONLY = ("q_proj", "k_proj"), ("q_proj",)  # keys are values, too; those of an earlier layer
@@ -52,11 +55,11 @@ MLP_MAPS = (
 )
 SHARED = ("shared_expert", "shared_experts")  # MLPs of all tokens beside experts
 MULTIPLIER = ("residual_multiplier", "residual_scale")  # of the outputs of attention and MLP
-MLPS = ("mlp", "block_sparse_moe", "feed_forward", "shared_mlp")
+MLPS = ("mlp", "block_sparse_moe", "feed_forward", "shared_mlp", "mixer")
 BESIDE_EXPERTS = "shared_mlp"  # an MLP of all tokens, in layers that may have experts, too
 ACTIVATION = ("act_fn", "activation_fn", "act", "activation")
 IMAGE_NEWLINE = "image_newline"  # a parameter that stands between the lines of an image
-FINAL_NORM = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "embedding_norm")
+FINAL_NORM = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "embedding_norm", "norm_f")
 
 # Attributes of modules and configs that recognition reads, beside those that forwards mention.
 READ = frozenset(

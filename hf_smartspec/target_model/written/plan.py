@@ -19,13 +19,19 @@ class UnknownStructureError(Exception):
     """Error for a model with parts that a plan cannot describe, or that computes otherwise than planned."""
 
 
+def absent(x: torch.Tensor) -> torch.Tensor:
+    """Stand in a plan for a part that its layer does not have."""
+    raise AssertionError("a part that is not there")
+
+
 @dataclass(eq=False)
 class LayerPlan:
     """
     Plan of one layer. Norms are None where it has none. Of a parallel layer, attention and MLP read the same `x`, and
     the same normed one where there is no norm before the MLP. A layer with a `source`, the number of an earlier one,
     has maps of queries alone, and attends to what that layer has stored. One with a `latent` plan stores vectors of
-    `head_dim` numbers, of which keys and values are made.
+    `head_dim` numbers, of which keys and values are made. Where a layer is one part alone, the MLP or the maps of
+    attention are `absent`.
     """
 
     before_attention: Map | None
@@ -59,6 +65,22 @@ class LayerPlan:
     sinks: Sinks | None = None
     latent: LatentPlan | None = None
     norms_last: bool = False  # whether queries and keys are normalized after they were rotated, not before
+
+    @property
+    def attends(self) -> bool:
+        """Return whether the layer has attention."""
+        return self.recurrence is None and self.query_key_value is not absent
+
+    @property
+    def stores(self) -> bool:
+        """Return whether the layer has keys and values, or states, of its own."""
+        return self.recurrence is not None or (self.attends and self.source is None)
+
+    @property
+    def products(self) -> list[Any]:
+        """Products of all tokens with one weight, those of inputs of its own and of latents left out."""
+        maps = [self.query_key_value, self.attention_output, *getattr(self.mlp, "products", ())]
+        return [item for item in maps if item is not absent]
 
     @property
     def has_norms(self) -> bool:

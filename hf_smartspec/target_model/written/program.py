@@ -49,7 +49,7 @@ class ForwardProgram:
         )
         self.scratch = column(codes.MULTIPLY, "scratch")
         self.most_scratch = int(rows[own.multiplied, column(codes.MULTIPLY, "scratch_size")].max(initial=0))
-        layers = [layer for layer in self.plan.layers if layer.recurrence is None]
+        layers = [layer for layer in self.plan.layers if layer.attends]
         self.lines = column(codes.ROTATE, "lines")
         pairs = (codes.ROTATE, own.rotated), (codes.ATTEND, own.attending)
         self.memory_places = [_places(*pair, _MEMORY) for pair in pairs]
@@ -138,12 +138,12 @@ class ForwardProgram:
 
     def _set_memory(self, x: torch.Tensor, cache: SlotCache) -> None:
         """Set where the layers keep keys and values."""
-        layers = [(index, layer) for index, layer in enumerate(self.plan.layers) if layer.recurrence is None]
+        layers = [(index, layer) for index, layer in enumerate(self.plan.layers) if layer.attends]
         memories = [cache.layer(index if layer.source is None else layer.source) for index, layer in layers]
         for memory, (_, layer) in zip(memories, layers):
             if not memory.is_initialized:
                 memory.lazy_initialization(*[x.new_empty(1, layer.kv_heads, 1, size) for size in layer.stored_sizes])
-        addresses = np.array([memory.addresses for memory in memories])
+        addresses = np.array([memory.addresses for memory in memories], np.int64).reshape(-1, 2)
         for where in self.memory_places:
             self.program.rows[where] = addresses
         self.kept_in = ref(cache), cache.num_moves, len(cache.layers)
@@ -158,7 +158,7 @@ def _heads_of(layer: LayerPlan) -> tuple[tuple[int, int, int], int]:
 
 
 def _places(code: int, operators: list[int], names: list[str]) -> Places:
-    return np.array(operators)[:, None], [column(code, name) for name in names]
+    return np.array(operators, np.int64)[:, None], [column(code, name) for name in names]
 
 
 def _places_by(kinds: list[Any], code: int, operators: list[int], names: list[str]) -> dict[Any, Places]:

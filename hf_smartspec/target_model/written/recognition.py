@@ -5,24 +5,23 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
-from torch.nn.functional import silu
 from transformers import PreTrainedModel
 
 from ..attention.tree_attention import layer_window
 from ..compat import shared_value
 from ..forward_code import mentions
 from ..logits import LogitScaling
-from .experts import Experts, written_experts
 from .latent import Expansion, LatentPlan, is_expansion
 from .layer_inputs import Factor, LayerInput, LayerInputs
-from .mixed_mlps import MixedMLP, RouterNorm, written_layer_experts
-from .mlps import MLP, CalledMLP, written_activation
-from .modules import but_dropouts, dropouts, path
+from .mixed_mlps import MixedMLP
+from .mlp_notes import MLPNotes
+from .mlps import written_activation
+from .modules import dropouts, path
 from .names import (
     ACTIVATION,
+    ALONE,
     ATTENTION,
     ATTENTION_OUTPUT,
-    BESIDE_EXPERTS,
     BY_HEAD,
     COMPRESS,
     EMBEDDING,
@@ -32,9 +31,6 @@ from .names import (
     KEY_NORM,
     LATENT,
     LAYERS,
-    MIXED_NORMS,
-    MLP_MAPS,
-    MLPS,
     MULTIPLIER,
     NORMS,
     POSITIONS,
@@ -43,13 +39,12 @@ from .names import (
     QUERY_ONLY,
     RECURRENT,
     ROTARY,
-    SHARED,
+    STATE_SPACE,
     VALUE_NORM,
 )
-from .notes import Notes
-from .parts import Called, Map, Positions, Sinks
+from .parts import Called, Positions, Sinks
 from .placeholders import placeholders_of
-from .plan import DecoderPlan, LayerPlan, UnknownStructureError
+from .plan import DecoderPlan, LayerPlan, UnknownStructureError, absent
 from .recurrences import Recurrence, parts_of, recurrence_of
 from .rotation_order import RotationOrder, rotation_order
 from .rotations import written_rotation
@@ -83,12 +78,8 @@ def make_plan(model: PreTrainedModel) -> tuple[DecoderPlan, list[nn.Module]]:
     return recognition.plan(), list(dict.fromkeys(recognition.bypassed))
 
 
-class _Recognition(Notes):
+class _Recognition(MLPNotes):
     """Pass through a model."""
-
-    def __init__(self, model: PreTrainedModel):
-        super().__init__(model)
-        self.bodies: list[nn.Module] = []  # layers, their attention and their MLPs
 
     def plan(self) -> DecoderPlan:
         decoder: Any = self.model.get_decoder()
@@ -147,14 +138,19 @@ class _Recognition(Notes):
         return Positions(module)
 
     def _layer(self, layer: Any) -> LayerPlan:
-        attention: Any = self._first(layer, (*RECURRENT, *ATTENTION))
+        is_alone = any(name in layer._modules for name in ALONE)
+        if getattr(layer, "residual_in_fp32", False) and self.model.dtype.itemsize < 4:
+            raise UnknownStructureError("sums in float32")
+        if is_alone and not {*STATE_SPACE, *QUERY_KEY_VALUE[0]} & {*_own_names(self._first(layer, ALONE))}:
+            return self._lone_mlp(layer)
+        attention: Any = self._first(layer, (*RECURRENT, *ATTENTION, *ALONE))
         self._bypass(layer, attention)
         self.bodies += layer, attention
         names = next((row for row in NORMS if set(row) <= {None, *layer._modules}), None)
         if names is None or not getattr(layer, "do_layer_norm_before", True):
             raise UnknownStructureError("norms")
         norms = [None if name is None else self._norm(self._child(layer, name)) for name in names]
-        is_recurrent = any(name in layer._modules for name in RECURRENT)
+        is_recurrent = any(name in layer._modules for name in RECURRENT) or {*STATE_SPACE} <= {*attention._parameters}
         latent = self._latent(attention) if COMPRESS[0] in attention._modules else None
         recurrence = self._recurrence(attention) if is_recurrent else None
         maps = next((row for row in QUERY_KEY_VALUE if all(name in attention._modules for name in row)), None)
@@ -176,10 +172,11 @@ class _Recognition(Notes):
         norms_heads = query is not None and query.weight.numel() == heads[2]
         if (maps == EQUAL_VALUES and None in (key, value)) or (value is not None and not norms_heads):
             raise UnknownStructureError("values")
-        mlp = self._mlp(layer)
+        mlp = absent if is_alone else self._mlp(layer)
         if "experts" in layer._modules:
             mlp, norms[2] = self._mixed_mlp(layer, mlp, norms[2]), None
         is_parallel = names[1:] == (None, None, None) or getattr(layer, "use_parallel_residual", False)
+        is_parallel = is_parallel and not is_alone
         multiplier = float(next((getattr(layer, name) for name in MULTIPLIER if hasattr(layer, name)), 1.0))
         if is_parallel and (norms[1] or norms[3] or multiplier != 1.0 or isinstance(mlp, MixedMLP)):
             raise UnknownStructureError("norms, factors or experts of parallel outputs")
@@ -217,6 +214,31 @@ class _Recognition(Notes):
             factor=Factor(layer, "layer_scalar") if "layer_scalar" in layer._buffers else None,
             sinks=self._sinks(attention),
             latent=latent,
+        )
+
+    def _lone_mlp(self, layer: Any) -> LayerPlan:
+        """Return the plan of a layer that is an MLP alone (Nemotron-H)."""
+        self._bypass(layer)
+        self.bodies.append(layer)
+        return LayerPlan(
+            before_attention=None,
+            after_attention=None,
+            before_mlp=self._norm(self._child(layer, "norm")),
+            after_mlp=None,
+            query_key_value=absent,
+            query_norm=None,
+            key_norm=None,
+            norms_heads=False,
+            attention_output=absent,
+            mlp=self._mlp(layer),
+            num_heads=0,
+            kv_heads=0,
+            head_dim=0,
+            scaling=1.0,
+            softcap=None,
+            window=None,
+            rotation=None,
+            layer_type=None,
         )
 
     def _latent(self, attention: Any) -> LatentPlan:
@@ -300,71 +322,9 @@ class _Recognition(Notes):
             raise UnknownStructureError("heads")
         return num_heads, kv_heads, size
 
-    def _mlp(self, layer: nn.Module) -> Map:
-        """Return the MLP, whose maps may be the layer's own (OPT); unknown ones are called as they are."""
-        own = self._optional(layer, MLPS)
-        beside = layer._modules.get(BESIDE_EXPERTS)
-        if own is not beside and beside is not None:
-            return self._experts_beside(own, beside)
-        found = self._known_mlp(layer if own is None else own, own is not None)
-        if found is None and own is None:
-            raise UnknownStructureError("MLP")
-        if found is not None:
-            return found
-        self._know(own)
-        experts = self._experts(own)
-        self.calls_modules |= experts is None
-        return CalledMLP(own) if experts is None else experts
 
-    def _known_mlp(self, mlp: nn.Module, is_alone: bool = True) -> MLP | None:
-        """Return an MLP of a known kind; None for others, and for modules that have more if it `is_alone`."""
-        names = next((row for row in MLP_MAPS if {*row[0], row[1]} <= set(mlp._modules)), None)
-        activation = self._optional(mlp, ACTIVATION) or (silu if "silu" in mentions(type(mlp)) else None)
-        if names is None or activation is None or (is_alone and len(but_dropouts(mlp)) > len(names[0]) + 2):
-            return None
-        inputs, output = names
-        self.bodies.append(mlp)
-        self._bypass(mlp)
-        if isinstance(activation, nn.Module):
-            self._bypass(activation)
-            self._know(activation)  # Apertus' has parameters
-        fused = self._map([self._child(mlp, name) for name in inputs])
-        is_gated = inputs[0] in ("gate_proj", "gate_up_proj", "w1", "input_linear")
-        return MLP(fused, written_activation(activation), self._map([self._child(mlp, output)]), is_gated)
-
-    def _experts_beside(self, block: Any, mlp: nn.Module) -> Experts:
-        """Return experts beside an MLP that all tokens share (Granite 4)."""
-        experts, shared = self._experts(block), self._known_mlp(mlp)
-        if experts is None or shared is None or experts.shared is not None:
-            raise UnknownStructureError("experts")
-        self._know(block)
-        experts.shared = shared, None
-        return experts
-
-    def _experts(self, block: Any) -> Experts | None:
-        """Return a mixture of experts in compiled code, where there is such code."""
-        experts = written_experts(block, self.model.dtype)
-        shared = self._optional(block, SHARED)
-        if experts is not None and shared is not None:
-            mlp, gate = self._known_mlp(shared), block._modules.get("shared_expert_gate")
-            if mlp is None:
-                return None
-            experts.shared = mlp, None if gate is None else self._map([gate])
-        if experts is not None:
-            self._bypass(*block.modules())
-        return experts
-
-    def _mixed_mlp(self, layer: Any, mlp: Map, before: Map | None) -> MixedMLP:
-        """Return an MLP beside the layer's own experts (Gemma 4), which have further norms."""
-        router = self._child(layer, "router")
-        experts = written_layer_experts(layer, self._map([self._child(router, "proj")]), self.model.dtype)
-        if experts is None or before is None or not isinstance(mlp, MLP):
-            raise UnknownStructureError("experts")
-        for module in (router, layer.experts):
-            self._know(module)
-            self._bypass(*module.modules())
-        after, *others = [self._norm(self._child(layer, name)) for name in MIXED_NORMS]
-        return MixedMLP(mlp, experts, (before, after), (*others, RouterNorm(router)))
+def _own_names(module: nn.Module) -> list[str]:
+    return [*module._modules, *module._parameters]
 
 
 def _set_sources(layers: Sequence[LayerPlan]) -> None:

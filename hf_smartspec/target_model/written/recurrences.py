@@ -37,6 +37,6 @@ def operators_of(layers: Sequence[Any]) -> DeltaOperators | StateSpaceOperators 
     return StateSpaceOperators() if StateSpacePlan in kinds else DeltaOperators()
 
 
-def writes_apart(recurrence: Recurrence | None) -> bool:
-    """Return whether a layer's maps write to memory of their own."""
-    return isinstance(recurrence, StateSpacePlan) or (isinstance(recurrence, DeltaPlan) and not recurrence.is_by_head)
+def in_common(recurrence: Recurrence | None) -> bool:
+    """Return whether a recurrence's maps write to memory that all layers use."""
+    return isinstance(recurrence, ConvolutionPlan) or (isinstance(recurrence, DeltaPlan) and recurrence.is_by_head)

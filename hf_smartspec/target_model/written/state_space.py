@@ -15,10 +15,10 @@ from ..recurrent.cache import StateCache
 from ..recurrent.scan import steps_of
 from .convolution import Convolution
 from .delta import DeltaRates
+from .names import STATE_SPACE
 from .parts import Map, Weighted
 
 _MODULES = {"in_proj", "conv1d", "norm", "out_proj", "act"}
-_PARAMETERS = {"A_log", "D", "dt_bias"}
 # Names in the forwards of norms that are known: they multiply by gates first, and normalize groups.
 _NORM_MENTIONS = frozenset(
     "dtype float32 functional group_size mean nn pow rsqrt shape silu to torch variance_epsilon view weight".split()
@@ -150,7 +150,7 @@ class StateSpacePlan:
 
 def state_space_plan(module: Any) -> StateSpacePlan | None:
     """Return the plan of a module, without its maps; None if it is of another structure."""
-    if not set(module._modules) <= _MODULES or set(module._parameters) != _PARAMETERS or module._buffers:
+    if not set(module._modules) <= _MODULES or set(module._parameters) != {*STATE_SPACE} or module._buffers:
         return None
     norm, convolution = module.norm, module.conv1d
     if type(convolution) is not nn.Conv1d or set(norm._parameters) != {"weight"}:

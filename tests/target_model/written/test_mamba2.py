@@ -1,5 +1,6 @@
 """State spaces (Mamba-2) written out: the numbers of the models' own layers, as one compiled program."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -8,6 +9,7 @@ from torch.nn.functional import silu
 import hf_smartspec
 from hf_smartspec.cpu.few_tokens import has_kernels
 from hf_smartspec.target_model.forward.packed import PackedForward
+from hf_smartspec.target_model.layout.rows import RowInput
 from hf_smartspec.target_model.written import packed_forward, written_decoder
 from hf_smartspec.target_model.written.compiled import can_compile
 from hf_smartspec.target_model.written.recognition import make_plan
@@ -20,12 +22,19 @@ pytestmark = pytest.mark.skipif("bamba" not in RECURRENT, reason="this release's
 compiles = pytest.mark.skipif(not has_kernels(torch.float32), reason="there is no compiled code for this CPU")
 
 _GRANITE = {"hidden_size": 64, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 32, "mamba_n_groups": 1}
+_NEMOTRON = {"hidden_size": 64, "head_dim": 16, "mamba_head_dim": 16, "ssm_state_size": 16, "time_step_min": 0.3}
 # Kinds of layers that have state spaces, in sizes that compiled code serves, and their options.
 KINDS = {
     "bamba": ("bamba", {"head_dim": 16}),
     "bamba+options": ("bamba", {"head_dim": 16, "mamba_conv_bias": False, "mamba_proj_bias": True, "mamba_d_conv": 3}),
     "granite": ("granitemoehybrid", _GRANITE | {"num_local_experts": 0, "residual_multiplier": 0.5}),
     "granite+rope": ("granitemoehybrid", _GRANITE | {"num_local_experts": 0, "position_embedding_type": "rope"}),
+    "nemotron_h": ("nemotron_h", _NEMOTRON | {"layers_block_type": ["linear_attention", "full_attention", "mlp"]}),
+    "nemotron_h+ends": ("nemotron_h", _NEMOTRON | {"layers_block_type": ["mlp", "full_attention", "linear_attention"]}),
+    "mamba2": (
+        "mamba2",
+        {"hidden_size": 64, "num_heads": 8, "head_dim": 16, "state_size": 16, "residual_in_fp32": False, "n_groups": 2},
+    ),
     "granite+experts": ("granitemoehybrid", _GRANITE | {"attention_multiplier": 0.3, "embedding_multiplier": 2.0}),
 }
 
@@ -73,6 +82,38 @@ def test_sizes_that_compiled_code_does_not_serve_run_layer_by_layer(dtype):
     assert is_written(model) and not can_compile(written_decoder(model).plan)
     found, expected = logits_of(packed_forward(model)), logits_of(PackedForward(model))
     assert are_near(found, expected) if dtype == torch.float32 else found.isfinite().all()
+
+
+@torch.no_grad()
+def test_experts_in_layers_of_one_part_are_called():
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    experts |= {"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32}
+    model = made("nemotron_h", layers_block_type=["linear_attention", "moe", "full_attention"], **experts)
+    assert is_written(model) and not can_compile(written_decoder(model).plan)
+    assert are_near(logits_of(packed_forward(model)), logits_of(PackedForward(model)))
+
+
+@compiles
+@torch.no_grad()
+def test_prompts_with_limited_time_steps_are_no_programs(programs):
+    model = made("nemotron_h")
+    forward, own = packed_forward(model), PackedForward(model)
+    found = []
+    for item in (forward, own):
+        row = item.add()
+        row.least_length = 12
+        programs.clear()
+        pieces = np.arange(3, 10), np.arange(10, 15), np.array([5]), np.array([7])
+        found.append(torch.cat([item.forward([RowInput(row, piece)])[0] for piece in pieces]))
+        assert programs == ([1, 1] if item is forward else [])
+    assert are_near(*found)
+
+
+@torch.no_grad()
+def test_sums_in_float32_are_left_to_the_model():
+    """Where the model itself is in bfloat16."""
+    model = made("mamba2", residual_in_fp32=True)
+    assert is_written(model) and not is_written(made("mamba2", residual_in_fp32=True).bfloat16())
 
 
 @pytest.mark.parametrize("name", ["A_log", "D", "dt_bias", "norm.weight", "conv1d.weight", "in_proj.weight"])

@@ -23,6 +23,12 @@ CONFIGS = {
     "arcee": ("ArceeConfig", LLAMA),
     "jais2": ("Jais2Config", LLAMA),
     "minimax_m2": ("MiniMaxM2Config", LLAMA | {"num_local_experts": 8, "num_experts_per_tok": 2}),
+    "granitemoeshared": (  # with scores as large as usual: by default, rounding alone moves logits by the tolerance
+        "GraniteMoeSharedConfig",
+        LLAMA
+        | {"hidden_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32}
+        | {"attention_multiplier": 0.25},
+    ),
     "flex_olmo": ("FlexOlmoConfig", LLAMA | EXPERTS | {"hidden_size": 64}),
 }
 CALLED = {"hunyuan_v1_moe": ("HunYuanMoEV1Config", LLAMA | {"num_experts": 4, "moe_topk": 2})}
