@@ -13,7 +13,7 @@ from torch import nn
 _ORIGINS = ("transformers.", "torch.", __name__.partition(".")[0] + ".")
 
 # Names in the forwards of known layers. A forward with other names may do things that a few tokens do not show: scale
-# logits after some length (Ministral 3), clip values, ...
+# logits after some length, clip values, ...
 _MENTIONS = frozenset(
     "_attn_implementation _bidirectional_window_overlay A_log act act_fn activation activation_fn "
     "ALL_ATTENTION_FUNCTIONS apply_mask_to_padding_states apply_rotary_pos_emb arange attention attention_dropout "
@@ -77,6 +77,7 @@ _OWN_MENTIONS = {
         "EncoderDecoderCache gradient_checkpointing h ln_f warn_if_padding_and_no_attention_mask wpe wte".split()
     ),
     "GptOssAttention": frozenset(["sinks"]),
+    "Ministral3Attention": frozenset(["get", "get_llama_4_attn_scale", "rope_parameters"]),
     "OPTDecoder": frozenset("cumsum embed_positions layerdrop long ones project_in project_out rand".split()),
     "OPTLearnedPositionalEmbedding": frozenset("cumsum forward long offset super".split()),
     "Qwen3NextGatedDeltaNet": frozenset(
@@ -88,6 +89,7 @@ Kind = type[nn.Module]
 
 # Functions that apply rotary embeddings: to heads as most do, to neighbours, to neighbours as complex numbers.
 ROTATIONS = "apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave", "apply_rotary_emb"
+QUERY_FACTORS = "get_llama_4_attn_scale"  # a function that returns factors of queries
 
 
 def foreign_code(kinds: Iterable[Kind]) -> str | None:

@@ -27,7 +27,7 @@ from ..layout.step_layout import StepLayout
 from ..recurrent.cache import StateCache
 from .copies import KeptCopy
 from .experts import Experts
-from .forward_writer import ForwardWriter, products_of
+from .forward_writer import ForwardWriter
 from .inputs import DecoderInput
 from .latent import LatentPlan
 from .layer_inputs import LayerInput
@@ -35,7 +35,7 @@ from .mixed_mlps import MixedMLP
 from .mlps import MLP, XIELU
 from .norms import Norm
 from .parts import Fused, Rows, Transposed
-from .plan import DecoderPlan, FeaturePlan, LayerPlan
+from .plan import DecoderPlan, FeaturePlan, LayerPlan, products_of
 from .program import ForwardProgram
 from .rotations import Rotation
 

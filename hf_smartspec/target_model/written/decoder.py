@@ -292,6 +292,8 @@ def attend(
     if plan.value_norm is not None:
         values = plan.value_norm(values)
     keys, values = _rotate_and_write(plan, rotated, values, memory, tables)
+    if plan.query_factors is not None:
+        rotated[:, :heads].mul_(plan.query_factors(layout.positions[0], x.dtype)[:, None, None])
     sinks = None if plan.sinks is None else plan.sinks.numbers()
     output = packed_attention(
         rotated[:, :heads], keys, values, layout, plan.window, plan.scaling, plan.softcap, sinks=sinks

@@ -23,7 +23,8 @@ from .latent_program import LatentOperators
 from .layer_inputs import LayerInput
 from .mixed_mlps import MixedMLP, mlps_of
 from .mlps import MLP, XIELU
-from .plan import DecoderPlan, LayerPlan
+from .plan import DecoderPlan, LayerPlan, products_of
+from .query_factors import QueryFactors
 from .rotation_program import last_norms, places, width_of
 from .rotations import Rotation
 
@@ -65,6 +66,7 @@ class ForwardWriter:
         self.attending: list[int] = []
         self.multiplied: list[int] = []
         self.kept: dict[int, int] = {}  # by layer, the operators that store hidden states
+        self.factors: dict[int, QueryFactors] = {}  # operators that multiply by these
         self.inputs: dict[int, int] = {}  # operators that multiply by inputs of layers, and how many bytes in
         self._write(reads_states, screen)
 
@@ -311,6 +313,8 @@ class ForwardWriter:
                 **last_norms(plan),
             )
         )
+        if plan.query_factors is not None:
+            self._multiply_queries(plan.query_factors, heads * size)
         if keeps:
             self._keep_tokens()
         gates = {}
@@ -333,6 +337,11 @@ class ForwardWriter:
         if keeps:
             self.gathers[attention] = "places"
         self.multiply(plan.attention_output, self.attended, self.out)
+
+    def _multiply_queries(self, factors: QueryFactors, size: int) -> None:
+        queries = self.queries.data_ptr()
+        fields = {"x": queries, "x_stride": size, "factor_stride": 1, "is_one": True, "outputs": queries}
+        self.factors[self.add(codes.TIMES, size=size, **fields)] = factors
 
     def _write_layer_input(self, index: int, plan: LayerInput) -> None:
         """Write what a layer adds last."""
@@ -386,13 +395,3 @@ def _activation_of(mlp: MLP) -> dict[str, Any]:
 def _writes_apart(recurrence: Any) -> bool:
     """Return whether a layer's maps write to memory of their own."""
     return isinstance(recurrence, DeltaPlan) and not recurrence.is_by_head
-
-
-def products_of(plan: DecoderPlan) -> list[Any]:
-    """Return all products of a forward."""
-    layers: list[Any] = plan.layers
-    others = [item for layer in layers for item in (layer.query_key_value, layer.attention_output, *layer.mlp.products)]
-    others += [item for layer in layers if layer.layer_input is not None for item in layer.layer_input.products]
-    others += [item for layer in layers if layer.latent is not None for item in layer.latent.products]
-    others += [] if plan.features is None else [plan.features.states_map]
-    return [plan.head, *others]

@@ -13,6 +13,7 @@ from .latent import LatentPlan
 from .layer_inputs import Factor, LayerInput, LayerInputs
 from .parts import Fused, Map, Positions, Sinks, Transposed
 from .placeholders import Placeholders
+from .query_factors import QueryFactors
 from .rotations import OwnRotation, Rotation
 
 
@@ -60,6 +61,7 @@ class LayerPlan:
     sinks: Sinks | None = None
     latent: LatentPlan | None = None
     norms_last: bool = False  # whether queries and keys are normalized after they were rotated, not before
+    query_factors: QueryFactors | None = None  # by position; layers of one config share them
 
     @property
     def has_norms(self) -> bool:
@@ -130,3 +132,13 @@ class DecoderPlan:
     positions: Positions | None = None
     layer_inputs: LayerInputs | None = None
     placeholders: Placeholders | None = None
+
+
+def products_of(plan: DecoderPlan) -> list[Any]:
+    """Return all products of a forward."""
+    layers: list[Any] = plan.layers
+    others = [item for layer in layers for item in (layer.query_key_value, layer.attention_output, *layer.mlp.products)]
+    others += [item for layer in layers if layer.layer_input is not None for item in layer.layer_input.products]
+    others += [item for layer in layers if layer.latent is not None for item in layer.latent.products]
+    others += [] if plan.features is None else [plan.features.states_map]
+    return [plan.head, *others]

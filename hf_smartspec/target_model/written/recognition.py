@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import silu
 from transformers import PreTrainedModel
 
 from ..attention.tree_attention import layer_window
@@ -15,12 +14,12 @@ from ..forward_code import mentions
 from ..logits import LogitScaling
 from .convolution import ConvolutionPlan, convolution_plan
 from .delta import DeltaPlan, delta_plan
-from .experts import Experts, written_experts
 from .latent import Expansion, LatentPlan, is_expansion
 from .layer_inputs import Factor, LayerInput, LayerInputs
-from .mixed_mlps import MixedMLP, RouterNorm, written_layer_experts
-from .mlps import MLP, CalledMLP, written_activation
-from .modules import but_dropouts, dropouts, path
+from .mixed_mlps import MixedMLP
+from .mlp_notes import MLPNotes
+from .mlps import written_activation
+from .modules import dropouts, path
 from .names import (
     ACTIVATION,
     ATTENTION,
@@ -33,9 +32,6 @@ from .names import (
     KEY_NORM,
     LATENT,
     LAYERS,
-    MIXED_NORMS,
-    MLP_MAPS,
-    MLPS,
     MULTIPLIER,
     NORMS,
     POSITIONS,
@@ -44,13 +40,12 @@ from .names import (
     QUERY_ONLY,
     RECURRENT,
     ROTARY,
-    SHARED,
     VALUE_NORM,
 )
-from .notes import Notes
-from .parts import Called, Map, Positions, Sinks
+from .parts import Called, Positions, Sinks
 from .placeholders import placeholders_of
 from .plan import DecoderPlan, LayerPlan, UnknownStructureError
+from .query_factors import QueryFactors, query_factors
 from .rotation_order import RotationOrder, rotation_order
 from .rotations import written_rotation
 
@@ -83,12 +78,12 @@ def make_plan(model: PreTrainedModel) -> tuple[DecoderPlan, list[nn.Module]]:
     return recognition.plan(), list(dict.fromkeys(recognition.bypassed))
 
 
-class _Recognition(Notes):
+class _Recognition(MLPNotes):
     """Pass through a model."""
 
     def __init__(self, model: PreTrainedModel):
         super().__init__(model)
-        self.bodies: list[nn.Module] = []  # layers, their attention and their MLPs
+        self.query_factors: dict[int, QueryFactors | None] = {}  # by the id of their config
 
     def plan(self) -> DecoderPlan:
         decoder: Any = self.model.get_decoder()
@@ -216,6 +211,7 @@ class _Recognition(Notes):
             factor=Factor(layer, "layer_scalar") if "layer_scalar" in layer._buffers else None,
             sinks=self._sinks(attention),
             latent=latent,
+            query_factors=self.query_factors.setdefault(id(config), query_factors(attention)),
         )
 
     def _latent(self, attention: Any) -> LatentPlan:
@@ -300,60 +296,6 @@ class _Recognition(Notes):
         if not isinstance(size, int):
             raise UnknownStructureError("heads")
         return num_heads, kv_heads, size
-
-    def _mlp(self, layer: nn.Module) -> Map:
-        """Return the MLP, whose maps may be the layer's own (OPT); unknown ones are called as they are."""
-        own = self._optional(layer, MLPS)
-        found = self._known_mlp(layer if own is None else own, own is not None)
-        if found is None and own is None:
-            raise UnknownStructureError("MLP")
-        if found is not None:
-            return found
-        self._know(own)
-        experts = self._experts(own)
-        self.calls_modules |= experts is None
-        return CalledMLP(own) if experts is None else experts
-
-    def _known_mlp(self, mlp: nn.Module, is_alone: bool = True) -> MLP | None:
-        """Return an MLP of a known kind; None for others, and for modules that have more if it `is_alone`."""
-        names = next((row for row in MLP_MAPS if {*row[0], row[1]} <= set(mlp._modules)), None)
-        activation = self._optional(mlp, ACTIVATION) or (silu if "silu" in mentions(type(mlp)) else None)
-        if names is None or activation is None or (is_alone and len(but_dropouts(mlp)) > len(names[0]) + 2):
-            return None
-        inputs, output = names
-        self.bodies.append(mlp)
-        self._bypass(mlp)
-        if isinstance(activation, nn.Module):
-            self._bypass(activation)
-            self._know(activation)  # Apertus' has parameters
-        fused = self._map([self._child(mlp, name) for name in inputs])
-        is_gated = inputs[0] in ("gate_proj", "gate_up_proj", "w1")
-        return MLP(fused, written_activation(activation), self._map([self._child(mlp, output)]), is_gated)
-
-    def _experts(self, block: Any) -> Experts | None:
-        """Return a mixture of experts in compiled code, where there is such code."""
-        experts = written_experts(block, self.model.dtype)
-        shared = self._optional(block, SHARED)
-        if experts is not None and shared is not None:
-            mlp, gate = self._known_mlp(shared), block._modules.get("shared_expert_gate")
-            if mlp is None:
-                return None
-            experts.shared = mlp, None if gate is None else self._map([gate])
-        if experts is not None:
-            self._bypass(*block.modules())
-        return experts
-
-    def _mixed_mlp(self, layer: Any, mlp: Map, before: Map | None) -> MixedMLP:
-        """Return an MLP beside the layer's own experts (Gemma 4), which have further norms."""
-        router = self._child(layer, "router")
-        experts = written_layer_experts(layer, self._map([self._child(router, "proj")]), self.model.dtype)
-        if experts is None or before is None or not isinstance(mlp, MLP):
-            raise UnknownStructureError("experts")
-        for module in (router, layer.experts):
-            self._know(module)
-            self._bypass(*module.modules())
-        after, *others = [self._norm(self._child(layer, name)) for name in MIXED_NORMS]
-        return MixedMLP(mlp, experts, (before, after), (*others, RouterNorm(router)))
 
 
 def _set_sources(layers: Sequence[LayerPlan]) -> None:
