@@ -15,7 +15,7 @@ class Routing(NamedTuple):
     Args:
         num_chosen (`int`): Experts of a token.
         is_sigmoid (`bool`): Whether scores become sigmoids of their own; else their softmax.
-        norms (`bool`): Whether a token's weights are divided by their sum plus `eps`.
+        norms (`bool`): Whether a token's weights are divided by their sum plus `eps`, or by `least` if that is more.
         factor (`float`): Factor of weights.
         scale (`float`): Factor of scores, above 0.
         groups, num_groups (`int`): Groups of equal size that the experts are divided into, and how many of these are
@@ -36,6 +36,7 @@ class Routing(NamedTuple):
     num_groups: int = 0
     adds_two: bool = False
     cap: float | None = None
+    least: float = 0.0
 
 
 def route(
@@ -67,6 +68,7 @@ def route(
         0 if bias is None else bias.data_ptr(), is_wide, probabilities.data_ptr(), choices.data_ptr(),
         weights.data_ptr(), 0 if factors is None else factors.data_ptr(), routing.groups, routing.num_groups,
         routing.adds_two, ranks.data_ptr(), routing.eps, routing.factor, routing.scale, *sparse,
+        routing.least,
     )  # fmt: skip
     return choices, weights
 

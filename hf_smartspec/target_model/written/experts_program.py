@@ -71,6 +71,7 @@ class ExpertOperators:
             scale=routing.scale,
             is_sparse=routing.cap is not None,
             cap=routing.cap or 0.0,
+            least=routing.least,
         )
         if mlp.bias() is not None:
             self._biased.append((number, mlp))

@@ -48,7 +48,7 @@ MLP_MAPS = (
     (("dense_h_to_4h",), "dense_4h_to_h"),
     (("w1", "w3"), "w2"),
 )
-SHARED = ("shared_expert", "shared_experts")  # MLPs of all tokens beside experts
+SHARED = ("shared_expert", "shared_experts", "shared_mlp")  # MLPs of all tokens beside experts
 MULTIPLIER = ("residual_multiplier", "residual_scale")  # of the outputs of attention and MLP
 MLPS = ("mlp", "block_sparse_moe", "feed_forward")
 ACTIVATION = ("act_fn", "activation_fn", "act")
