@@ -74,15 +74,19 @@ def route(
 
 
 def combined(
-    x: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None = None, gates: torch.Tensor | None = None
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    shared: torch.Tensor | None = None,
+    gates: torch.Tensor | None = None,
+    factor: float = 1.0,
 ) -> torch.Tensor:
     """
     Return the sums of lines `[N, num_chosen, size]` times weights `[N, num_chosen]` in float32 and, where they are
     given, of lines `[N, size]` that all tokens share, times the sigmoids of their gates `[N, 1]` where these are given:
-    `[N, size]`, rounded once. All are contiguous.
+    times `factor`, `[N, size]`, rounded once. All are contiguous.
     """
     num, chosen, size = x.shape
     places, outputs = torch.arange(num * chosen, device="cpu"), x.new_empty(num, size)
     addresses = [0 if item is None else item.data_ptr() for item in (x, places, weights, shared, gates, outputs)]
-    run_operator(x.dtype, COMBINE, 1, num, size, chosen, *addresses)
+    run_operator(x.dtype, COMBINE, 1, num, size, chosen, *addresses, factor)
     return outputs

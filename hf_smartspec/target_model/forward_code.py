@@ -46,9 +46,25 @@ _LATENT = frozenset(
 )
 # Further ones of single layers: of parts that plans leave out, such as attention to an encoder, or refuse.
 _OWN_MENTIONS = {
-    "ApertusDecoderLayer": frozenset(["attention_layernorm", "feedforward_layernorm"]),
+    "AfmoeAttention": frozenset(["is_local_attention"]),
+    "AfmoeDecoderLayer": frozenset(["pre_mlp_layernorm"]),
+    "AfmoeModel": frozenset(["hidden_size", "mup_enabled"]),
+    **dict.fromkeys(
+        ["ApertusDecoderLayer", "Apertus1p5TextDecoderLayer"],
+        frozenset(["attention_layernorm", "feedforward_layernorm"]),
+    ),
+    "Cohere2MoeAttention": frozenset(["force_rope"]),
     "CwmModel": frozenset(["CwmModelOutputWithPast"]),
-    "Gemma4TextAttention": frozenset("is_kv_shared_layer layer_type store_full_length_kv v_norm".split()),
+    "FlintAttention": frozenset(["sinks"]),
+    **dict.fromkeys(
+        ["Gemma4TextAttention", "Gemma4UnifiedTextAttention"],
+        frozenset("is_kv_shared_layer layer_type store_full_length_kv v_norm".split()),
+    ),
+    "Gemma4UnifiedTextDecoderLayer": frozenset(["layer_scalar"]),
+    "Gemma4UnifiedTextModel": frozenset(
+        "_maybe_slice_kv_shared_inputs any first_kv_shared_layer_idx Gemma4UnifiedTextModelOutputWithPast get int "
+        "is_flash_attention_requested items KVSharingDict slice unique_layer_types values".split()
+    ),
     "Gemma4TextDecoderLayer": frozenset(
         "enable_moe_block experts hidden_size_per_layer_input layer_scalar per_layer_input_gate per_layer_projection "
         "post_feedforward_layernorm_1 post_feedforward_layernorm_2 post_per_layer_input_norm "
@@ -77,6 +93,9 @@ _OWN_MENTIONS = {
         "EncoderDecoderCache gradient_checkpointing h ln_f warn_if_padding_and_no_attention_mask wpe wte".split()
     ),
     "GptOssAttention": frozenset(["sinks"]),
+    "Lfm3Attention": frozenset(["g_proj"]),
+    "Lfm3DecoderLayer": frozenset(["post_ffn_norm", "post_operator_norm"]),
+    "Lfm3Model": frozenset(["get"]),
     "Ministral3Attention": frozenset(["get", "get_llama_4_attn_scale", "rope_parameters"]),
     "OPTDecoder": frozenset("cumsum embed_positions layerdrop long ones project_in project_out rand".split()),
     "OPTLearnedPositionalEmbedding": frozenset("cumsum forward long offset super".split()),

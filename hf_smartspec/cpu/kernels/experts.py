@@ -50,8 +50,9 @@ BLOCK_SIZE = len(MULTIPLY_FIELDS)
 #   of each token's lines times their weights, in the order in which they were chosen, rounded once.
 # shared: 0, or the address of `[num_tokens, size]`, which are added, times the sigmoids of `gates`, `[num_tokens]`,
 #   unless that is 0.
-COMBINE_FIELDS = tuple("next threads num_tokens size num_chosen x places weights shared gates outputs".split())
-_SIZE, _COMBINE_CHOSEN, _X, _COMBINE_PLACES, _COMBINE_WEIGHTS, _SHARED, _GATES, _SUMS = range(3, 11)
+# factor: float64, by which sums are multiplied before they are rounded.
+COMBINE_FIELDS = tuple("next threads num_tokens size num_chosen x places weights shared gates outputs factor".split())
+_SIZE, _COMBINE_CHOSEN, _X, _COMBINE_PLACES, _COMBINE_WEIGHTS, _SHARED, _GATES, _SUMS, _SUMS_FACTOR = range(3, 12)
 _SHARE = 512  # numbers that a thread adds up at a time
 _ZERO, _ONE, _UNLIKELY = np.float32(0), np.float32(1), np.float32(-np.inf)
 
@@ -223,8 +224,9 @@ def multiply_each(a, kind, wide_kind):
 
 
 @inner
-def combine(a, kind):
-    """Add up the next numbers of a token, until none are left."""
+def combine(a, numbers, kind):
+    """Add up the next numbers of a token, until none are left. `numbers` are the fields as float64."""
+    factor = np.float32(numbers[_SUMS_FACTOR])
     size, chosen = a[_SIZE], a[_COMBINE_CHOSEN]
     parts = (size + _SHARE - 1) // _SHARE
     number = take(ahead(a, _NEXT))
@@ -241,5 +243,5 @@ def combine(a, kind):
                 total += weights[place] * get(like(kind, a[_X]), places[place] * size + index)
             if a[_SHARED]:
                 total += gate * get(like(kind, a[_SHARED]), token * size + index)
-            put(outputs, index, total)
+            put(outputs, index, total * factor)
         number = take(ahead(a, _NEXT))

@@ -256,6 +256,7 @@ def _can_compile_layer(plan: LayerPlan, dtype: torch.dtype) -> bool:
         and isinstance(mlp, MLP | Experts | MixedMLP)
         and _can_activate(mlp.activation, dtype)
         and all(_is_plain(item, dtype) for item in (plan.query_key_value, plan.attention_output, *mlp.products))
+        and (plan.output_gates is None or _is_plain(plan.output_gates, dtype))
         and (extra is None or _can_compile_input(extra, dtype))
         and (plan.factor is None or _is_number(plan.factor.number(), dtype))
         and (latent is None or _can_compile_latents(plan, latent, dtype))

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ...cpu.few_tokens import ANY, most_tokens
+from ...cpu.gates import can_gate, sigmoid_gated, sigmoid_gated_by_torch
 from ...cpu.screening import Picks
 from ...gpu.elementwise import can_rotate, rotate_and_write
 from ...log import get_logger
@@ -153,6 +154,8 @@ class WrittenDecoder:
             x = self.plan.embedding(tokens)[0]
         if self.plan.embedding_multiplier != 1.0:
             x = x * self.plan.embedding_multiplier
+        if self.plan.embedding_norm is not None:
+            x = self.plan.embedding_norm(x)
         return x if self.plan.positions is None else x + self.plan.positions(positions[0])
 
     def layer_inputs(self, tokens: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
@@ -300,7 +303,13 @@ def attend(
     )
     if plan.has_gates:
         output = output * gates.contiguous().sigmoid()
-    return plan.attention_output(output.reshape(num, heads * plan.head_dim))
+    output = output.reshape(num, heads * plan.head_dim)
+    return plan.attention_output(output if plan.output_gates is None else _gated(output, plan.output_gates(x)))
+
+
+def _gated(output: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+    can_run = output.is_contiguous() and can_gate(output) and can_gate(gates)
+    return sigmoid_gated(output, gates) if can_run else sigmoid_gated_by_torch(output, gates)
 
 
 def _rotate_and_write(

@@ -25,21 +25,25 @@ PROBES, TOLERANCE = 64, 1e-5  # tokens with which routers are tried out; of weig
 
 _ROUTER, _CHOSEN = ("gate", "router"), (torch.int64, torch.float32)
 # Modules of a block beside a router: experts alone, or with an MLP that all tokens share, perhaps with a gate.
-_BLOCKS = {"experts"}, {"experts", "shared_experts"}, {"experts", "shared_expert", "shared_expert_gate"}
-_BLOCKS += ({"experts", "shared_mlp"},)
-_BIASES_OF, _MAP = "moe_statics", "wg"  # modules of routers: one that adds the bias (ERNIE), and their map (HunYuan)
-_BIAS, _FACTOR = ("expert_bias", "e_score_correction_bias"), ("routed_scaling_factor", "router_scaling_factor")
+_BLOCKS: tuple[set[str], ...] = {"experts"}, {"experts", "shared_experts"}, {"experts", "shared_mlp"}
+_BLOCKS += {"experts", "shared_expert"}, {"experts", "shared_expert", "shared_expert_gate"}
+# Modules of routers: one that adds the bias (ERNIE), and their map (HunYuan, AFMoE).
+_BIASES_OF, _MAP = "moe_statics", ("wg", "gate")
+_BIAS = "expert_bias", "e_score_correction_bias"
+_FACTOR = "routed_scaling_factor", "router_scaling_factor", "route_scale"
 _EPS = 0.0, 1e-6, 1e-20  # added to sums of weights
+_BY_ROW = ("AfmoeTokenChoiceRouter",)  # routers that take tokens row by row, `[1, N, hidden]`
 _LEAST = "norm_min"  # what these are divided by at least (ERNIE)
 # Names in the forwards of blocks of experts and their routers that are known.
 _MENTIONS = frozenset(
     "bias bool clamp device dtype e_score_correction_bias empty_like enable_moe_fp32_combine expand expert_bias "
-    "experts F float float32 forward functional gate gather hidden_dim input_jitter_noise input_size isinstance "
-    "jitter_noise linear masked_fill max maybe_autocast moe_statics nn norm_min norm_topk_prob num_experts "
-    "num_group reshape routed_scaling_factor router router_jitter_noise router_scaling_factor scatter_ shape "
-    "shared_expert shared_expert_gate shared_experts shared_mlp sigmoid size softmax sparsemixer str sum super T "
-    "to top_k topk topk_group topk_method torch training type type_as uniform_ unsqueeze use_expert_bias values "
-    "view weight wg zeros_like".split()
+    "expert_selection_fn experts F float float32 forward functional gate gather hidden_dim input_jitter_noise "
+    "input_size isinstance jitter_noise linear masked_fill max maybe_autocast moe_statics nn norm_min "
+    "norm_topk_prob num_experts num_group num_shared_experts reshape route_scale routed_scaling_factor router "
+    "router_jitter_noise router_scaling_factor scatter_ shape shared_expert shared_expert_combination_strategy "
+    "shared_expert_gate shared_experts shared_mlp sigmoid size softmax sparsemixer str sum super T to top_k topk "
+    "topk_group topk_method torch training type type_as uniform_ unsqueeze use_expert_bias ValueError values view "
+    "weight wg zeros_like".split()
 )
 
 _EXPERT_MENTIONS = frozenset(
@@ -70,12 +74,14 @@ class Experts(Weighted):
 
     Attributes:
         shared (pair of `Callable`, *optional*): An MLP that all tokens share, and the map to its gate, if it has one.
+        factor (`float`): Factor of the sum of its outputs and those of experts.
     """
 
     def __init__(self, block: Any, routing: Routing, activation: int | ClampedGate, router: Map | None = None):
         super().__init__(block.experts)
         self.routing, self.activation = routing, activation
         self.shared: tuple[MLP, Map | None] | None = None
+        self.factor = 1.0
         self.router = _scores_of(block) if router is None else router
         self._block = weakref.ref(block)
         self.is_transposed: bool = getattr(block.experts, "is_transposed", False)
@@ -125,8 +131,9 @@ class Experts(Weighted):
             (own,) = (flat == expert).nonzero(as_tuple=True)
             hidden = self._product(x[own // chosen], expert, *inputs)
             found[own] = self._product(self._activated(hidden), expert, *outputs)
-        shared = [item(x).contiguous() for item in self.shared or () if item is not None]
-        return combined(found.view(len(x), chosen, -1), weights, *shared)
+        mlp, gate = self.shared or (None, None)
+        shared, gates = (None if item is None else item(x).contiguous() for item in (mlp, gate))
+        return combined(found.view(len(x), chosen, -1), weights, shared, gates, self.factor)
 
     def _product(self, x: torch.Tensor, expert: int, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         own = None if bias is None else bias[expert]
@@ -152,7 +159,7 @@ def written_experts(block: Any, dtype: torch.dtype) -> Experts | None:
         names.add("bias")
     rows = _rows_of(router)
     parameters = {name: item for name, item in rows._parameters.items() if item is not None}
-    if activation is None or set(parameters) != names or not {*router._modules} <= {_BIASES_OF, _MAP}:
+    if activation is None or set(parameters) != names or not {*router._modules} <= {_BIASES_OF, *_MAP}:
         return None
     if not mentions(type(block)) | mentions(type(router)) <= _MENTIONS or getattr(block, "jitter_noise", False):
         return None
@@ -220,8 +227,8 @@ def router_of(block: Any) -> Any:
 
 
 def _rows_of(router: Any) -> Any:
-    """Return the module that holds the weight of a router: itself, or a linear layer (HunYuan)."""
-    own = router._modules.get(_MAP)
+    """Return the module that holds the weight of a router: itself, or a linear layer."""
+    own = next((router._modules[name] for name in _MAP if name in router._modules), None)
     return own if type(own) is nn.Linear else router
 
 
@@ -231,8 +238,8 @@ def _bias_of(block: Any) -> torch.Tensor | None:
     if (own := router._modules.get(_BIASES_OF)) is not None:
         found = own._parameters.get("e_score_correction_bias")
         return None if found is None else found.squeeze(0)
-    buffers = block._buffers | router._buffers
-    return next((buffers[name] for name in _BIAS if name in buffers), None)
+    held = block._parameters | block._buffers | router._buffers
+    return next((held[name] for name in _BIAS if name in held), None)
 
 
 def _is_bias(bias: torch.Tensor, num: int, dtype: torch.dtype) -> bool:
@@ -296,7 +303,8 @@ def _routing_of(router: Any, has_bias: bool) -> Routing | None:
     takes_bias = _takes_bias(router)
     if has_bias and takes_bias == bool(own):
         return None
-    expected = choices_of(type(router).forward(probe, x, *([bias] if takes_bias else [])))
+    given = x[None] if type(router).__name__ in _BY_ROW else x
+    expected = choices_of(type(router).forward(probe, given, *([bias] if takes_bias else [])))
     if expected is None:
         return None
     num_chosen = expected[0].shape[1]

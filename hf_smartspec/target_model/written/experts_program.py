@@ -122,6 +122,7 @@ class ExpertOperators:
             weights=self.weights.data_ptr(),
             **shared,
             outputs=outputs.data_ptr(),
+            factor=mlp.factor,
         )
 
     def _multiply_wide(self, router: WideRows, x: torch.Tensor) -> None:

@@ -13,6 +13,7 @@ from ...cpu.program import ON_TOKENS
 from ...cpu.quantized.native import Rounded, blocks_of, code_of, num_groups
 from ...cpu.screening import Screen, ScreenOperators
 from ...cpu.threads import share_of
+from .attention_program import gate_outputs, multiply_queries
 from .convolution import ConvolutionPlan
 from .convolution_program import ConvolutionOperators
 from .delta import DeltaPlan
@@ -84,6 +85,8 @@ class ForwardWriter:
         maps: list[Any] = [item.query_key_value for item in layers if not _writes_apart(item.recurrence)]
         equal: list[Any] = [layer for layer in layers if layer.has_equal_values]  # of these, norms fill `states`
         self.states = self.new(max([*(item.shape[0] for item in maps), *map(width_of, equal)], default=0))
+        gate_maps: list[Any] = [layer.output_gates for layer in layers if layer.output_gates is not None]
+        self.gates = self.new(max([item.shape[0] for item in gate_maps], default=0))
         self.raw = self.new(max([layer.query_key_value.shape[0] for layer in equal], default=0))
         parts = mlps_of(layers)
         mlps: list[Any] = [part for part in parts if isinstance(part, MLP)]
@@ -314,7 +317,7 @@ class ForwardWriter:
             )
         )
         if plan.query_factors is not None:
-            self._multiply_queries(plan.query_factors, heads * size)
+            multiply_queries(self, plan.query_factors, heads * size)
         if keeps:
             self._keep_tokens()
         gates = {}
@@ -336,12 +339,9 @@ class ForwardWriter:
         self.attending.append(attention)
         if keeps:
             self.gathers[attention] = "places"
+        if plan.output_gates is not None:
+            gate_outputs(self, plan, self._kept(normed) if keeps else normed)
         self.multiply(plan.attention_output, self.attended, self.out)
-
-    def _multiply_queries(self, factors: QueryFactors, size: int) -> None:
-        queries = self.queries.data_ptr()
-        fields = {"x": queries, "x_stride": size, "factor_stride": 1, "is_one": True, "outputs": queries}
-        self.factors[self.add(codes.TIMES, size=size, **fields)] = factors
 
     def _write_layer_input(self, index: int, plan: LayerInput) -> None:
         """Write what a layer adds last."""
