@@ -1,11 +1,13 @@
 """Decoders of further kinds: other names of norms, activations with numbers of their own, experts that are called."""
 
+import numpy as np
 import pytest
 import torch
 from transformers.activations import XIELUActivation
 
 from hf_smartspec.cpu.few_tokens import has_kernels
 from hf_smartspec.target_model.forward.packed import PackedForward
+from hf_smartspec.target_model.layout.rows import RowInput
 from hf_smartspec.target_model.written import packed_forward, written_decoder
 from hf_smartspec.target_model.written.compiled import can_compile
 from hf_smartspec.target_model.written.mlps import MLP, CalledMLP
@@ -231,3 +233,22 @@ def test_changed_ways_of_adding_shared_experts_are_seen():
         layer.mlp.shared_expert_combination_strategy = "sum"
     found, expected = logits_of(packed_forward(model)), logits_of(PackedForward(model))
     assert is_written(model) and are_near(found, expected) and not are_near(found, before)
+
+
+@pytest.mark.skipif(not has_kernels(torch.float32), reason="there is no compiled code for this CPU")
+@pytest.mark.parametrize("name", ["ernie4_5_moe", "hunyuan_v1_moe", "afmoe", "cohere2_moe", "nanochat"])
+@torch.no_grad()
+def test_numbers_of_tokens_do_not_depend_on_their_forward(name):
+    """Compare a text alone, in pieces, and beside another one."""
+    model, rng = made(name, torch.bfloat16), np.random.default_rng(0)
+    text, other, found = rng.integers(3, 90, 40), rng.integers(3, 90, 31), []
+    for ends in ([40], [9, 23, 40]):
+        forward, begin = packed_forward(model), 0
+        row, beside = forward.add(), forward.add()
+        for end in ends:
+            items = [RowInput(row, text[begin:end])]
+            items += [RowInput(beside, other)] if begin == 9 else []
+            logits, offsets = forward.forward(items)
+            begin = end
+        found.append(logits[offsets[0]])
+    assert torch.equal(*found) and written_decoder(model).is_reproducible
