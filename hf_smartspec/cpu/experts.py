@@ -15,7 +15,7 @@ class Routing(NamedTuple):
     Args:
         num_chosen (`int`): Experts of a token.
         is_sigmoid (`bool`): Whether scores become sigmoids of their own; else their softmax.
-        norms (`bool`): Whether a token's weights are divided by their sum plus `eps`.
+        norms (`bool`): Whether a token's weights are divided by their sum plus `eps`, or by `least` if that is more.
         factor (`float`): Factor of weights.
         scale (`float`): Factor of scores, above 0.
         groups, num_groups (`int`): Groups of equal size that the experts are divided into, and how many of these are
@@ -36,6 +36,7 @@ class Routing(NamedTuple):
     num_groups: int = 0
     adds_two: bool = False
     cap: float | None = None
+    least: float = 0.0
 
 
 def route(
@@ -67,20 +68,25 @@ def route(
         0 if bias is None else bias.data_ptr(), is_wide, probabilities.data_ptr(), choices.data_ptr(),
         weights.data_ptr(), 0 if factors is None else factors.data_ptr(), routing.groups, routing.num_groups,
         routing.adds_two, ranks.data_ptr(), routing.eps, routing.factor, routing.scale, *sparse,
+        routing.least,
     )  # fmt: skip
     return choices, weights
 
 
 def combined(
-    x: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None = None, gates: torch.Tensor | None = None
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    shared: torch.Tensor | None = None,
+    gates: torch.Tensor | None = None,
+    factor: float = 1.0,
 ) -> torch.Tensor:
     """
     Return the sums of lines `[N, num_chosen, size]` times weights `[N, num_chosen]` in float32 and, where they are
     given, of lines `[N, size]` that all tokens share, times the sigmoids of their gates `[N, 1]` where these are given:
-    `[N, size]`, rounded once. All are contiguous.
+    times `factor`, `[N, size]`, rounded once. All are contiguous.
     """
     num, chosen, size = x.shape
     places, outputs = torch.arange(num * chosen, device="cpu"), x.new_empty(num, size)
     addresses = [0 if item is None else item.data_ptr() for item in (x, places, weights, shared, gates, outputs)]
-    run_operator(x.dtype, COMBINE, 1, num, size, chosen, *addresses)
+    run_operator(x.dtype, COMBINE, 1, num, size, chosen, *addresses, factor)
     return outputs

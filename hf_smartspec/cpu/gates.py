@@ -9,7 +9,7 @@ from torch.nn.functional import gelu, relu, silu, softplus
 
 from .few_tokens import has_kernels
 from .kernels.gates import GELU, GELU_TANH, RELU, RELU_SQUARED, SILU, XIELU
-from .kernels.program import CLAMPED_GATE, GATE
+from .kernels.program import CLAMPED_GATE, GATE, TIMES
 from .program import DTYPES, run_operator
 from .tensor_checks import is_plain
 
@@ -78,6 +78,24 @@ def clamped_gated(hidden: torch.Tensor, gate: ClampedGate) -> torch.Tensor:
     return outputs
 
 
+def sigmoid_gated(x: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+    """
+    Return `x`, `[N, size]`, times the sigmoids of `gates`, `[N, num]`, each of which is that of `size // num`
+    neighbours; rounded after the sigmoid, too. Both must pass `can_gate`.
+    """
+    num, size = gates.shape[1], x.shape[1]
+    is_one, outputs = num < size, torch.empty_like(x)
+    lines, width = (x.numel() // (size // num), size // num) if is_one else (len(x), size)
+    places = x.data_ptr(), width, False, gates.data_ptr(), 1 if is_one else width, 0, outputs.data_ptr()
+    run_operator(x.dtype, TIMES, _threads(outputs), lines, width, *places, is_one, True)
+    return outputs
+
+
+def sigmoid_gated_by_torch(x: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+    """Return what `sigmoid_gated` computes."""
+    return (x.unflatten(1, (gates.shape[1], -1)) * gates.sigmoid()[..., None]).flatten(1)
+
+
 def _activated(hidden: torch.Tensor, activation: int, size: int, is_gated: bool, *own: int) -> torch.Tensor:
     num_tokens = len(hidden)
     outputs = hidden.new_empty(num_tokens, size)
@@ -124,7 +142,10 @@ def has_gates(dtype: torch.dtype) -> bool:
         clamped = ClampedGate(1.7, 2.0)
         pair = clamped_gated(hidden, clamped).double(), clamped.by_torch(hidden.double())
         numbers = [torch.full((1,), item, dtype=dtype, device="cpu") for item in (0.3, -1.2, 0.5, -1e-6)]
-        pairs = pair, (xielu(hidden, numbers).double(), _xielu_by_torch(hidden, numbers))
-        return all(torch.allclose(*pair, rtol=rtol, atol=1e-5) for pair in pairs)
+        every = hidden, hidden[:, :3].contiguous()
+        sigmoids = [sigmoid_gated_by_torch(hidden.double(), item.double()) for item in every]
+        further = [pair, (xielu(hidden, numbers).double(), _xielu_by_torch(hidden, numbers))]
+        further += [(sigmoid_gated(hidden, item).double(), found) for item, found in zip(every, sigmoids)]
+        return all(torch.allclose(*pair, rtol=rtol, atol=1e-5) for pair in further)
     except Exception:  # compilers raise errors of many types
         return False

@@ -52,7 +52,7 @@ _FIELDS = {
     codes.ARRANGE: ARRANGE_FIELDS,
     codes.STATE_NORM: STATE_NORM_FIELDS,
 }
-_FLOATS = ("eps", "factor", "scale", "cap")  # float64, in every operator; all other fields are int64
+_FLOATS = ("eps", "factor", "scale", "cap", "least")  # float64, in every operator; all other fields are int64
 assert all(fields[:2] == ("next", "threads") for fields in _FIELDS.values()), "counters, which `Program.run` clears"
 assert all(PLACE + len(fields) <= SIZE for fields in _FIELDS.values())
 

@@ -14,7 +14,7 @@ from .program import Program, column, run_operator
 from .tensor_checks import is_plain, is_vector
 
 _SMALL = 2**15  # numbers that one thread has read before a second one has begun
-_WIDTHS = 2, 3, 4
+_WIDTHS = range(2, 17)
 _LAYOUT = [column(CONVOLVE, name) for name in ("num_rows", "tail", "rows", "parents")]  # the same in both operators
 _CHECKED = 5  # tokens of the check
 Key = tuple[Any, int]  # layer, by its number where transformers' cache has its states, and number of the state in it

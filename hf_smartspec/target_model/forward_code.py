@@ -13,7 +13,7 @@ from torch import nn
 _ORIGINS = ("transformers.", "torch.", __name__.partition(".")[0] + ".")
 
 # Names in the forwards of known layers. A forward with other names may do things that a few tokens do not show: scale
-# logits after some length (Ministral 3), clip values, ...
+# logits after some length, clip values, ...
 _MENTIONS = frozenset(
     "_attn_implementation _bidirectional_window_overlay A_log act act_fn activation activation_fn "
     "ALL_ATTENTION_FUNCTIONS apply_mask_to_padding_states apply_rotary_pos_emb arange attention attention_dropout "
@@ -51,15 +51,31 @@ _STATE_SPACE = frozenset(
 )
 # Further ones of single layers: of parts that plans leave out, such as attention to an encoder, or refuse.
 _OWN_MENTIONS = {
-    "ApertusDecoderLayer": frozenset(["attention_layernorm", "feedforward_layernorm"]),
+    "AfmoeAttention": frozenset(["is_local_attention"]),
+    "AfmoeDecoderLayer": frozenset(["pre_mlp_layernorm"]),
+    "AfmoeModel": frozenset(["hidden_size", "mup_enabled"]),
+    **dict.fromkeys(
+        ["ApertusDecoderLayer", "Apertus1p5TextDecoderLayer"],
+        frozenset(["attention_layernorm", "feedforward_layernorm"]),
+    ),
     "BambaDecoderLayer": frozenset(["mamba", "pre_ff_layernorm"]),
     "BambaModel": frozenset(["layers_block_type"]),
     **dict.fromkeys(
         "BambaMixer GraniteMoeHybridMambaLayer Mamba2Mixer NemotronHMamba2Mixer".split(),
         _STATE_SPACE,
     ),
+    "Cohere2MoeAttention": frozenset(["force_rope"]),
     "CwmModel": frozenset(["CwmModelOutputWithPast"]),
-    "Gemma4TextAttention": frozenset("is_kv_shared_layer layer_type store_full_length_kv v_norm".split()),
+    "FlintAttention": frozenset(["sinks"]),
+    **dict.fromkeys(
+        ["Gemma4TextAttention", "Gemma4UnifiedTextAttention"],
+        frozenset("is_kv_shared_layer layer_type store_full_length_kv v_norm".split()),
+    ),
+    "Gemma4UnifiedTextDecoderLayer": frozenset(["layer_scalar"]),
+    "Gemma4UnifiedTextModel": frozenset(
+        "_maybe_slice_kv_shared_inputs any first_kv_shared_layer_idx Gemma4UnifiedTextModelOutputWithPast get int "
+        "is_flash_attention_requested items KVSharingDict slice unique_layer_types values".split()
+    ),
     "Gemma4TextDecoderLayer": frozenset(
         "enable_moe_block experts hidden_size_per_layer_input layer_scalar per_layer_input_gate per_layer_projection "
         "post_feedforward_layernorm_1 post_feedforward_layernorm_2 post_per_layer_input_norm "
@@ -98,6 +114,10 @@ _OWN_MENTIONS = {
     ),
     "NemotronHBlock": frozenset(["mixer"]),
     "NemotronHModel": frozenset("embeddings get norm_f".split()),
+    "Lfm3Attention": frozenset(["g_proj"]),
+    "Lfm3DecoderLayer": frozenset(["post_ffn_norm", "post_operator_norm"]),
+    "Lfm3Model": frozenset(["get"]),
+    "Ministral3Attention": frozenset(["get", "get_llama_4_attn_scale", "rope_parameters"]),
     "OPTDecoder": frozenset("cumsum embed_positions layerdrop long ones project_in project_out rand".split()),
     "OPTLearnedPositionalEmbedding": frozenset("cumsum forward long offset super".split()),
     "Qwen3NextGatedDeltaNet": frozenset(
@@ -110,6 +130,7 @@ Kind = type[nn.Module]
 
 # Functions that apply rotary embeddings: to heads as most do, to neighbours, to neighbours as complex numbers.
 ROTATIONS = "apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave", "apply_rotary_emb"
+QUERY_FACTORS = "get_llama_4_attn_scale"  # a function that returns factors of queries
 
 
 def foreign_code(kinds: Iterable[Kind]) -> str | None:

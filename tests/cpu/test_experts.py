@@ -26,7 +26,7 @@ def by_torch(scores, bias, routing, factors=None):
     choices = keys.topk(routing.num_chosen, dim=1).indices
     weights = probabilities.gather(1, choices)
     if routing.norms:
-        weights = weights / (weights.sum(dim=1, keepdim=True) + routing.eps)
+        weights = weights / (weights.sum(dim=1, keepdim=True) + routing.eps).clamp(min=routing.least)
     return choices, weights * routing.factor * (1 if factors is None else factors.float()[choices])
 
 
@@ -38,6 +38,7 @@ def by_torch(scores, bias, routing, factors=None):
         Routing(1, False, False),
         Routing(4, False, True),
         Routing(8, True, True, 1e-6, 2.5),
+        Routing(4, False, True, least=0.3),
         Routing(60, True, False, factor=0.5),
         Routing(8, True, True, 1e-20, 2.5, groups=6, num_groups=2, adds_two=True),
         Routing(5, False, False, groups=12, num_groups=1),
@@ -102,15 +103,16 @@ def test_scores_that_are_no_numbers_are_chosen_first_as_by_torch(is_sigmoid, gro
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shared", ["none", "gated", "whole"])
-@pytest.mark.parametrize("size", [16, 1040])
-def test_sums_are_rounded_once(size, shared, dtype):
+@pytest.mark.parametrize(("size", "factor"), [(16, 1.0), (1040, 1.0), (16, 0.3)])
+def test_sums_are_rounded_once(size, factor, shared, dtype):
     x, weights = numbers(5, 3, size).to(dtype), numbers(5, 3).abs()
     gates = numbers(5, 1).to(dtype) if shared == "gated" else None
     shared = None if shared == "none" else numbers(5, size).to(dtype)
     expected = (x.double() * weights.double()[..., None]).sum(dim=1)
     if shared is not None:
         expected += (1 if gates is None else gates.double().sigmoid()) * shared.double()
-    found = combined(x, weights, shared, gates)
+    expected *= factor
+    found = combined(x, weights, shared, gates, factor)
     assert found.dtype == dtype
     if dtype is torch.float32:
         torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-6)

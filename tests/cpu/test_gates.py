@@ -8,7 +8,16 @@ from torch.nn.functional import relu, silu
 from transformers.activations import XIELUActivation
 
 from hf_smartspec.cpu import gates
-from hf_smartspec.cpu.gates import FUNCTIONS, ClampedGate, activated, can_gate, clamped_gated, gated, xielu
+from hf_smartspec.cpu.gates import (
+    FUNCTIONS,
+    ClampedGate,
+    activated,
+    can_gate,
+    clamped_gated,
+    gated,
+    sigmoid_gated,
+    xielu,
+)
 from hf_smartspec.cpu.kernels.gates import GELU, GELU_TANH, RELU, RELU_SQUARED, SILU
 
 pytestmark = pytest.mark.skipif(not gates.has_gates(torch.float32), reason="there is no compiled code for this CPU")
@@ -90,6 +99,16 @@ def test_clamped_gates_are_rounded_once(size, scale, dtype):
     else:
         differs = ~torch.isclose(found, expected.to(dtype), rtol=0, atol=1e-30, equal_nan=True)
         assert differs.float().mean() < 0.01
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num", [6, 96])
+def test_sigmoids_of_gates_are_rounded_and_then_products(num, dtype):
+    """One gate for each part of a token's numbers, and one for each number."""
+    x, gates = numbers(7, 48, 3.0).to(dtype), numbers(7, num // 2, 5.0).to(dtype)
+    found, expected = sigmoid_gated(x, gates), x * gates.sigmoid().repeat_interleave(96 // num, dim=1)
+    bound = 4 * torch.finfo(dtype).eps if dtype is torch.float32 else 0.0  # torch's last sigmoids may differ in a bit
+    torch.testing.assert_close(found, expected, rtol=bound, atol=0.0)
 
 
 @pytest.mark.parametrize(

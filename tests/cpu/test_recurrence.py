@@ -104,7 +104,9 @@ def test_recurrences_are_those_of_torch(groups, with_beta, eps, with_rates, dtyp
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("width", "with_bias", "is_silu"), [(2, True, False), (3, False, True), (4, True, True)])
+@pytest.mark.parametrize(
+    ("width", "with_bias", "is_silu"), [(2, True, False), (3, False, True), (4, True, True), (7, True, False)]
+)
 @given(rows=rows_of_trees(), channels=st.sampled_from([1, 17, 600]), seed=st.integers(0, 2**31))
 @settings(max_examples=examples(15), deadline=None)
 def test_convolutions_read_the_nearest_ancestors(width, with_bias, is_silu, dtype, rows, channels, seed):
@@ -136,7 +138,7 @@ def test_other_numbers_are_left_to_torch():
     assert not can_recur(x, x, x, rates.bfloat16(), None), "decays in bfloat16 that are not computed from rates"
     others = torch.zeros(1), torch.zeros(1, dtype=torch.bfloat16)
     assert not can_recur(x, x, x, rates, None, others), "rates of several kinds"
-    assert not can_convolve(x[:, 0].half(), weight, None) and not can_convolve(x[:, 0], torch.zeros(16, 5), None)
+    assert not can_convolve(x[:, 0].half(), weight, None) and not can_convolve(x[:, 0], torch.zeros(16, 17), None)
     assert not can_convolve(x[:, 0].clone().requires_grad_(), weight, None)
 
 

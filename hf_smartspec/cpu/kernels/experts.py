@@ -8,13 +8,14 @@ from .columns import multiply_columns
 from .gates import exponential
 from .multiply import MULTIPLY_FIELDS, NEXT, NUM_TOKENS, OUTPUTS, TOKENS, multiply
 
-# Compiled code is called with the address of these numbers, int64 each but for `eps`, `factor`, `scale` and `cap`,
-#   which are float64.
+# Compiled code is called with the address of these numbers, int64 each but for `eps`, `factor`, `scale`, `cap` and
+#   `least`, which are float64.
 # scores: address of `[num_tokens, num_experts]`, of the kind. The softmax of these times `scale`, or if `is_sigmoid`
 #   the sigmoids, are written to float32 `probabilities` of the same shape. The experts with the `num_chosen` largest
 #   ones, plus `bias` (0, or the address of `[num_experts]`, float32 if `is_wide`), are written to int64 `choices`,
-#   `[num_tokens, num_chosen]`, and their probabilities to float32 `weights`, divided by their sum plus `eps` if
-#   `norms`; times `factor`, and times those in `own_factors` (0, or the address of `[num_experts]`, of the kind).
+#   `[num_tokens, num_chosen]`, and their probabilities to float32 `weights`, divided if `norms` by their sum plus
+#   `eps`, or by `least` if that is more; times `factor`, and times those in `own_factors` (0, or the address of
+#   `[num_experts]`, of the kind).
 # groups: 0, or the number of groups that the experts are divided into, of which the best `num_groups` are chosen first:
 #   by the largest of their probabilities, bias included, or by the sum of the two largest ones if `adds_two`. ranks:
 #   address of float32 `[num_tokens, 2 * groups]`, for these numbers, and for ones where groups are chosen.
@@ -22,13 +23,13 @@ from .multiply import MULTIPLY_FIELDS, NEXT, NUM_TOKENS, OUTPUTS, TOKENS, multip
 #   those scores that are no more than `cap` below its own, relative to the larger size, and not chosen before it.
 ROUTE_FIELDS = tuple(
     "next threads num_tokens num_experts num_chosen is_sigmoid norms scores bias is_wide probabilities choices weights "
-    "own_factors groups num_groups adds_two ranks eps factor scale is_sparse cap".split()
+    "own_factors groups num_groups adds_two ranks eps factor scale is_sparse cap least".split()
 )
 (
     _NEXT, _THREADS, _NUM_TOKENS, _NUM_EXPERTS, _NUM_CHOSEN, _IS_SIGMOID, _NORMS, _SCORES, _ROUTE_BIAS, _IS_WIDE,
     _PROBABILITIES, _CHOICES, _WEIGHTS, _OWN_FACTORS, _ROUTE_GROUPS, _NUM_GROUPS, _ADDS_TWO, _RANKS, _EPS, _FACTOR,
-    _SCALE, _IS_SPARSE, _CAP,
-) = range(23)  # fmt: skip
+    _SCALE, _IS_SPARSE, _CAP, _LEAST,
+) = range(24)  # fmt: skip
 # choices: see above. Pairs of a token and an expert are ordered by experts, and then by tokens: `pairs`, an address of
 #   int64 `[num_tokens * num_chosen]`, gets their tokens, and `places`, of `[num_tokens, num_chosen]`, where they are.
 # first, second: addresses of `[num_experts, BLOCK_SIZE]` int64, the fields of two products of each expert, of which
@@ -49,8 +50,9 @@ BLOCK_SIZE = len(MULTIPLY_FIELDS)
 #   of each token's lines times their weights, in the order in which they were chosen, rounded once.
 # shared: 0, or the address of `[num_tokens, size]`, which are added, times the sigmoids of `gates`, `[num_tokens]`,
 #   unless that is 0.
-COMBINE_FIELDS = tuple("next threads num_tokens size num_chosen x places weights shared gates outputs".split())
-_SIZE, _COMBINE_CHOSEN, _X, _COMBINE_PLACES, _COMBINE_WEIGHTS, _SHARED, _GATES, _SUMS = range(3, 11)
+# factor: float64, by which sums are multiplied before they are rounded.
+COMBINE_FIELDS = tuple("next threads num_tokens size num_chosen x places weights shared gates outputs factor".split())
+_SIZE, _COMBINE_CHOSEN, _X, _COMBINE_PLACES, _COMBINE_WEIGHTS, _SHARED, _GATES, _SUMS, _SUMS_FACTOR = range(3, 12)
 _SHARE = 512  # numbers that a thread adds up at a time
 _ZERO, _ONE, _UNLIKELY = np.float32(0), np.float32(1), np.float32(-np.inf)
 
@@ -83,6 +85,8 @@ def route(a, numbers, kind):
             if a[_IS_SPARSE]:
                 weights[place] = _sparse_weight(scores, choices, place, num, np.float32(numbers[_CAP]))
             total += weights[place]
+        if total < np.float32(numbers[_LEAST]):
+            total = np.float32(numbers[_LEAST])
         for place in range(chosen):
             own = weights[place] / total if a[_NORMS] else weights[place]
             weights[place] = own * np.float32(numbers[_FACTOR])
@@ -220,8 +224,9 @@ def multiply_each(a, kind, wide_kind):
 
 
 @inner
-def combine(a, kind):
-    """Add up the next numbers of a token, until none are left."""
+def combine(a, numbers, kind):
+    """Add up the next numbers of a token, until none are left. `numbers` are the fields as float64."""
+    factor = np.float32(numbers[_SUMS_FACTOR])
     size, chosen = a[_SIZE], a[_COMBINE_CHOSEN]
     parts = (size + _SHARE - 1) // _SHARE
     number = take(ahead(a, _NEXT))
@@ -238,5 +243,5 @@ def combine(a, kind):
                 total += weights[place] * get(like(kind, a[_X]), places[place] * size + index)
             if a[_SHARED]:
                 total += gate * get(like(kind, a[_SHARED]), token * size + index)
-            put(outputs, index, total)
+            put(outputs, index, total * factor)
         number = take(ahead(a, _NEXT))

@@ -30,8 +30,12 @@ _PAIRS, _CLAMPED_OUTPUTS, _FACTOR, _CAP = range(4, 8)
 # Products of two lines of each token, `x` and factors, whose strides are numbers from one token to the next.
 # x: address of float32 if `is_wide`, which are rounded first. outputs: address of `[num_tokens, size]`.
 # lines: 0, or the address of int64 `[num_tokens]`: the line of each token's factors.
-TIMES_FIELDS = tuple("next threads num_tokens size x x_stride is_wide factors factor_stride lines outputs".split())
-_TIMES_X, _X_STRIDE, _IS_WIDE, _FACTORS, _FACTOR_STRIDE, _FACTOR_LINES, _PRODUCTS = range(4, 11)
+# is_one: whether a token has one factor; is_sigmoid: whether factors are the sigmoids of numbers, rounded. In both
+#   cases, `x` is of the kind.
+TIMES_FIELDS = tuple(
+    "next threads num_tokens size x x_stride is_wide factors factor_stride lines outputs is_one is_sigmoid".split()
+)
+_TIMES_X, _X_STRIDE, _IS_WIDE, _FACTORS, _FACTOR_STRIDE, _FACTOR_LINES, _PRODUCTS, _IS_ONE, _IS_SIGMOID = range(4, 13)
 
 _ZERO, _HALF, _ONE, _TWO = np.float32(0), np.float32(0.5), np.float32(1), np.float32(2)
 _RISE, _CUBE = np.float32(2 * 0.7978845608028654), np.float32(0.044715)  # of 2 * sqrt(2 / pi) * (x + 0.044715 * x^3)
@@ -115,7 +119,17 @@ def times(a, kind):
         line = int64_at(a[_FACTOR_LINES])[token] if a[_FACTOR_LINES] else token
         factors = ahead(like(kind, a[_FACTORS]), line * a[_FACTOR_STRIDE])
         outputs = ahead(like(kind, a[_PRODUCTS]), token * size)
-        if a[_IS_WIDE]:
+        if a[_IS_ONE]:
+            x, factor = ahead(like(kind, a[_TIMES_X]), token * a[_X_STRIDE]), get(factors, 0)
+            if a[_IS_SIGMOID]:
+                factor = rounded(outputs, _sigmoid(factor))
+            for index in range(size):
+                put(outputs, index, get(x, index) * factor)
+        elif a[_IS_SIGMOID]:
+            x = ahead(like(kind, a[_TIMES_X]), token * a[_X_STRIDE])
+            for index in range(size):
+                put(outputs, index, get(x, index) * rounded(outputs, _sigmoid(get(factors, index))))
+        elif a[_IS_WIDE]:
             wide = ahead(float32_at(a[_TIMES_X]), token * a[_X_STRIDE])
             for index in range(size):
                 put(outputs, index, rounded(outputs, wide[index]) * get(factors, index))
@@ -124,6 +138,11 @@ def times(a, kind):
             for index in range(size):
                 put(outputs, index, get(x, index) * get(factors, index))
         token = take(ahead(a, _NEXT))
+
+
+@inner
+def _sigmoid(number):
+    return _ONE / (_ONE + exponential(-number))
 
 
 @inner

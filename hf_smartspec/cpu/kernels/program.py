@@ -110,7 +110,7 @@ def _operate(code, a, fields, kind, wide_kind):
     elif code == EXPERTS:
         multiply_each(a, kind, wide_kind)
     elif code == COMBINE:
-        combine(a, kind)
+        combine(a, fields, kind)
     elif code == SCORE:  # in float32, whatever the kind
         multiply_levels(a, float32_at(0), False)
     elif code == BOUND:

@@ -130,6 +130,8 @@ def _convolve(a, of_row, parents, token, begin, num, kind):
             at = 3 * index
             total = get(z, index) * get(weight, at) + get(y, index) * get(weight, at + 1)
             outputs[index] = total + get(x, index) * get(weight, at + 2)
+    elif width > 4:
+        _convolve_wide(a, of_row, parents, token, begin, num, outputs, kind)
     else:
         for index in range(num):
             at = 2 * index
@@ -142,6 +144,19 @@ def _convolve(a, of_row, parents, token, begin, num, kind):
         for index in range(num):
             total = outputs[index]
             outputs[index] = total / (_ONE + exponential(-total))
+
+
+@inner
+def _convolve_wide(a, of_row, parents, token, begin, num, outputs, kind):
+    width = a[_WIDTH]
+    weight = ahead(like(kind, a[_WEIGHT]), begin * width)
+    for index in range(num):
+        outputs[index] = _ZERO
+    for place in range(width - 1, -1, -1):
+        x = _input(a, of_row, token, begin, kind)
+        for index in range(num):
+            outputs[index] += get(x, index) * get(weight, index * width + place)
+        token = _before(parents, token)
 
 
 @inner

@@ -68,6 +68,7 @@ _UNSET = {"num_key_value_heads": 4, "head_dim": 8, "num_experts_per_tok": 2}
 _SHARED = "num_kv_shared_layers"  # the last ones
 _ORIGINAL = "original_max_position_embeddings"
 _SECTIONS = "mrope_section"  # the angles of each axis of an image
+_SLOPE = "llama_4_scaling_beta"  # of factors of queries, which begin at the original positions
 _NO_SIZES = ("id2label", "label2id", "model_type", "transformers_version", "architectures")
 
 
@@ -86,7 +87,7 @@ def _borders(values: dict[str, Any]) -> Iterator[tuple[str, int]]:
         elif name in BORDERS and _is_number(value) and value > 1:
             yield name, value
     kinds = [str(item.get("rope_type")) for item in _ropes(values)]
-    if "longrope" in kinds:
+    if "longrope" in kinds or any(_SLOPE in item for item in _ropes(values)):
         yield from (
             ("original_max_position_embeddings", item[_ORIGINAL]) for item in _ropes(values) if _ORIGINAL in item
         )
@@ -230,6 +231,8 @@ def _shrink_rope(parameters: dict[str, Any], values: dict[str, Any]) -> None:
             parameters[name] = [1.0, 3.0, 5.0, 9.0][:size] if name == "long_factor" else [1.0] * size
         if "original_max_position_embeddings" in values:
             values["original_max_position_embeddings"] = ROPE_BORDER
+    elif _SLOPE in parameters:
+        parameters[_ORIGINAL] = ROPE_BORDER
     elif "dynamic" in str(parameters.get("rope_type")):
         values["max_position_embeddings"] = ROPE_BORDER
 

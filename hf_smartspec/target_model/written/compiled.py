@@ -27,7 +27,7 @@ from ..layout.step_layout import StepLayout
 from ..recurrent.cache import StateCache
 from .copies import KeptCopy
 from .experts import Experts
-from .forward_writer import ForwardWriter, products_of
+from .forward_writer import ForwardWriter
 from .inputs import DecoderInput
 from .latent import LatentPlan
 from .layer_inputs import LayerInput
@@ -35,7 +35,7 @@ from .mixed_mlps import MixedMLP
 from .mlps import MLP, XIELU
 from .norms import Norm
 from .parts import Fused, Rows, Transposed
-from .plan import DecoderPlan, FeaturePlan, LayerPlan, absent
+from .plan import DecoderPlan, FeaturePlan, LayerPlan, absent, products_of
 from .program import ForwardProgram
 from .rotations import Rotation
 
@@ -266,6 +266,7 @@ def _can_compile_layer(plan: LayerPlan, dtype: torch.dtype) -> bool:
         and isinstance(plan.rotation, Rotation | None)
         and (mlp is absent or _can_activate(mlp.activation, dtype))  # type: ignore[attr-defined]
         and all(_is_plain(item, dtype) for item in plan.products)
+        and (plan.output_gates is None or _is_plain(plan.output_gates, dtype))
         and (extra is None or _can_compile_input(extra, dtype))
         and (plan.factor is None or _is_number(plan.factor.number(), dtype))
         and (latent is None or _can_compile_latents(plan, latent, dtype))

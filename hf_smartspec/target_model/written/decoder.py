@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ...cpu.few_tokens import ANY, most_tokens
+from ...cpu.gates import can_gate, sigmoid_gated, sigmoid_gated_by_torch
 from ...cpu.screening import Picks
 from ...gpu.elementwise import can_rotate, rotate_and_write
 from ...log import get_logger
@@ -154,6 +155,8 @@ class WrittenDecoder:
             x = self.plan.embedding(tokens)[0]
         if self.plan.embedding_multiplier != 1.0:
             x = x * self.plan.embedding_multiplier
+        if self.plan.embedding_norm is not None:
+            x = self.plan.embedding_norm(x)
         return x if self.plan.positions is None else x + self.plan.positions(positions[0])
 
     def layer_inputs(self, tokens: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
@@ -300,13 +303,21 @@ def attend(
     if plan.value_norm is not None:
         values = plan.value_norm(values)
     keys, values = _rotate_and_write(plan, rotated, values, memory, tables)
+    if plan.query_factors is not None:
+        rotated[:, :heads].mul_(plan.query_factors(layout.positions[0], x.dtype)[:, None, None])
     sinks = None if plan.sinks is None else plan.sinks.numbers()
     output = packed_attention(
         rotated[:, :heads], keys, values, layout, plan.window, plan.scaling, plan.softcap, sinks=sinks
     )
     if plan.has_gates:
         output = output * gates.contiguous().sigmoid()
-    return plan.attention_output(output.reshape(num, heads * plan.head_dim))
+    output = output.reshape(num, heads * plan.head_dim)
+    return plan.attention_output(output if plan.output_gates is None else _gated(output, plan.output_gates(x)))
+
+
+def _gated(output: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+    can_run = output.is_contiguous() and can_gate(output) and can_gate(gates)
+    return sigmoid_gated(output, gates) if can_run else sigmoid_gated_by_torch(output, gates)
 
 
 def _rotate_and_write(

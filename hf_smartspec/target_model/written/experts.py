@@ -25,17 +25,25 @@ PROBES, TOLERANCE = 64, 1e-5  # tokens with which routers are tried out; of weig
 
 _ROUTER, _CHOSEN = ("gate", "router"), (torch.int64, torch.float32)
 # Modules of a block beside a router: experts alone, or with an MLP that all tokens share, perhaps with a gate.
-_BLOCKS = {"experts"}, {"experts", "shared_experts"}, {"experts", "shared_expert", "shared_expert_gate"}
-_BIAS, _FACTOR = ("expert_bias", "e_score_correction_bias"), ("routed_scaling_factor", "router_scaling_factor")
+_BLOCKS: tuple[set[str], ...] = {"experts"}, {"experts", "shared_experts"}, {"experts", "shared_mlp"}
+_BLOCKS += {"experts", "shared_expert"}, {"experts", "shared_expert", "shared_expert_gate"}
+# Modules of routers: one that adds the bias (ERNIE), and their map (HunYuan, AFMoE).
+_BIASES_OF, _MAP = "moe_statics", ("wg", "gate")
+_BIAS = "expert_bias", "e_score_correction_bias"
+_FACTOR = "routed_scaling_factor", "router_scaling_factor", "route_scale"
 _EPS = 0.0, 1e-6, 1e-20  # added to sums of weights
+_BY_ROW = ("AfmoeTokenChoiceRouter",)  # routers that take tokens row by row, `[1, N, hidden]`
+_LEAST = "norm_min"  # what these are divided by at least (ERNIE)
 # Names in the forwards of blocks of experts and their routers that are known.
 _MENTIONS = frozenset(
-    "bias bool dtype e_score_correction_bias empty_like enable_moe_fp32_combine expand expert_bias experts F float "
-    "float32 forward functional gate gather hidden_dim input_jitter_noise input_size jitter_noise linear masked_fill "
-    "max nn norm_topk_prob num_experts num_group reshape routed_scaling_factor router router_jitter_noise "
-    "router_scaling_factor scatter_ shape shared_expert shared_expert_gate shared_experts sigmoid size softmax "
-    "sparsemixer sum super T to top_k topk topk_group topk_method torch training type type_as uniform_ unsqueeze "
-    "use_expert_bias values view weight zeros_like".split()
+    "bias bool clamp device dtype e_score_correction_bias empty_like enable_moe_fp32_combine expand expert_bias "
+    "expert_selection_fn experts F float float32 forward functional gate gather hidden_dim input_jitter_noise "
+    "input_size isinstance jitter_noise linear masked_fill max maybe_autocast moe_statics nn norm_min "
+    "norm_topk_prob num_experts num_group num_shared_experts reshape route_scale routed_scaling_factor router "
+    "router_jitter_noise router_scaling_factor scatter_ shape shared_expert shared_expert_combination_strategy "
+    "shared_expert_gate shared_experts shared_mlp sigmoid size softmax sparsemixer str sum super T to top_k topk "
+    "topk_group topk_method torch training type type_as uniform_ unsqueeze use_expert_bias ValueError values view "
+    "weight wg zeros_like".split()
 )
 
 _EXPERT_MENTIONS = frozenset(
@@ -66,12 +74,14 @@ class Experts(Weighted):
 
     Attributes:
         shared (pair of `Callable`, *optional*): An MLP that all tokens share, and the map to its gate, if it has one.
+        factor (`float`): Factor of the sum of its outputs and those of experts.
     """
 
     def __init__(self, block: Any, routing: Routing, activation: int | ClampedGate, router: Map | None = None):
         super().__init__(block.experts)
         self.routing, self.activation = routing, activation
         self.shared: tuple[MLP, Map | None] | None = None
+        self.factor = 1.0
         self.router = _scores_of(block) if router is None else router
         self._block = weakref.ref(block)
         self.is_transposed: bool = getattr(block.experts, "is_transposed", False)
@@ -121,8 +131,9 @@ class Experts(Weighted):
             (own,) = (flat == expert).nonzero(as_tuple=True)
             hidden = self._product(x[own // chosen], expert, *inputs)
             found[own] = self._product(self._activated(hidden), expert, *outputs)
-        shared = [item(x).contiguous() for item in self.shared or () if item is not None]
-        return combined(found.view(len(x), chosen, -1), weights, *shared)
+        mlp, gate = self.shared or (None, None)
+        shared, gates = (None if item is None else item(x).contiguous() for item in (mlp, gate))
+        return combined(found.view(len(x), chosen, -1), weights, shared, gates, self.factor)
 
     def _product(self, x: torch.Tensor, expert: int, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         own = None if bias is None else bias[expert]
@@ -146,15 +157,16 @@ def written_experts(block: Any, dtype: torch.dtype) -> Experts | None:
     activation, names = written_activation_of(experts, dtype), {"weight"}
     if isinstance(activation, ClampedGate):
         names.add("bias")
-    parameters = {name: item for name, item in router._parameters.items() if item is not None}
-    if activation is None or set(parameters) != names:
+    rows = _rows_of(router)
+    parameters = {name: item for name, item in rows._parameters.items() if item is not None}
+    if activation is None or set(parameters) != names or not {*router._modules} <= {_BIASES_OF, *_MAP}:
         return None
     if not mentions(type(block)) | mentions(type(router)) <= _MENTIONS or getattr(block, "jitter_noise", False):
         return None
     is_wide = _scores_in_float32(router, dtype)
     if not are_plain(parameters.values(), torch.float32 if is_wide else dtype):
         return None
-    num, bias = len(router.weight), _bias_of(block)
+    num, bias = len(rows.weight), _bias_of(block)
     if num != len(experts.down_proj) or not (bias is None or _is_bias(bias, num, torch.float32 if is_wide else dtype)):
         return None
     try:
@@ -214,10 +226,20 @@ def router_of(block: Any) -> Any:
     return next((block._modules[name] for name in _ROUTER if name in block._modules), None)
 
 
+def _rows_of(router: Any) -> Any:
+    """Return the module that holds the weight of a router: itself, or a linear layer."""
+    own = next((router._modules[name] for name in _MAP if name in router._modules), None)
+    return own if type(own) is nn.Linear else router
+
+
 def _bias_of(block: Any) -> torch.Tensor | None:
     """Return the bias with which a block, or its router, chooses experts; None if there is none."""
-    buffers = block._buffers | router_of(block)._buffers
-    return next((buffers[name] for name in _BIAS if name in buffers), None)
+    router = router_of(block)
+    if (own := router._modules.get(_BIASES_OF)) is not None:
+        found = own._parameters.get("e_score_correction_bias")
+        return None if found is None else found.squeeze(0)
+    held = block._parameters | block._buffers | router._buffers
+    return next((held[name] for name in _BIAS if name in held), None)
 
 
 def _is_bias(bias: torch.Tensor, num: int, dtype: torch.dtype) -> bool:
@@ -232,7 +254,7 @@ class WideRows(Rows):
 
 
 def _scores_of(block: Any) -> Rows:
-    router, down = router_of(block), block.experts.down_proj
+    router, down = _rows_of(router_of(block)), block.experts.down_proj
     return (Rows if router.weight.dtype is down.dtype else WideRows)(router)
 
 
@@ -241,13 +263,14 @@ def _scores_in_float32(router: Any, dtype: torch.dtype) -> bool:
     """Return whether a router multiplies tokens in another dtype in float32, and returns the scores first."""
     if dtype is torch.float32 or "bias" in router._parameters:
         return False
-    x = torch.randn(PROBES, router.weight.shape[1], generator=torch.Generator().manual_seed(0)).to(dtype)
-    bias = [torch.zeros(len(router.weight))] if _takes_bias(router) else []
+    weight = _rows_of(router).weight
+    x = torch.randn(PROBES, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(dtype)
+    bias = [torch.zeros(len(weight))] if _takes_bias(router) else []
     try:
         found: Any = type(router).forward(router, x, *bias)[0]
     except Exception:  # routers of unknown kinds may fail in any way
         return False
-    expected = linear(x.float(), router.weight.float())
+    expected = linear(x.float(), weight.float())
     is_float32 = isinstance(found, torch.Tensor) and found.dtype is torch.float32
     return is_float32 and torch.allclose(found, expected, atol=TOLERANCE * float(expected.abs().max()))
 
@@ -259,36 +282,47 @@ def _takes_bias(router: Any) -> bool:
 @torch.no_grad()
 def _routing_of(router: Any, has_bias: bool) -> Routing | None:
     """Return how a router chooses, found by trying it with other weights in float32; None if it is of no known form."""
-    num, hidden = router.weight.shape
+    num, hidden = _rows_of(router).weight.shape
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(PROBES, hidden, generator=generator), torch.randn(num, hidden, generator=generator)
     bias = torch.randn(num, generator=generator) * 0.1 if has_bias else None
     probe = copy.copy(router)
-    probe._parameters = {"weight": nn.Parameter(weight / hidden**0.5, requires_grad=False)}
+    probe._modules = {name: copy.copy(module) for name, module in router._modules.items()}
+    rows, least = _rows_of(probe), 0.0
+    rows._parameters = {"weight": nn.Parameter(weight / hidden**0.5, requires_grad=False), "bias": None}
     if router._parameters.get("bias") is not None:
-        probe._parameters["bias"] = nn.Parameter(torch.randn(num, generator=generator), requires_grad=False)
+        rows._parameters["bias"] = nn.Parameter(torch.randn(num, generator=generator), requires_grad=False)
     own = [name for name in _BIAS if name in router._buffers]
     probe._buffers = router._buffers | dict.fromkeys(own, bias)
+    if bias is not None and (adds := probe._modules.get(_BIASES_OF)) is not None:
+        own = list(adds._parameters)
+        adds._parameters = dict.fromkeys(own, nn.Parameter(bias[None], requires_grad=False))
+    if hasattr(router, _LEAST):
+        least = 0.7  # of some tokens, sums are less
+        setattr(probe, _LEAST, least)
     takes_bias = _takes_bias(router)
     if has_bias and takes_bias == bool(own):
         return None
-    expected = choices_of(type(router).forward(probe, x, *([bias] if takes_bias else [])))
+    given = x[None] if type(router).__name__ in _BY_ROW else x
+    expected = choices_of(type(router).forward(probe, given, *([bias] if takes_bias else [])))
     if expected is None:
         return None
     num_chosen = expected[0].shape[1]
     factor = float(next((getattr(router, name) for name in _FACTOR if hasattr(router, name)), 1.0))
-    scores = linear(x, probe.weight, probe._parameters.get("bias"))
+    scores = linear(x, *rows._parameters.values())
     errors = {}
     for is_sigmoid, norms, eps, groups in pairs_of((False, True), (True, False), _EPS, _groups_of(router, num_chosen)):
-        routing = Routing(num_chosen, is_sigmoid, norms, eps, factor, 1.0, *groups)
+        routing = Routing(num_chosen, is_sigmoid, norms, eps, factor, 1.0, *groups, least=least)
         errors[routing] = difference(route(scores, bias, routing), expected)
     best = min(errors, key=errors.__getitem__)
-    return best if errors[best] <= TOLERANCE else None
+    if errors[best] > TOLERANCE:
+        return None
+    return best._replace(least=float(getattr(router, _LEAST))) if least else best
 
 
 def _groups_of(router: Any, num_chosen: int) -> list[tuple[int, int, bool]]:
     """Return the ways in which a router may choose groups of experts first, none of them included."""
-    num, groups = len(router.weight), getattr(router, "num_group", None) or 0
+    num, groups = len(_rows_of(router).weight), getattr(router, "num_group", None) or 0
     num_groups = getattr(router, "topk_group", None) or 0
     are_known = groups > 1 and num_groups > 0 and not num % groups and num_groups * (num // groups) >= num_chosen
     return [(0, 0, False), *[(groups, num_groups, adds) for adds in (False, True) if are_known]]

@@ -71,6 +71,7 @@ class ExpertOperators:
             scale=routing.scale,
             is_sparse=routing.cap is not None,
             cap=routing.cap or 0.0,
+            least=routing.least,
         )
         if mlp.bias() is not None:
             self._biased.append((number, mlp))
@@ -121,6 +122,7 @@ class ExpertOperators:
             weights=self.weights.data_ptr(),
             **shared,
             outputs=outputs.data_ptr(),
+            factor=mlp.factor,
         )
 
     def _multiply_wide(self, router: WideRows, x: torch.Tensor) -> None:

@@ -13,13 +13,15 @@ from ...cpu.program import ON_TOKENS
 from ...cpu.quantized.native import Rounded, blocks_of, code_of, num_groups
 from ...cpu.screening import Screen, ScreenOperators
 from ...cpu.threads import share_of
+from .attention_program import gate_outputs, multiply_queries
 from .experts import Experts
 from .experts_program import ExpertOperators
 from .latent_program import LatentOperators
 from .layer_inputs import LayerInput
 from .mixed_mlps import MixedMLP, mlps_of
 from .mlps import MLP, XIELU
-from .plan import DecoderPlan, LayerPlan, absent
+from .plan import DecoderPlan, LayerPlan, absent, products_of
+from .query_factors import QueryFactors
 from .recurrences import in_common, operators_of
 from .rotation_program import last_norms, places, width_of
 from .rotations import Rotation
@@ -59,6 +61,7 @@ class ForwardWriter:
         self.attending: list[int] = []
         self.multiplied: list[int] = []
         self.kept: dict[int, int] = {}  # by layer, the operators that store hidden states
+        self.factors: dict[int, QueryFactors] = {}  # operators that multiply by these
         self.inputs: dict[int, int] = {}  # operators that multiply by inputs of layers, and how many bytes in
         self._write(reads_states, screen)
 
@@ -76,6 +79,8 @@ class ForwardWriter:
         maps: list[Any] = [item.query_key_value for item in layers if item.attends or in_common(item.recurrence)]
         equal: list[Any] = [layer for layer in layers if layer.has_equal_values]  # of these, norms fill `states`
         self.states = self.new(max([*(item.shape[0] for item in maps), *map(width_of, equal)], default=0))
+        gate_maps: list[Any] = [layer.output_gates for layer in layers if layer.output_gates is not None]
+        self.gates = self.new(max([item.shape[0] for item in gate_maps], default=0))
         self.raw = self.new(max([layer.query_key_value.shape[0] for layer in equal], default=0))
         parts = mlps_of(layers)
         mlps: list[Any] = [part for part in parts if isinstance(part, MLP)]
@@ -313,6 +318,8 @@ class ForwardWriter:
                 **last_norms(plan),
             )
         )
+        if plan.query_factors is not None:
+            multiply_queries(self, plan.query_factors, heads * size)
         if keeps:
             self._keep_tokens()
         gates = {}
@@ -334,6 +341,8 @@ class ForwardWriter:
         self.attending.append(attention)
         if keeps:
             self.gathers[attention] = "places"
+        if plan.output_gates is not None:
+            gate_outputs(self, plan, self._kept(normed) if keeps else normed)
         self.multiply(plan.attention_output, self.attended, self.out)
 
     def _write_layer_input(self, index: int, plan: LayerInput) -> None:
@@ -383,13 +392,3 @@ def _activation_of(mlp: MLP) -> dict[str, Any]:
         return {"activation": mlp.activation}
     places = [item.data_ptr() for item in mlp.activation.numbers()]
     return {"activation": codes_of_gates.XIELU, **dict(zip(("positive", "negative", "slope", "top"), places))}
-
-
-def products_of(plan: DecoderPlan) -> list[Any]:
-    """Return all products of a forward."""
-    layers: list[Any] = plan.layers
-    others = [item for layer in layers for item in layer.products]
-    others += [item for layer in layers if layer.layer_input is not None for item in layer.layer_input.products]
-    others += [item for layer in layers if layer.latent is not None for item in layer.latent.products]
-    others += [] if plan.features is None else [plan.features.states_map]
-    return [plan.head, *others]

@@ -78,6 +78,8 @@ class MLPNotes(Notes):
             mlp, gate = self._known_mlp(shared), block._modules.get("shared_expert_gate")
             if mlp is None:
                 return None
+            if getattr(block, "shared_expert_combination_strategy", "sum") == "average":  # Cohere 2
+                experts.factor = 0.5
             experts.shared = mlp, None if gate is None else self._map([gate])
         if experts is not None:
             self._bypass(*block.modules())

@@ -4,6 +4,7 @@
 NORMS = (
     ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),  # GLM 4
     ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),  # Gemma
+    ("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm"),  # AFMoE
     (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),  # OLMo 2
     ("input_layernorm", None, "post_attention_layernorm", None),  # Llama
     ("input_layernorm", None, "pre_feedforward_layernorm", None),  # VaultGemma
@@ -12,9 +13,11 @@ NORMS = (
     ("input_layernorm", None, None, None),  # Cohere, Phi: attention and MLP side by side
     ("ln_1", None, "ln_2", None),  # GPT-2
     ("self_attn_layer_norm", None, "final_layer_norm", None),  # OPT
+    ("operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm"),  # LFM3
     ("operator_norm", None, "ffn_norm", None),  # LFM2
     ("norm", None, None, None),  # Nemotron-H, Mamba-2: layers of one part
 )
+NORMED_EMBEDDINGS = ("NanoChatModel",)  # decoders that normalize embeddings as what comes after layers
 # Norms of an MLP beside experts, but for the first: after the MLP, before experts, after them.
 MIXED_NORMS = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
 LAYERS, EMBEDDING = ("layers", "h"), ("embed_tokens", "embed_in", "wte", "embeddings")
@@ -43,6 +46,8 @@ LATENT = frozenset(  # modules of attention to latents
 ATTENTION_OUTPUT = ("o_proj", "dense", "out_proj", "c_proj")
 QUERY_NORM = "q_norm", "q_layernorm", "query_layernorm"
 KEY_NORM, VALUE_NORM = ("k_norm", "k_layernorm", "key_layernorm"), ("v_norm",)
+# Maps of attention's input to gates of its outputs, by kinds of attention. Others use gates in other ways.
+OUTPUT_GATES = {"Lfm3Attention": "g_proj", "AfmoeAttention": "gate_proj"}
 MLP_MAPS = (
     (("gate_proj", "up_proj"), "down_proj"),
     (("gate_up_proj",), "down_proj"),
@@ -53,7 +58,7 @@ MLP_MAPS = (
     (("w1", "w3"), "w2"),
     (("input_linear",), "output_linear"),
 )
-SHARED = ("shared_expert", "shared_experts")  # MLPs of all tokens beside experts
+SHARED = ("shared_expert", "shared_experts", "shared_mlp")  # MLPs of all tokens beside experts
 MULTIPLIER = ("residual_multiplier", "residual_scale")  # of the outputs of attention and MLP
 MLPS = ("mlp", "block_sparse_moe", "feed_forward", "shared_mlp", "mixer")
 BESIDE_EXPERTS = "shared_mlp"  # an MLP of all tokens, in layers that may have experts, too

@@ -11,6 +11,7 @@ from .latent import LatentPlan
 from .layer_inputs import Factor, LayerInput, LayerInputs
 from .parts import Fused, Map, Positions, Sinks, Transposed
 from .placeholders import Placeholders
+from .query_factors import QueryFactors
 from .recurrences import Recurrence
 from .rotations import OwnRotation, Rotation
 
@@ -65,6 +66,9 @@ class LayerPlan:
     sinks: Sinks | None = None
     latent: LatentPlan | None = None
     norms_last: bool = False  # whether queries and keys are normalized after they were rotated, not before
+    # Map of attention's input to gates before a sigmoid: one of each head, or of each number that it returns.
+    output_gates: Map | None = None
+    query_factors: QueryFactors | None = None  # by position; layers of one config share them
 
     @property
     def attends(self) -> bool:
@@ -134,6 +138,7 @@ class DecoderPlan:
         features (`FeaturePlan`, *optional*): Input of the first layer, for heads.
         positions (`Callable`, *optional*): Learnt embeddings of positions.
         layer_inputs (`Callable`, *optional*): Inputs of each layer beside hidden states.
+        embedding_norm (`Callable`, *optional*): Norm of embeddings.
         placeholders (`Callable`, *optional*): Tokens that are replaced before embeddings are looked up.
     """
 
@@ -151,3 +156,15 @@ class DecoderPlan:
     positions: Positions | None = None
     layer_inputs: LayerInputs | None = None
     placeholders: Placeholders | None = None
+    embedding_norm: Map | None = None
+
+
+def products_of(plan: DecoderPlan) -> list[Any]:
+    """Return all products of a forward."""
+    layers: list[Any] = plan.layers
+    others = [item for layer in layers for item in layer.products]
+    others += [item for layer in layers if layer.layer_input is not None for item in layer.layer_input.products]
+    others += [layer.output_gates for layer in layers if layer.output_gates is not None]
+    others += [item for layer in layers if layer.latent is not None for item in layer.latent.products]
+    others += [] if plan.features is None else [plan.features.states_map]
+    return [plan.head, *others]

@@ -58,6 +58,8 @@ class ForwardProgram:
         types = [(layer.layer_type, number > end) for layer, number in rotated]
         numbers = [number for _, number in rotated]
         self.rotations = _places_by(types, codes.ROTATE, numbers, _ROTATE)  # elsewhere, these fields stay 0
+        factors = [(item, number > end) for number, item in own.factors.items()]
+        self.factors = _places_by(factors, codes.TIMES, list(own.factors), ["factors"])
         self.inputs = _places(codes.TIMES, list(own.inputs), ["factors"])
         self.inputs_begin = np.array(list(own.inputs.values()), np.int64)[:, None]
         kinds = [(number > end, layer.window, *_heads_of(layer)) for number, layer in zip(own.attending, layers)]
@@ -117,6 +119,11 @@ class ForwardProgram:
                 cos, sin = cos[layout.kept], sin[layout.kept]
             rows[where] = cos.shape[-1], cos.dtype is not own.dtype, cos.data_ptr(), sin.data_ptr()
             held += cos, sin
+
+        for (query_factors, is_of_kept), where in self.factors.items():
+            factors = query_factors(layout.positions[0], own.dtype)
+            held.append(factors[layout.kept] if is_of_kept and layout.kept is not None else factors)
+            rows[where] = held[-1].data_ptr()
 
         for (is_of_kept, window, (heads, kv_heads, head_dim), turned_size), where in self.attentions.items():
             seen = kept_lines_of(layout, window) if is_of_kept else lines_of(layout, layout.parts, window)

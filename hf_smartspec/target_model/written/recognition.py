@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -32,7 +33,9 @@ from .names import (
     LATENT,
     LAYERS,
     MULTIPLIER,
+    NORMED_EMBEDDINGS,
     NORMS,
+    OUTPUT_GATES,
     POSITIONS,
     QUERY_KEY_VALUE,
     QUERY_NORM,
@@ -42,9 +45,11 @@ from .names import (
     STATE_SPACE,
     VALUE_NORM,
 )
-from .parts import Called, Positions, Sinks
+from .norms import has_parameters
+from .parts import Called, Map, Positions, Sinks
 from .placeholders import placeholders_of
 from .plan import DecoderPlan, LayerPlan, UnknownStructureError, absent
+from .query_factors import QueryFactors, query_factors
 from .recurrences import Recurrence, parts_of, recurrence_of
 from .rotation_order import RotationOrder, rotation_order
 from .rotations import written_rotation
@@ -81,6 +86,10 @@ def make_plan(model: PreTrainedModel) -> tuple[DecoderPlan, list[nn.Module]]:
 class _Recognition(MLPNotes):
     """Pass through a model."""
 
+    def __init__(self, model: PreTrainedModel):
+        super().__init__(model)
+        self.query_factors: dict[int, QueryFactors | None] = {}  # by the id of their config
+
     def plan(self) -> DecoderPlan:
         decoder: Any = self.model.get_decoder()
         all_layers = layers_of(decoder)
@@ -109,7 +118,7 @@ class _Recognition(MLPNotes):
             raise UnknownStructureError("no head")
         plan = DecoderPlan(
             embedding=Called(embedding),
-            embedding_multiplier=float(getattr(decoder, "embedding_multiplier", 1.0)),
+            embedding_multiplier=_embedding_multiplier(decoder, self.config),
             rotary=None if rotary is None else Called(rotary),
             rotary_types=tuple(dict.fromkeys(layer.layer_type for layer in layers if layer.rotation is not None)),
             layers=layers,
@@ -121,6 +130,7 @@ class _Recognition(MLPNotes):
             positions=positions,
             layer_inputs=self._layer_inputs(decoder),
             placeholders=placeholders_of(self.model, around),
+            embedding_norm=self._norm(norm) if type(decoder).__name__ in NORMED_EMBEDDINGS else None,
         )
         self._check_parameters(decoder, all_layers[len(layers) :])
         self._check_forwards(decoder, *self.bodies)
@@ -149,7 +159,7 @@ class _Recognition(MLPNotes):
         names = next((row for row in NORMS if set(row) <= {None, *layer._modules}), None)
         if names is None or not getattr(layer, "do_layer_norm_before", True):
             raise UnknownStructureError("norms")
-        norms = [None if name is None else self._norm(self._child(layer, name)) for name in names]
+        norms = [None if name is None else self._norm_or_none(self._child(layer, name)) for name in names]
         is_recurrent = any(name in layer._modules for name in RECURRENT) or {*STATE_SPACE} <= {*attention._parameters}
         latent = self._latent(attention) if COMPRESS[0] in attention._modules else None
         recurrence = self._recurrence(attention) if is_recurrent else None
@@ -167,9 +177,11 @@ class _Recognition(MLPNotes):
         window = getattr(attention, "sliding_window", shared_value(config, "sliding_window"))
         types, index = shared_value(config, "layer_types"), getattr(attention, "layer_idx", None)
         for norm in (query, key):
-            if norm is not None and getattr(getattr(norm, "weight", None), "ndim", 0) != 1:
+            if norm is not None and has_parameters(norm) and getattr(norm._parameters.get("weight"), "ndim", 0) != 1:
                 raise UnknownStructureError("norms of heads")
-        norms_heads = query is not None and query.weight.numel() == heads[2]
+        # Norms without a weight are told by the trial from those of all heads together.
+        norms_heads = query is not None and (not has_parameters(query) or query.weight.numel() == heads[2])
+        like = torch.empty(heads[2], dtype=self.model.dtype, device=self.model.device)
         if (maps == EQUAL_VALUES and None in (key, value)) or (value is not None and not norms_heads):
             raise UnknownStructureError("values")
         mlp = absent if is_alone else self._mlp(layer)
@@ -188,8 +200,8 @@ class _Recognition(MLPNotes):
             before_mlp=norms[2],
             after_mlp=norms[3],
             query_key_value=self._map([self._child(attention, name) for name in maps]),
-            query_norm=None if query is None else self._norm(query),
-            key_norm=None if key is None else self._norm(key),
+            query_norm=None if query is None else self._norm(query, like),
+            key_norm=None if key is None else self._norm(key, like),
             norms_heads=norms_heads,
             norms_last=order.norms_last,
             attention_output=self._map([self._first(attention, ATTENTION_OUTPUT)]),
@@ -207,13 +219,15 @@ class _Recognition(MLPNotes):
             multiplier=multiplier,
             has_gates=not is_recurrent and latent is None and self._has_gates(attention, heads),
             recurrence=recurrence,
-            value_norm=None if value is None else self._norm(value, query.weight),
+            value_norm=None if value is None else self._norm(value, like),
             has_equal_values=maps == EQUAL_VALUES,
             source=-1 if maps == QUERY_ONLY else None,
             layer_input=self._layer_input(layer),
             factor=Factor(layer, "layer_scalar") if "layer_scalar" in layer._buffers else None,
             sinks=self._sinks(attention),
             latent=latent,
+            output_gates=self._output_gates(attention, heads),
+            query_factors=self.query_factors.setdefault(id(config), query_factors(attention)),
         )
 
     def _lone_mlp(self, layer: Any) -> LayerPlan:
@@ -307,6 +321,21 @@ class _Recognition(MLPNotes):
         outputs = getattr(getattr(attention, "q_proj", None), "out_features", 0)
         return outputs == 2 * heads[0] * heads[2]
 
+    def _norm_or_none(self, module: nn.Module) -> Map | None:
+        if type(module) is nn.Identity:
+            self._bypass(module)
+            return None
+        return self._norm(module)
+
+    def _output_gates(self, attention: Any, heads: tuple[int, int, int]) -> Map | None:
+        """Return the map to gates of attention's outputs, if it has one (LFM3, AFMoE)."""
+        module = attention._modules.get(OUTPUT_GATES.get(type(attention).__name__))
+        if module is None:
+            return None
+        if getattr(module, "out_features", None) not in (heads[0], heads[0] * heads[2]):
+            raise UnknownStructureError("gates")
+        return self._map([module])
+
     def _heads(self, attention: Any, latent: LatentPlan | None = None) -> tuple[int, int, int]:
         """Return the numbers of heads and key/value heads, and the dimensions of each."""
         config = getattr(attention, "config", self.config)
@@ -325,6 +354,12 @@ class _Recognition(MLPNotes):
 
 def _own_names(module: nn.Module) -> list[str]:
     return [*module._modules, *module._parameters]
+
+
+def _embedding_multiplier(decoder: Any, config: Any) -> float:
+    if "mup_enabled" in mentions(type(decoder)):  # AFMoE
+        return float(config.hidden_size**0.5) if config.mup_enabled else 1.0
+    return float(getattr(decoder, "embedding_multiplier", 1.0))
 
 
 def _set_sources(layers: Sequence[LayerPlan]) -> None:

@@ -24,6 +24,7 @@ class Rotation:
         rounds_once (`bool`): Whether numbers in half precision are rotated in float32.
         is_half (`bool`): Whether embeddings have every angle once (GPT-OSS), not twice.
         to_halves (`bool`): Whether neighbours are written to a head's halves (DeepSeek V3).
+        is_backward (`bool`): Whether heads are rotated the other way round (nanochat).
     """
 
     def __init__(
@@ -33,9 +34,10 @@ class Rotation:
         rounds_once: bool = False,
         is_half: bool = False,
         to_halves: bool = False,
+        is_backward: bool = False,
     ):
         self.is_interleaved, self.repeats_first, self.rounds_once = is_interleaved, repeats_first, rounds_once
-        self.is_half, self.to_halves = is_half, to_halves
+        self.is_half, self.to_halves, self.is_backward = is_half, to_halves, is_backward
 
     @property
     def code(self) -> int:
@@ -53,6 +55,8 @@ class Rotation:
             cos, sin = (item.chunk(2, dim=-1)[0].repeat_interleave(2, dim=-1) for item in (cos, sin))
         if self.rounds_once:
             cos, sin = cos.float(), sin.float()
+        if self.is_backward:
+            sin = -sin
         if self.is_interleaved:
             first, second = sin[..., ::2], sin[..., 1::2]
             sin = torch.stack([-first, second], dim=-1).flatten(-2)
@@ -129,14 +133,15 @@ def _rotation_of(function: Callable, is_complex: bool = False) -> Rotation | Own
     dtypes = torch.float32, torch.bfloat16
     try:
         expected = [_tried(own, dtype) for dtype in dtypes]
-        forms = [(False, False, False, False), (True, False, False, False), (True, True, False, False)]
-        forms.append((True, True, False, True))
+        forms = [(False, False, False, False, False), (True, False, False, False, False)]
+        forms += [(True, True, False, False, False), (True, True, False, True, False)]
+        forms.append((False, False, False, False, True))
     except RuntimeError:  # sizes that do not fit
         expected = [_tried(own, dtype, is_half=True) for dtype in dtypes]
-        forms = [(False, False, True, False), (True, True, True, False)]
+        forms = [(False, False, True, False, False), (True, True, True, False, False)]
     for rounds_once in (True,) if is_complex else (False, True):
-        for is_interleaved, repeats_first, is_half, to_halves in forms:
-            rotation = Rotation(is_interleaved, repeats_first, rounds_once, is_half, to_halves)
+        for is_interleaved, repeats_first, is_half, to_halves, is_backward in forms:
+            rotation = Rotation(is_interleaved, repeats_first, rounds_once, is_half, to_halves, is_backward)
             found = [_tried(rotation, item.dtype, is_half) for item in expected]
             if all(_are_equal(*pair, is_complex) for pair in zip(found, expected)):
                 return rotation
