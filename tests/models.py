@@ -189,7 +189,7 @@ _RECURRENT = {
     ),
     "bamba": (  # likewise
         "BambaConfig",
-        _LLAMA | _MAMBA | {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16},
+        _LLAMA | _MAMBA | {"hidden_size": 64, "attn_layer_indices": [1], "mamba_d_head": 16, "mamba_d_state": 16},
     ),
     "granitemoehybrid": (
         "GraniteMoeHybridConfig",

@@ -70,7 +70,7 @@ def check_states_in_modules(model, forward, row, text):
 
 
 _GROWING = "qwen3_5_text", "kimi_linear", "bamba", "jamba", "minimax", "recurrent_gemma", "lfm2"
-WRITTEN = [(name, packed_forward) for name in ("qwen3_5_text", "qwen3_5_moe_text", "lfm2")]
+WRITTEN = [(name, packed_forward) for name in ("qwen3_5_text", "qwen3_5_moe_text", "lfm2", "bamba", "nemotron_h")]
 
 
 @torch.no_grad()
@@ -122,6 +122,7 @@ def test_drafts_that_grow_by_several_forwards(architecture, build):
     """Levels of different widths, rows that end early, and paths that end in every level, as draft models run."""
     model, rng = shared_model(architecture), np.random.default_rng(1)
     forward = build(model)
+    forward.cache.is_prompt = lambda: torch.tensor([True])  # as for the forward over a whole text below
     forward.cache.chunk = 6
     texts = {forward.add(): rng.integers(3, VOCAB_SIZE, length) for length in (9, 3, 14)}
     for round_ in range(4):
@@ -207,7 +208,7 @@ def test_weights_of_several_dtypes_are_left_to_the_models_own_forward(name):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_written_out_ones_are_not_refused(dtype):
-    for (name, build), is_one_call in zip(WRITTEN, (True, False, True)):
+    for (name, build), is_one_call in zip(WRITTEN, (True, False, True, True, False)):
         model = shared_model(name, dtype=dtype)
         build(model)
         decoder = written_decoder(model)
