@@ -37,6 +37,8 @@ if RECURRENT:
     OWN["lfm2"] = {}
     sizes = {"mamba_n_heads": 6, "mamba_d_head": 64, "mamba_d_state": 64, "mamba_chunk_size": 64}
     OWN |= dict.fromkeys(("bamba", "granitemoehybrid"), sizes)
+    OWN["lfm3"] = {"head_dim": 64, "sliding_window": 64}
+    OWN["mamba2"] = {"num_heads": 6, "head_dim": 64, "state_size": 64, "residual_in_fp32": False}
 TEXT = np.random.default_rng(0).integers(3, 90, 170)
 
 
@@ -45,7 +47,8 @@ def model_of(name: str, dtype: torch.dtype):
     window = {"sliding_window": 64} if name in ("mistral", "gemma2", "gpt_oss", "cohere2") or "gemma4" in name else {}
     if name in CONFIGS:
         return new_deepseek(name, dtype, hidden_size=192, moe_intermediate_size=192)
-    sizes = {"hidden_size": 192, "intermediate_size": 576} | OWN.get(name, {"head_dim": 64})
+    sizes: dict = {"hidden_size": 192} if name == "mamba2" else {"hidden_size": 192, "intermediate_size": 576}
+    sizes |= OWN.get(name, {"head_dim": 64})
     return new_model(name, dtype=dtype, std=0.1, **sizes, **window)
 
 
