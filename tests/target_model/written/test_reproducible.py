@@ -38,7 +38,7 @@ if RECURRENT:
     sizes = {"mamba_n_heads": 6, "mamba_d_head": 64, "mamba_d_state": 64, "mamba_chunk_size": 64}
     OWN |= dict.fromkeys(("bamba", "granitemoehybrid"), sizes)
     OWN["lfm3"] = {"head_dim": 64, "sliding_window": 64}
-    OWN["mamba2"] = {"num_heads": 6, "head_dim": 64, "state_size": 64, "residual_in_fp32": False}
+    OWN["mamba2"] = {"num_heads": 6, "head_dim": 64, "state_size": 64, "n_groups": 2, "residual_in_fp32": False}
 TEXT = np.random.default_rng(0).integers(3, 90, 170)
 
 
