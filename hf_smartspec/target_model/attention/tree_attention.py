@@ -1,5 +1,6 @@
 """Tree attention over the slot cache: packed queries in, padded `scaled_dot_product_attention`, packed output out."""
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -223,16 +224,24 @@ def layer_window(module: torch.nn.Module, argument: int | None) -> int | None:
     """
     Return the layer's sliding window. Where the config lists every layer's type, models build masks by that list, and
     may not pass the window to the attention function (Qwen2-MoE does not). Where transformers' own attention does not
-    read the config's window, masks may have it nevertheless (PhiMoE).
+    read the config's window, masks may have it nevertheless (PhiMoE). Some files ignore the list (Mistral).
     """
     config: Any = getattr(module, "config", None)
     layer_idx = getattr(module, "layer_idx", None)
     layer_types = getattr(config, "layer_types", None)
-    if not layer_types or not isinstance(layer_idx, int):
+    if not layer_types or not isinstance(layer_idx, int) or _ignores_types(type(module)):
         kind: Any = type(module)
         is_of_masks = argument is None and config is not None and _leaves_windows_to_masks(kind)
         return shared_value(config, "sliding_window") if is_of_masks else argument
     return getattr(config, "sliding_window", argument) if layer_types[layer_idx] == "sliding_attention" else None
+
+
+@cache
+def _ignores_types(kind: type[torch.nn.Module]) -> bool:
+    """Return whether a kind of transformers' attention is of a file that does not read the types of layers."""
+    if not kind.__module__.startswith("transformers."):
+        return False
+    return "layer_types" not in inspect.getsource(sys.modules[kind.__module__])
 
 
 @cache

@@ -215,7 +215,8 @@ class RecurrentStep:
             before = np.arange(num, num + num_windows * reach).reshape(num_windows, reach)
             parents = np.concatenate([self._parents, np.maximum(before - 1, before[:, :1]).reshape(-1)])
             roots = self._parents < 0
-            parents[:num][roots] = before[-self._parents[roots] - 1, -1]
+            if reach:
+                parents[:num][roots] = before[-self._parents[roots] - 1, -1]
             found = np.empty((num, width), np.int64)
             found[:, -1] = np.arange(num)
             for column in range(reach - 1, -1, -1):

@@ -17,6 +17,9 @@ from .parts import Map
 from .plan import UnknownStructureError
 
 
+_FACTORS = {"sum": 1.0, "average": 0.5}  # of experts and shared ones together (Cohere 2)
+
+
 class MLPNotes(Notes):
     """
     Notes of layers' MLPs.
@@ -76,10 +79,10 @@ class MLPNotes(Notes):
         shared = self._optional(block, SHARED)
         if experts is not None and shared is not None:
             mlp, gate = self._known_mlp(shared), block._modules.get("shared_expert_gate")
-            if mlp is None:
+            factor = _FACTORS.get(getattr(block, "shared_expert_combination_strategy", "sum"))
+            if mlp is None or factor is None:
                 return None
-            if getattr(block, "shared_expert_combination_strategy", "sum") == "average":  # Cohere 2
-                experts.factor = 0.5
+            experts.factor = factor
             experts.shared = mlp, None if gate is None else self._map([gate])
         if experts is not None:
             self._bypass(*block.modules())

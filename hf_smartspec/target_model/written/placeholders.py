@@ -9,7 +9,8 @@ from transformers import PreTrainedModel
 
 from ..forward_code import mentions
 
-_NAMES = "image_token_id", "video_token_id", "audio_token_id"  # entries of configs
+# Entries of configs.
+_NAMES = "image_token_id", "image_token_index", "video_token_id", "video_token_index", "audio_token_id"
 
 
 class Placeholders:
@@ -36,8 +37,18 @@ def placeholders_of(model: PreTrainedModel, around: Sequence[nn.Module]) -> Plac
     Return the placeholders of a model whose modules `around` its decoder replace them also where they have embeddings
     (Gemma 4); None for other models, in which those without embeddings are replaced.
     """
-    if not any("get_per_layer_inputs" in mentions(type(module)) for module in around):
+    if not any(_replaces(type(module)) for module in around):
         return None
     config: Any = model.config
-    tokens = [getattr(config, name) for name in _NAMES if getattr(config, name, None) is not None]
+    tokens = placeholder_tokens(model)
     return Placeholders(tokens, config.get_text_config(decoder=True).pad_token_id)
+
+
+def placeholder_tokens(model: PreTrainedModel) -> list[int]:
+    """Return the tokens that stand for images, videos and sounds."""
+    found = [getattr(model.config, name, None) for name in _NAMES]
+    return [token for token in found if token is not None]
+
+
+def _replaces(kind: type[nn.Module]) -> bool:
+    return "get_per_layer_inputs" in mentions(kind) or kind.__name__ == "Gemma4UnifiedModel"

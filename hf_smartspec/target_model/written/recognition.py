@@ -88,7 +88,7 @@ class _Recognition(MLPNotes):
 
     def __init__(self, model: PreTrainedModel):
         super().__init__(model)
-        self.query_factors: dict[int, QueryFactors | None] = {}  # by the id of their config
+        self.query_factors: dict[tuple[type, int], QueryFactors | None] = {}  # by kind, and the id of their config
 
     def plan(self) -> DecoderPlan:
         decoder: Any = self.model.get_decoder()
@@ -227,7 +227,7 @@ class _Recognition(MLPNotes):
             sinks=self._sinks(attention),
             latent=latent,
             output_gates=self._output_gates(attention, heads),
-            query_factors=self.query_factors.setdefault(id(config), query_factors(attention)),
+            query_factors=self.query_factors.setdefault((type(attention), id(config)), query_factors(attention)),
         )
 
     def _lone_mlp(self, layer: Any) -> LayerPlan:

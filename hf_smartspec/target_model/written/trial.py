@@ -28,6 +28,7 @@ from .decoder import Tables, WrittenDecoder, run_layer
 from .experts import Experts
 from .mixed_mlps import MixedMLP
 from .mlps import CalledMLP
+from .placeholders import placeholder_tokens
 from .plan import UnknownStructureError
 from .recognition import layers_of, make_plan
 
@@ -123,6 +124,9 @@ class _Trial:
         size = self.model.config.get_text_config(decoder=True).vocab_size
         rng = np.random.default_rng(0)
         texts = self._likely(rng, [rng.integers(3, size, length) for length in self.lengths])
+        # Some models embed other tokens in the place of these.
+        tokens = [token for token in placeholder_tokens(self.model) if token < size]
+        texts[0][1 : 1 + len(tokens)] = tokens
         rows = [self.forward.add() for _ in texts]
         for row in rows:
             row.ahead, row.least_length = max(self.lengths) - len(texts[row.slot]), max(self.lengths)

@@ -10,6 +10,7 @@ import torch
 from hf_smartspec.generate import enabled
 from hf_smartspec.target_model.attention import tree_attention as attention
 from hf_smartspec.target_model.attention.tree_attention import attention_configs, tree_attention_step
+from hf_smartspec.target_model.forward.packed import PackedForward
 from hf_smartspec.target_model.layout.rows import CacheRow, RowInput
 from hf_smartspec.target_model.layout.step_layout import build_layout
 from tests.models import new_model
@@ -109,3 +110,13 @@ def test_two_threads_generate_from_one_model(model):
             thread.join()
     for index in range(2):
         assert all(torch.equal(output, expected[index]) for output in outputs[index])
+
+
+@torch.no_grad()
+def test_types_of_layers_that_a_model_ignores_set_no_windows():
+    """Mistral's masks have its config's window in all layers, whatever types its config lists."""
+    model = new_model("mistral", layer_types=["full_attention"] * 2)
+    forward, text = PackedForward(model), torch.arange(3, 23)
+    logits, _ = forward.forward([RowInput(forward.add(), text.numpy())])
+    expected = model(text[None]).logits[0, -1]
+    torch.testing.assert_close(logits[-1], expected, rtol=1e-4, atol=1e-4)

@@ -343,3 +343,14 @@ def test_a_row_without_memory_for_its_states_is_not_added(monkeypatch):
     forward.forward([RowInput(other, text)])
     for item in (row, other):
         check_states(model, forward, item, text)
+
+
+@torch.no_grad()
+def test_convolutions_of_one_token_have_no_windows():
+    model, text = new_model("lfm3", conv_L_cache=1), np.arange(3, 40)
+    forward = packed_forward(model)
+    row = forward.add()
+    logits, _ = forward.forward([RowInput(row, text)])
+    check_logits(logits[-1], model(torch.from_numpy(text)[None]).logits[0, -1])
+    logits, _ = forward.forward([RowInput(row, text[:1], random_tree(np.random.default_rng(0), 5))])
+    check_logits(logits[0], model(torch.from_numpy(np.append(text, text[0]))[None]).logits[0, -1])

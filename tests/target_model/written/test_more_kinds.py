@@ -87,6 +87,9 @@ def made(name: str, dtype: torch.dtype = torch.float32):
     for buffer_name, buffer in model.named_buffers():
         if buffer_name.endswith("e_score_correction_bias"):
             buffer.uniform_(-0.3, 0.3, generator=generator)
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.dim() == 1 and not parameter_name.endswith(("alpha_p", "alpha_n")):  # those of xIELU
+            parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter) * 0.2)
     for module_name, module in model.named_modules():
         if "expert_bias" in module._parameters:
             module.expert_bias.uniform_(-0.3, 0.3, generator=generator)
