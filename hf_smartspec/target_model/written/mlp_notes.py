@@ -16,7 +16,6 @@ from .notes import Notes
 from .parts import Map
 from .plan import UnknownStructureError
 
-
 _FACTORS = {"sum": 1.0, "average": 0.5}  # of experts and shared ones together (Cohere 2)
 
 
