@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
 from threading import Lock
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -228,9 +228,8 @@ def layer_window(module: torch.nn.Module, argument: int | None) -> int | None:
     """
     config: Any = getattr(module, "config", None)
     layer_idx = getattr(module, "layer_idx", None)
-    layer_types = getattr(config, "layer_types", None)
-    if not layer_types or not isinstance(layer_idx, int) or _ignores_types(type(module)):
-        kind: Any = type(module)
+    layer_types, kind = getattr(config, "layer_types", None), cast(Any, type(module))
+    if not layer_types or not isinstance(layer_idx, int) or _ignores_types(kind):
         is_of_masks = argument is None and config is not None and _leaves_windows_to_masks(kind)
         return shared_value(config, "sliding_window") if is_of_masks else argument
     return getattr(config, "sliding_window", argument) if layer_types[layer_idx] == "sliding_attention" else None
