@@ -55,6 +55,7 @@ class ShortTails:
         self.dtype = torch.float32
         self.num_bytes = 0
         self.held: list[torch.Tensor] = []  # memory that operators read
+        self._scratch = torch.empty(0, device="cpu")
         self.fill: Callable[[], None] | None = None
 
     @property
@@ -127,14 +128,16 @@ class ShortTails:
         heads, size, value_size = states.shape[1:]
         number = scratch_size(self.parents.shape[1], self.most_states, size, value_size)
         outputs, writes = (values.new_empty(values.shape) for _ in range(2))
-        scratch = outputs.new_empty(self.num_threads * number)
+        if self._scratch.numel() < self.num_threads * number:  # what is held is read by `store`
+            self._scratch = outputs.new_empty(self.num_threads * number)
+            self.held.append(self._scratch)
         logs, biases = (0, 0) if rates is None else [item.data_ptr() for item in rates]
         fields = (
             heads, heads // keys.shape[1], size, value_size, queries.data_ptr(), keys.data_ptr(), values.data_ptr(),
             queries.stride(0), keys.stride(0), values.stride(0), decays.data_ptr(), decays.stride(0),
             0 if betas is None else betas.data_ptr(), 0 if betas is None else betas.stride(0), logs, biases,
-            betas is not None, states.data_ptr(), writes.data_ptr(), outputs.data_ptr(), scratch.data_ptr(), number,
-            scale, eps,
+            betas is not None, states.data_ptr(), writes.data_ptr(), outputs.data_ptr(),
+            self._scratch.data_ptr(), number, scale, eps,
         )  # fmt: skip
         # Keys are mostly a view of the convolution's outputs, which then stay.
         self.num_bytes += keys.untyped_storage().nbytes() + writes.nbytes + decays.nbytes
@@ -142,7 +145,6 @@ class ShortTails:
         self._note(decays.dtype, RECUR, key, run_operator(decays.dtype, RECUR, num_threads, *self.layout, *fields))
         if not self.stores_all:
             self.written[key] = keys, eps, writes, decays, rates
-            self.held.append(scratch)
         return outputs
 
     def _note(self, dtype: torch.dtype, code: int, key: Key, program: Any) -> None:
@@ -168,7 +170,7 @@ class ShortTails:
         """Drop what `store` reads."""
         for item in (self.inputs, self.written, self.operators, self.held):
             item.clear()
-        self.num_bytes, self.fill = 0, None
+        self.num_bytes, self.fill, self._scratch = 0, None, torch.empty(0, device="cpu")
 
     def store(
         self,

@@ -61,10 +61,11 @@ _ONE, _ZERO = np.float32(1), np.float32(0)
 def most_states(parents: np.ndarray) -> int:
     """
     Return the most states that are needed at once for one of the rows with these `parents`, `[R, T]`: one, and one for
-    each token whose parent has further children.
+    each token whose parent has further children; no more than there are tokens.
     """
     branches = (parents[:, 1:] != np.arange(parents.shape[1] - 1)) & (parents[:, 1:] >= -1)
-    return 1 + 2 * int(branches.sum(axis=1).max())  # at least half of a parent's children do not come right after it
+    # At least half of the children of a parent that has several do not come right after it.
+    return min(1 + 2 * int(branches.sum(axis=1).max()), parents.shape[1])
 
 
 def scratch_size(tail: int, states: int, size: int, value_size: int) -> int:

@@ -107,6 +107,7 @@ def test_prompts_with_limited_time_steps_are_no_programs(programs):
         found.append(torch.cat([item.forward([RowInput(row, piece)])[0] for piece in pieces]))
         assert programs == ([1, 1] if item is forward else [])
     assert are_near(*found)
+    assert not written_decoder(model).is_reproducible, "limits round all tokens beside a prompt otherwise"
 
 
 @torch.no_grad()
