@@ -10,12 +10,10 @@ from ..decoding.call import Request
 from ..target_model.cache.loading import load
 from ..target_model.compat import CACHE, MEDIA_KWARGS
 from ..target_model.forward.packed import PackedForward
+from ..target_model.written.placeholders import placeholder_tokens
 
 # Arguments that hold the type of each token: 0 for text, others for images and the like.
 _TOKEN_TYPES = ("mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids")
-
-# Names in configs of the tokens that stand for images, videos and sounds.
-_PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index", "audio_token_id")
 
 
 def without_empty_media(model_kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -56,8 +54,7 @@ def position_offsets(input_ids: torch.LongTensor, model_kwargs: dict[str, Any]) 
 
 def ends_in_text(model: PreTrainedModel, input_ids: torch.LongTensor) -> bool:
     """Return whether the last token of every row is text, and not part of an image."""
-    names = {getattr(model.config, name, None) for name in _PLACEHOLDERS}
-    return input_ids.shape[1] > 1 and not names & set(input_ids[:, -1].tolist())
+    return input_ids.shape[1] > 1 and not {*placeholder_tokens(model)} & {*input_ids[:, -1].tolist()}
 
 
 @torch.no_grad()

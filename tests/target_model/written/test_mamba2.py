@@ -112,7 +112,7 @@ def test_prompts_with_limited_time_steps_are_no_programs(programs):
 
 @torch.no_grad()
 def test_sums_in_float32_are_left_to_the_model():
-    """Where the model itself is in bfloat16."""
+    """Refuse models in bfloat16 whose residuals are in float32."""
     model = made("mamba2", residual_in_fp32=True)
     assert is_written(model) and not is_written(made("mamba2", residual_in_fp32=True).bfloat16())
 
