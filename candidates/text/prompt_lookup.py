@@ -12,6 +12,7 @@ from ..base import TreeCandidateGenerator
 from ..request import SourceRequest
 
 _BORDER = -1  # between texts; no token
+_LONGEST = 32  # tokens of a match that a draft's probability depends on: beyond `max_ngram`, all are compared
 _MOST_INDEXED = 2**20  # tokens of references whose indexes are kept for further requests, about half a gigabyte
 
 
@@ -65,10 +66,19 @@ class _Text(_Index):
             end = tuple(self.tokens[-length:])
             start = self.ends[length].get(end)
             if start is not None and self._may_be(start, length):
-                return self.continuation(start, limit), length
+                return self.continuation(start, limit), self._whole_match(self.tokens, start, length)
             if self.references is not None and (start := self.references.ends[length].get(end)) is not None:
-                return self.references.continuation(start, limit), length
+                return self.references.continuation(start, limit), self._whole_match(
+                    self.references.tokens, start, length
+                )
         return [], 0
+
+    def _whole_match(self, found: list[int], start: int, length: int) -> int:
+        """Return how many tokens before `found[start]` are those at the text's end, as `length` are known to be."""
+        most = min(start, len(self.tokens), _LONGEST)
+        while length < most and found[start - 1 - length] == self.tokens[-1 - length]:
+            length += 1
+        return length
 
     def _may_be(self, start: int, length: int) -> bool:
         """Return whether the published rule takes a match: it neither overlaps the text's end nor lacks followers."""

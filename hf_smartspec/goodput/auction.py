@@ -249,7 +249,7 @@ class GoodputAuction(LengthPolicy):
         forest = self._plan.drafted[stage] = Forest(trees)
         if self.trust is None or not forest.num_nodes:
             return list(trees)
-        self._plan.forest = forest.with_probs(self.trust.probs(stage.name, forest))
+        self._plan.forest = forest.with_probs(self.trust.probs(stage.name, forest, rows.request_ids))
         return list(self._plan.forest.trees)
 
     # 2. After drafting
@@ -352,7 +352,7 @@ class GoodputAuction(LengthPolicy):
         """Learn which of a stage's nodes were right, and how many of these the drafts before it did not hold."""
         nodes, hits = forest.outcomes(tokens)
         if self.trust is not None:
-            self.trust.learn(stage.name, forest, nodes, hits)
+            self.trust.learn(stage.name, forest, nodes, hits, rows.request_ids)
         if stage.is_by_level:
             record, before = self.records[stage.cost], plan.before.get(stage)
             record.learn_levels(rows.request_ids, stage, forest, nodes, hits)
@@ -366,6 +366,8 @@ class GoodputAuction(LengthPolicy):
                 record.renew(number)
 
     def forget(self, request_id: Hashable) -> None:
+        if self.trust is not None:
+            self.trust.forget(request_id)
         for record in self.records.values():
             record.forget(request_id)
         self._paces.forget(request_id)

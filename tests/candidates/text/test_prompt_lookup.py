@@ -1,5 +1,7 @@
 """Prompt lookup against a twin that searches the whole text anew each time."""
 
+from itertools import accumulate
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,19 +11,29 @@ from hf_smartspec import PromptLookupCandidates
 from hf_smartspec.candidates.request import SourceRequest
 from hf_smartspec.candidates.text import prompt_lookup
 
+LONGEST = 32
 texts = st.lists(st.integers(0, 2), max_size=30)  # three tokens only: repetitions of all lengths
 
 
-def twin(text: list[int], max_ngram: int, min_ngram: int, limit: int) -> tuple[list[int], int]:
-    """The continuation of the latest earlier occurrence of the longest possible end of the text, and its length."""
+def twin(text: list[int], max_ngram: int, min_ngram: int, limit: int) -> tuple[list[int], int, int]:
+    """
+    Return the continuation of the latest earlier occurrence of the longest possible end of the text, its length, which
+    is at most `max_ngram`, and the length of all that agrees before both.
+    """
     for length in range(max_ngram, min_ngram - 1, -1):
         for end in range(len(text) - 1, length - 1, -1):
             if text[end - length : end] == text[-length:]:
                 found = text[end : end + limit]
                 while len(found) < limit:  # the text repeats itself and ends: it goes on repeating itself
                     found.append(found[end - len(text)])
-                return found, length
-    return [], 0
+                return found, length, common(text[:end], text)
+    return [], 0, 0
+
+
+def common(first: list[int], second: list[int]) -> int:
+    """Return the number of last tokens that two texts have in common, up to `LONGEST`."""
+    pairs = zip(first[: -LONGEST - 1 : -1], second[::-1])
+    return sum(accumulate((a == b for a, b in pairs), min, initial=True)) - 1
 
 
 @given(texts, st.integers(1, 4), st.integers(1, 4), st.integers(1, 8), st.data())
@@ -37,7 +49,7 @@ def test_proposals_continue_the_longest_then_latest_match(text, max_ngram, min_n
         source.observe("a", np.array(piece, np.int64))
         seen += piece
         tree = source.propose(["a"], [limit])[0]
-        expected, length = twin(seen, max_ngram, min_ngram, limit)
+        expected, _, length = twin(seen, max_ngram, min_ngram, limit)
         assert tree.tokens.tolist() == expected
         assert tree.is_chain and tree.match_lengths == length
         np.testing.assert_allclose(tree.probs, length / (length + 1), rtol=1e-6)
@@ -66,19 +78,20 @@ def assigned(source, name, references, prompt):
 def test_references_are_searched_after_the_own_text(text, references, max_ngram, limit):
     source = PromptLookupCandidates(max_ngram=max_ngram)
     assigned(source, "a", references, text)
-    expected, length = twin(text, max_ngram, 1, limit)
+    expected, length, agreeing = twin(text, max_ngram, 1, limit)
+    own = length
     for reference in references:
         for end in range(1, len(reference)):
             match = min(max_ngram, end, len(text))
             while match and reference[end - match : end] != text[len(text) - match :]:
                 match -= 1
             # Longest first, then the own text, then the latest; continuations end where the reference does.
-            is_longer, is_later = match > length, match == length and match > twin(text, max_ngram, 1, limit)[1]
+            is_longer, is_later = match > length, match == length and match > own
             if is_longer or is_later:
-                expected, length = reference[end : end + limit], match
+                expected, length, agreeing = reference[end : end + limit], match, common(reference[:end], text)
     tree = source.propose(["a"], [limit])[0]
     assert tree.tokens.tolist() == expected
-    np.testing.assert_allclose(tree.probs, length / (length + 1), rtol=1e-6)
+    np.testing.assert_allclose(tree.probs, agreeing / (agreeing + 1), rtol=1e-6)
 
 
 def test_references_feed_their_request_only():
