@@ -215,7 +215,8 @@ def _gelu(x):
     series = fused(fused(fused(fused(_S8, square, _S7), square, _S6), square, _S5), square, _S4)
     series = fused(fused(fused(fused(series, square, _S3), square, _S2), square, _S1), square, _S0)
     near = fused(square, series, _HALF * x)
-    return near if far < _ONE else part if x < _ZERO else x - part
+    beyond = x if part != part else x - part  # infinity times 0 is no number
+    return near if far < _ONE else part if x < _ZERO else beyond
 
 
 @inner

@@ -14,7 +14,7 @@ from .decayed import DecayedRate, shrunk
 _HALF_LIFE = 1000.0  # of an observed node, in nodes
 _STRENGTH = 30.0  # weight of a draft's own probability, in observations: calibrated sources hardly change
 _HIGH = 0.8  # the probability at which a source as a whole is judged
-_DRIFT_DECAY = 0.98  # decay per step of expected and observed acceptance
+_DRIFT_DECAY = 0.99  # decay per step of expected and observed acceptance
 _DRIFT_STRENGTH = 3.0  # weight of the prior that they are equal, in accepted nodes
 _GENERAL_STRENGTH = 3.0  # weight of the ratio of all requests in that of one, in accepted nodes
 
